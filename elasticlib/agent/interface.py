@@ -1,0 +1,55 @@
+"""What an agent is: it supervises one node's workers to the end, and says how that was.
+
+`run` always returns a `RunResult`, be the end a success, a failure, a signal or a lost store.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import attrs
+
+from ..workers.exits import WorkerExit
+from ..workers.spec import WorkerGroup, WorkerState
+
+
+@attrs.frozen
+class RunResult:
+    """How a node's run ended.
+
+    state: SUCCEEDED, FAILED, or STOPPED (by `signal`). reason: one sentence. values: what
+    functions returned, by global rank. failures: the ends of this node's workers in the last
+    generation, by global rank, where they did not succeed, the first one first.
+    """
+
+    state: WorkerState
+    reason: str
+    values: dict[int, Any] = attrs.field(factory=dict)
+    failures: dict[int, WorkerExit] = attrs.field(factory=dict)
+    generation: int = 0
+    restarts: int = 0
+    signal: int = 0
+
+    @property
+    def is_failed(self) -> bool:
+        return self.state is WorkerState.FAILED
+
+    @property
+    def exit_code(self) -> int:
+        """0 for success, 1 for failure, 128 + n after signal n."""
+        if self.state is WorkerState.STOPPED:
+            return 128 + self.signal
+        return 0 if self.state is WorkerState.SUCCEEDED else 1
+
+
+class ElasticAgent(abc.ABC):
+    """Supervises the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self) -> RunResult:
+        """Take part in the job until it is over for this node; never raises for its failures."""
+
+    @abc.abstractmethod
+    def get_worker_group(self) -> WorkerGroup | None:
+        """The group of the generation that this node holds, or None before the first."""

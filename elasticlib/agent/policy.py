@@ -1,0 +1,295 @@
+"""What an agent does about each event in each state.
+
+`TABLE` is the whole of it: an event that has no entry for the state is an IllegalTransition.
+Nothing here acts; a transition returns the next state and the commands to carry out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import attrs
+
+from ..errors import IllegalTransition
+from ..rendezvous.change import Change, ChangeKind
+from ..workers.exits import WorkerExit
+
+
+class State(enum.Enum):
+    """JOINING: no workers, waiting for a generation. RUNNING: its workers run.
+
+    STOPPING: workers are being stopped, to join the next one. FINISHED: all of ours succeeded,
+    others still run. ENDING: workers are being stopped, for good. ENDED: over.
+    """
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class OutcomeKind(enum.Enum):
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    SIGNALLED = "signalled"
+
+
+@attrs.frozen
+class Outcome:
+    """How the agent's run ends, and why; `signal` is a number where one ended it."""
+
+    kind: OutcomeKind
+    reason: str
+    signal: int = 0
+
+
+@attrs.frozen
+class Supervision:
+    """The state, with what it must remember: whose end is awaited, and how it will all end."""
+
+    state: State = State.JOINING
+    awaited: frozenset[int] = frozenset()
+    outcome: Outcome | None = None
+
+
+# Events.
+
+
+@attrs.frozen
+class Settled:
+    """This node is a member of a generation, with workers of these local ranks."""
+
+    local_ranks: frozenset[int]
+
+
+@attrs.frozen
+class JoinEnded:
+    """There will be no generation for this node."""
+
+    outcome: Outcome
+
+
+@attrs.frozen
+class StartFailed:
+    """The workers could not all be started."""
+
+    reason: str
+
+
+@attrs.frozen
+class WorkerEnded:
+    """A worker ended by itself, or because it was stopped."""
+
+    exit: WorkerExit
+
+
+@attrs.frozen
+class GroupStopped:
+    """The stopping ladder has come to its end; `left` names what would not die."""
+
+    left: str = ""
+
+
+@attrs.frozen
+class Changed:
+    """The generation that this node holds is over, or the job is."""
+
+    change: Change
+
+
+@attrs.frozen
+class SignalArrived:
+    """The agent itself was asked to end."""
+
+    number: int
+    name: str
+
+
+Event = Settled | JoinEnded | StartFailed | WorkerEnded | GroupStopped | Changed | SignalArrived
+
+
+# Commands.
+
+
+@attrs.frozen
+class Join:
+    """Ask for the next generation: no workers are left here."""
+
+
+@attrs.frozen
+class StartWorkers:
+    """Start those of the generation that has just settled."""
+
+
+@attrs.frozen
+class StopWorkers:
+    """Begin the stopping ladder."""
+
+
+@attrs.frozen
+class KillWorkers:
+    """Do without the grace that is left."""
+
+
+@attrs.frozen
+class ReportFailure:
+    reason: str
+
+
+@attrs.frozen
+class ReportDone:
+    """All workers here succeeded."""
+
+
+@attrs.frozen
+class Finish:
+    """Leave the rendezvous, free everything, return the result."""
+
+
+Action = Join | StartWorkers | StopWorkers | KillWorkers | ReportFailure | ReportDone | Finish
+Step = tuple[Supervision, tuple[Action, ...]]
+
+
+def outcome_of(change: Change) -> Outcome:
+    """What the end of a job means for this node's run."""
+    if change.kind is ChangeKind.SUCCEEDED:
+        return Outcome(OutcomeKind.SUCCEEDED, change.reason)
+    return Outcome(OutcomeKind.FAILED, change.reason)
+
+
+def _start(_now: Supervision, event: Settled) -> Step:
+    running = Supervision(State.RUNNING, awaited=event.local_ranks)
+    return running, (StartWorkers(),)
+
+
+def _finish_now(_now: Supervision, event: JoinEnded) -> Step:
+    return Supervision(State.ENDED, outcome=event.outcome), (Finish(),)
+
+
+def _leave(_now: Supervision, event: SignalArrived) -> Step:
+    return Supervision(State.ENDED, outcome=_signalled(event)), (Finish(),)
+
+
+def _cannot_start(now: Supervision, event: StartFailed) -> Step:
+    return _fail(now, event.reason)
+
+
+def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
+    awaited = now.awaited - {event.exit.local_rank}
+    if not event.exit.ok:
+        return _fail(attrs.evolve(now, awaited=awaited), event.exit.describe())
+    if awaited:
+        return attrs.evolve(now, awaited=awaited), ()
+    return Supervision(State.FINISHED), (ReportDone(),)
+
+
+def _fail(now: Supervision, reason: str) -> Step:
+    # The claim goes out before the stop, so that the other nodes stop at the same time.
+    return attrs.evolve(now, state=State.STOPPING), (ReportFailure(reason), StopWorkers())
+
+
+def _running_changed(now: Supervision, event: Changed) -> Step:
+    if not event.change.kind.final:
+        return attrs.evolve(now, state=State.STOPPING), (StopWorkers(),)
+    ending = attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change))
+    return ending, (StopWorkers(),)
+
+
+def _running_signal(now: Supervision, event: SignalArrived) -> Step:
+    ending = attrs.evolve(now, state=State.ENDING, outcome=_signalled(event))
+    return ending, (StopWorkers(),)
+
+
+def _one_less(now: Supervision, event: WorkerEnded) -> Step:
+    return attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank}), ()
+
+
+def _rejoin(_now: Supervision, event: GroupStopped) -> Step:
+    if event.left:
+        return Supervision(State.ENDED, outcome=_undying(event)), (Finish(),)
+    return Supervision(State.JOINING), (Join(),)
+
+
+def _stopping_changed(now: Supervision, event: Changed) -> Step:
+    if not event.change.kind.final:
+        return now, ()
+    return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change)), ()
+
+
+def _stopping_signal(now: Supervision, event: SignalArrived) -> Step:
+    return attrs.evolve(now, state=State.ENDING, outcome=_signalled(event)), ()
+
+
+def _finished_changed(_now: Supervision, event: Changed) -> Step:
+    change = event.change
+    if not change.kind.final:
+        return Supervision(State.JOINING), (Join(),)
+    if change.kind is ChangeKind.LOST:
+        reason = f"this node's workers succeeded; the others' end is unknown: {change.reason}"
+        outcome = Outcome(OutcomeKind.SUCCEEDED, reason)
+    else:
+        outcome = outcome_of(change)
+    return Supervision(State.ENDED, outcome=outcome), (Finish(),)
+
+
+def _end(now: Supervision, event: GroupStopped) -> Step:
+    # What would not die is the worse news, and nobody else tells it.
+    outcome = _undying(event) if event.left else now.outcome
+    return Supervision(State.ENDED, outcome=outcome), (Finish(),)
+
+
+def _stay(now: Supervision, _event: object) -> Step:
+    return now, ()
+
+
+def _hurry(now: Supervision, _event: SignalArrived) -> Step:
+    return now, (KillWorkers(),)
+
+
+def _signalled(event: SignalArrived) -> Outcome:
+    return Outcome(OutcomeKind.SIGNALLED, f"received {event.name}", event.number)
+
+
+def _undying(event: GroupStopped) -> Outcome:
+    return Outcome(OutcomeKind.FAILED, f"these would not die, even of SIGKILL: {event.left}")
+
+
+_S = State
+TABLE: dict[tuple[State, type], Callable[..., Step]] = {
+    (_S.JOINING, Settled): _start,
+    (_S.JOINING, JoinEnded): _finish_now,
+    (_S.JOINING, SignalArrived): _leave,
+    (_S.RUNNING, StartFailed): _cannot_start,
+    (_S.RUNNING, WorkerEnded): _worker_ended,
+    (_S.RUNNING, Changed): _running_changed,
+    (_S.RUNNING, SignalArrived): _running_signal,
+    (_S.STOPPING, WorkerEnded): _one_less,
+    (_S.STOPPING, StartFailed): _stay,
+    (_S.STOPPING, GroupStopped): _rejoin,
+    (_S.STOPPING, Changed): _stopping_changed,
+    (_S.STOPPING, SignalArrived): _stopping_signal,
+    (_S.FINISHED, Changed): _finished_changed,
+    (_S.FINISHED, SignalArrived): _leave,
+    (_S.ENDING, WorkerEnded): _one_less,
+    (_S.ENDING, StartFailed): _stay,
+    (_S.ENDING, GroupStopped): _end,
+    (_S.ENDING, Changed): _stay,
+    (_S.ENDING, SignalArrived): _hurry,
+}
+
+
+def react(now: Supervision, event: Event) -> Step:
+    """The next state and what to do.
+
+    Raises:
+        IllegalTransition: the table has no entry for this event in this state.
+    """
+    transition = TABLE.get((now.state, type(event)))
+    if transition is None:
+        raise IllegalTransition(
+            f"{type(event).__name__} cannot happen while {now.state.value}: {event}"
+        )
+    return transition(now, event)

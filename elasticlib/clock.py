@@ -1,0 +1,22 @@
+"""The only module that reads a clock, and it reads the monotonic one.
+
+Seconds as float, from an origin of this process's own: fit for differences taken here, never
+for comparison with another machine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+
+
+def monotonic() -> float:
+    """Seconds since an arbitrary origin, never going back."""
+    return time.monotonic()
+
+
+def wall() -> float:
+    """Seconds since 1970 by this machine's wall clock: to show to people, never to decide."""
+    return time.time()

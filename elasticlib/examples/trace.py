@@ -1,0 +1,118 @@
+"""A record of which samples a run trained on, and the proof that each was used exactly once.
+
+A rank writes a step's line before it takes part in that step, so whatever a checkpoint holds has
+been written down by every rank. Steps that a later generation did not build on are struck out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from elasticlib.errors import ElasticError
+
+
+class Trace:
+    """Appends to `PREFIX.GENERATION.RANK.jsonl`; does nothing without a prefix.
+
+    Each line is out of the process before the call returns, so SIGKILL loses none.
+    """
+
+    def __init__(self, prefix: str | None, generation: int, rank: int) -> None:
+        self.generation = generation
+        self.path = Path(f"{prefix}.{generation}.{rank}.jsonl") if prefix else None
+
+    def resumed(self, step: int) -> None:
+        """Say which step the weights came from, 0 for fresh ones; once a process."""
+        self._append({"resumed": step})
+
+    def step(self, step: int, epoch: int, indices: list[int], world: int, loss: float) -> None:
+        """Say that this rank is about to train on `indices` in the global `step`, from 1.
+
+        `loss` is this rank's share of the global batch's mean: the ranks' sum is the mean.
+        """
+        what = {"step": step, "epoch": epoch, "indices": indices}
+        self._append({**what, "world_size": world, "loss": loss})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self.path:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"generation": self.generation, **line}) + "\n")
+
+
+class TraceError(ElasticError):
+    """The surviving history is not whole: a step is missing, or ranks are missing in it."""
+
+
+@attrs.frozen
+class Survey:
+    """What the surviving history of a run used."""
+
+    steps: int
+    """Steps that the last state rests on, numbered 1 to this."""
+    redone: int
+    """Steps that were begun and struck out, since a later generation resumed before them."""
+    uses: dict[int, Counter[int]]
+    """Of each epoch, how often each sample was used."""
+
+    def exactly_once(self, length: int) -> bool:
+        """Whether each epoch used each of `length` samples once and nothing else."""
+        return all(used == Counter(range(length)) for used in self.uses.values())
+
+
+def survey(prefix: str | Path) -> Survey:
+    """Read all traces of a run that has ended, and strike out what did not survive.
+
+    A step's line survives unless a later line of its file, or any file of a later generation,
+    says that it resumed from an earlier step.
+
+    Raises:
+        TraceError: steps 1, 2, ... have a gap, or a step has not one line of each of its ranks.
+    """
+    surviving: list[dict[str, Any]] = []
+    struck: set[tuple[int, int]] = set()
+    resumed_later: list[int] = []
+    for files in reversed(_files_by_generation(prefix)):
+        resumed_here: list[int] = []
+        for lines in files:
+            resumed = list(resumed_later)
+            for line in reversed(lines):
+                if "resumed" in line:
+                    resumed.append(line["resumed"])
+                    resumed_here.append(line["resumed"])
+                elif any(step < line["step"] for step in resumed):
+                    struck.add((line["generation"], line["step"]))
+                else:
+                    surviving.append(line)
+        resumed_later += resumed_here
+    return _count(surviving, len(struck))
+
+
+def _files_by_generation(prefix: str | Path) -> list[list[list[dict[str, Any]]]]:
+    prefix = Path(prefix)
+    generations: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)
+    for path in prefix.parent.glob(f"{prefix.name}.*.*.jsonl"):
+        generation = int(path.name.split(".")[-3])
+        text = path.read_text(encoding="utf-8")
+        generations[generation].append([json.loads(line) for line in text.splitlines()])
+    return [generations[generation] for generation in sorted(generations)]
+
+
+def _count(lines: Iterable[dict[str, Any]], redone: int) -> Survey:
+    by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    uses: dict[int, Counter[int]] = defaultdict(Counter)
+    for line in lines:
+        by_step[line["step"]].append(line)
+        uses[line["epoch"]].update(line["indices"])
+    if sorted(by_step) != list(range(1, len(by_step) + 1)):
+        raise TraceError(f"need steps 1 to {len(by_step)}, got {sorted(by_step)}")
+    for step, of_ranks in by_step.items():
+        if any(line["world_size"] != len(of_ranks) for line in of_ranks):
+            worlds = sorted({line["world_size"] for line in of_ranks})
+            raise TraceError(f"step {step} has lines of {len(of_ranks)} ranks, world {worlds}")
+    return Survey(len(by_step), redone, dict(uses))

@@ -1,0 +1,7 @@
+"""`python -m elasticlib.launch` is `elasticrun`."""
+
+import sys
+
+from .elasticrun import main
+
+sys.exit(main())

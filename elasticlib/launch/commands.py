@@ -1,0 +1,95 @@
+"""The `elasticlib` command: one subcommand for each thing that a person does beside training.
+
+A subcommand returns its exit status: 0 when done or stopped by a signal, 1 with a sentence when
+it cannot be done, 2 for a command line that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ..endpoint import join_endpoint, split_endpoint
+from ..errors import ConfigError
+from ..stores.server import TcpStoreServer
+
+DEFAULT_STORE_PORT = 29400
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (`sys.argv` unless given); the exit status."""
+    chosen = _parser().parse_args(arguments)
+    status: int = chosen.run(chosen)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elasticlib", description="Tools for elastic training.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    store = commands.add_parser(
+        "store",
+        help="serve a store until SIGTERM or SIGINT",
+        description="Serve a store for the nodes of a job, until SIGTERM or SIGINT.",
+    )
+    store.add_argument(
+        "--bind",
+        type=_endpoint,
+        required=True,
+        metavar="HOST[:PORT]",
+        help=f"the address to serve on; IPv6 in brackets, port {DEFAULT_STORE_PORT} by default, "
+        "0 for any free one",
+    )
+    store.add_argument("--job", default="", help="serve this job only, refuse others by name")
+    store.set_defaults(run=_serve_store)
+    return parser
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    try:
+        return split_endpoint(text, DEFAULT_STORE_PORT)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _serve_store(chosen: argparse.Namespace) -> int:
+    host, port = chosen.bind
+    _allow_many_descriptors()
+    # Blocked before the server's thread starts, which inherits it: only `sigwait` sees them.
+    with _blocked(signal.SIGTERM, signal.SIGINT) as awaited:
+        try:
+            server = TcpStoreServer(host, port, job=chosen.job).start()
+        except OSError as error:
+            where = join_endpoint(host, port)
+            print(f"elasticlib store: cannot serve on {where}: {error.strerror}", file=sys.stderr)
+            return 1
+        with server:
+            job = f"job {chosen.job!r}" if chosen.job else "any job"
+            print(f"serving on {server.address} for {job}", flush=True)
+            signal.sigwait(awaited)
+    return 0
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[set[signal.Signals]]:
+    # What was ignored when we started (nohup) stays ignored.
+    awaited = {number for number in signals if signal.getsignal(number) != signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    try:
+        yield awaited
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _allow_many_descriptors() -> None:
+    """As many as the system lets us have: each client of the store takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""What a launch is told, as one value that is checked before anything starts.
+
+Every setting works or is refused with a sentence; each default is written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from ..endpoint import split_endpoint
+from ..errors import ConfigError
+from ..rendezvous.document import Limits
+from ..rendezvous.timing import Timing
+from ..workers.streams import StreamChoice
+
+STORE_PORT = 29400
+MASTER_PORT = 29500
+BACKENDS = ("tcp", "c10d", "file", "static")
+
+
+@attrs.frozen
+class RendezvousOptions:
+    """The keys of --rdzv-conf, read: seconds, and who hosts."""
+
+    join_timeout: float = 600.0
+    last_call_timeout: float = 2.0
+    close_timeout: float = 30.0
+    read_timeout: float = 60.0
+    keep_alive_interval: float = 1.0
+    keep_alive_max_attempt: int = 5
+    is_host: bool | None = None
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(
+            join=self.join_timeout,
+            lease=self.keep_alive_interval * self.keep_alive_max_attempt,
+            refresh=self.keep_alive_interval,
+            store_grace=self.read_timeout,
+            close=self.close_timeout,
+        )
+
+
+_ELSEWHERE = {
+    "heartbeat_timeout": "it is keep_alive_interval * keep_alive_max_attempt here",
+    "store_type": "use --rdzv-backend file for a store in a shared folder",
+    "rank": "use --node-rank",
+}
+
+
+def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
+    """The options from names and (string) values.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is none.
+    """
+    found: dict[str, Any] = {}
+    for key, value in conf.items():
+        if key in _ELSEWHERE:
+            raise ConfigError(
+                f"--rdzv-conf {key} is not an option of elasticlib: {_ELSEWHERE[key]}"
+            )
+        # torch's older backends call it so.
+        name = "join_timeout" if key == "timeout" else key
+        if name in found:
+            raise ConfigError("--rdzv-conf takes timeout or join_timeout, got both")
+        found[name] = _READERS[name](key, value) if name in _READERS else _unknown(key)
+    return RendezvousOptions(**found)
+
+
+def _unknown(key: str) -> Any:
+    raise ConfigError(f"--rdzv-conf has no key {key!r}; it takes {', '.join(sorted(_READERS))}")
+
+
+def _seconds(key: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < float("inf") or (seconds == 0 and key != "last_call_timeout"):
+        raise ConfigError(f"--rdzv-conf {key} is a positive number of seconds, got {value!r}")
+    return seconds
+
+
+def _attempts(key: str, value: Any) -> int:
+    text = str(value)
+    if not text.isascii() or not text.isdigit() or int(text) < 2:
+        raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
+    return int(text)
+
+
+def _truth(key: str, value: Any) -> bool:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    truth = known.get(str(value).lower())
+    if truth is None:
+        raise ConfigError(f"--rdzv-conf {key} is true or false, got {value!r}")
+    return truth
+
+
+_READERS = {
+    "join_timeout": _seconds,
+    "last_call_timeout": _seconds,
+    "close_timeout": _seconds,
+    "read_timeout": _seconds,
+    "keep_alive_interval": _seconds,
+    "keep_alive_max_attempt": _attempts,
+    "is_host": _truth,
+}
+
+
+@attrs.frozen(kw_only=True)
+class LaunchConfig:
+    """One node's part in a job.
+
+    rdzv_endpoint: `host:port`, a folder for the file backend, or empty for one node alone.
+    rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
+    static backend. shutdown_timeout: seconds between SIGTERM and SIGKILL.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    run_id: str = "none"
+    role: str = "default"
+    rdzv_backend: str = "tcp"
+    rdzv_endpoint: str = ""
+    rdzv_configs: Mapping[str, Any] = attrs.field(factory=dict)
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    node_rank: int | None = None
+    local_addr: str | None = None
+    log_dir: str | None = None
+    redirects: StreamChoice = attrs.field(factory=StreamChoice)
+    tee: StreamChoice = attrs.field(factory=StreamChoice)
+    shutdown_timeout: float = 30.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.rdzv_backend not in BACKENDS:
+            raise ConfigError(
+                f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
+            )
+        if not self.run_id:
+            raise ConfigError("--rdzv-id names the job on all its nodes, got an empty one")
+        if self.nproc_per_node < 1:
+            raise ConfigError(f"--nproc-per-node is at least 1, got {self.nproc_per_node}")
+        if not 0 < self.monitor_interval < float("inf"):
+            raise ConfigError(f"--monitor-interval is positive, got {self.monitor_interval}")
+        if self.node_rank is not None and self.node_rank < 0:
+            raise ConfigError(f"--node-rank is at least 0, got {self.node_rank}")
+        if self.alone and self.max_nodes > 1:
+            raise ConfigError(
+                f"{self.max_nodes} nodes need a place to meet: give --rdzv-endpoint HOST:PORT, "
+                "or --node-rank, --master-addr and --master-port"
+            )
+        # Read for its errors, so that a bad value is named before anything starts.
+        assert self.options
+        assert self.limits
+        if not self.alone and self.rdzv_backend != "file":
+            split_endpoint(self.rdzv_endpoint, STORE_PORT)
+        if self.rdzv_backend == "static":
+            self._check_static()
+
+    def _check_static(self) -> None:
+        if self.min_nodes != self.max_nodes:
+            raise ConfigError(
+                f"the static backend has a fixed number of nodes, got "
+                f"{self.min_nodes}:{self.max_nodes}; use --rdzv-backend tcp"
+            )
+        if self.node_rank is None or self.node_rank >= self.max_nodes:
+            raise ConfigError(
+                f"the static backend needs 0 <= --node-rank < {self.max_nodes}, "
+                f"got {self.node_rank}"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether this node needs nobody, and no place to meet."""
+        return not self.rdzv_endpoint
+
+    @property
+    def options(self) -> RendezvousOptions:
+        return read_options(self.rdzv_configs)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            self.min_nodes,
+            self.max_nodes,
+            self.max_restarts,
+            last_call=self.options.last_call_timeout,
+        )

@@ -1,0 +1,184 @@
+"""Opens what a launch needs to meet its other nodes: a store, perhaps its server, a handler.
+
+Which machine hosts the TCP store is decided by addresses: whoever can bind the endpoint does.
+The decision explains itself in one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+import attrs
+
+from ..endpoint import join_endpoint, split_endpoint
+from ..errors import ConfigError, StoreUnavailable
+from ..rendezvous.document import Node
+from ..rendezvous.dynamic import DynamicRendezvousHandler
+from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.static import StaticRendezvousHandler
+from ..stores.file import FileStore
+from ..stores.interface import Store
+from ..stores.server import TcpStoreServer
+from ..stores.tcp import TcpStore
+from .config import STORE_PORT, LaunchConfig
+
+log = logging.getLogger("elasticlib.launch")
+
+CONNECT_SECONDS = 2.0
+"""For one attempt: the handler goes on trying, and can be told to stop in between."""
+
+
+@attrs.frozen
+class Meeting:
+    """What is open while a node takes part in a job."""
+
+    handler: RendezvousHandler
+    store: Store
+    server: TcpStoreServer | None
+
+    def serve_others(self, stopped: Callable[[], bool]) -> None:
+        """Keep serving the store until no other node needs it, or until told to stop."""
+        if self.server is None or not isinstance(self.store, TcpStore):
+            return
+        own = [self.store.label]
+        told = False
+        while not self.server.wait_alone(own, 0.5) and not stopped():
+            if not told:
+                told = True
+                log.info("still serving the store to %d nodes", self.server.clients - 1)
+
+    def close(self) -> None:
+        self.store.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def open_meeting(config: LaunchConfig) -> Meeting:
+    """Bind or find the store, and make the handler; no other node is waited for.
+
+    Raises:
+        ConfigError: the endpoint cannot be what the flags say.
+    """
+    server: TcpStoreServer | None = None
+    if config.rdzv_backend == "file":
+        store: Store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
+        find_address = _outward_address
+    else:
+        server, tcp = _open_tcp(config)
+        store, find_address = tcp, lambda: _address_towards(tcp)
+    return Meeting(_handler(config, store, find_address), store, server)
+
+
+def _handler(
+    config: LaunchConfig, store: Store, find_address: Callable[[], str]
+) -> RendezvousHandler:
+    host = socket.gethostname()
+    node = Node(
+        id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
+        host=host,
+        address=config.local_addr or "",
+        slots=config.nproc_per_node,
+        role=config.role,
+        hint=config.node_rank,
+    )
+    timing = config.options.timing
+    if config.rdzv_backend == "static":
+        return StaticRendezvousHandler(
+            store,
+            config.run_id,
+            node,
+            config.max_nodes,
+            max_restarts=config.max_restarts,
+            timing=timing,
+            find_address=find_address,
+        )
+    return DynamicRendezvousHandler(
+        store,
+        config.run_id,
+        node,
+        config.limits,
+        timing=timing,
+        backend=config.rdzv_backend,
+        find_address=find_address,
+    )
+
+
+def _open_tcp(config: LaunchConfig) -> tuple[TcpStoreServer | None, TcpStore]:
+    if config.alone:
+        server: TcpStoreServer | None = TcpStoreServer("127.0.0.1", 0, job=config.run_id).start()
+        assert server is not None
+        host, port = server.host, server.port
+    else:
+        host, port = split_endpoint(config.rdzv_endpoint, STORE_PORT)
+        server = _host_if_ours(host, port, config)
+        if server is not None:
+            host, port = server.host, server.port
+    store = TcpStore(
+        host,
+        port,
+        job=config.run_id,
+        timeout=config.options.read_timeout,
+        connect_timeout=CONNECT_SECONDS,
+    )
+    return server, store
+
+
+def _host_if_ours(host: str, port: int, config: LaunchConfig) -> TcpStoreServer | None:
+    """The server, if the endpoint is an address of this machine that nobody serves yet."""
+    must = config.options.is_host
+    if config.rdzv_backend == "static" and must is None:
+        must = config.node_rank == 0
+    if must is False:
+        return None
+    endpoint = join_endpoint(host, port)
+    tried: list[str] = []
+    for address in _resolve(host, port):
+        try:
+            server = TcpStoreServer(address, port, job=config.run_id).start()
+        except OSError as error:
+            tried.append(f"{address}: {error.strerror}")
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
+            continue
+        log.info("this node hosts the store at %s", server.address)
+        return server
+    why = "; ".join(tried) or "the name resolves to nothing here"
+    if must:
+        raise ConfigError(f"this node is to host the store at {endpoint}, but cannot: {why}")
+    log.info("another process hosts the store at %s (%s)", endpoint, why)
+    return None
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def _address_towards(store: TcpStore) -> str:
+    """This node's literal address, learnt from the socket that reached the store."""
+    store.connect()
+    address = store.local_address
+    if address is None:
+        raise StoreUnavailable(f"the connection to {store.address} was lost as it was made")
+    return address
+
+
+def _outward_address() -> str:
+    """The address of the default route's interface; loopback on a machine without one."""
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                # Connecting a datagram socket chooses a route and sends nothing.
+                probe.connect((target, 9))
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

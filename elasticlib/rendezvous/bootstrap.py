@@ -1,0 +1,55 @@
+"""The torch store through which the workers of one generation find each other.
+
+Each generation gets a fresh one, on a socket that is bound to one address and owned from the
+first moment: no port is probed for, and no key of an earlier attempt can be read.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol
+
+
+class BootstrapStore(Protocol):
+    """A store that is being served; `close` ends that."""
+
+    @property
+    def port(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class TorchBootstrapStore:
+    """A `torch.distributed.TCPStore` that this process serves at an address of its own."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.port = 0
+        self._store: object | None = None
+
+    def open(self) -> TorchBootstrapStore:
+        """Bind and serve. Raises OSError if the address is not this machine's."""
+        # Imported here: it costs two seconds, and only the first node's agent needs it.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        info = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(info[0], socket.SOCK_STREAM) as listener:
+            listener.bind(info[4])
+            listener.listen(1024)
+            self.port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self.address,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        return self
+
+    def close(self) -> None:
+        self._store = None
+
+
+def open_torch_store(address: str) -> BootstrapStore:
+    """A fresh torch store at a local address, on a port that the kernel chose."""
+    return TorchBootstrapStore(address).open()

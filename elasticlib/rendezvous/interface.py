@@ -1,0 +1,125 @@
+"""What a rendezvous handler promises to the agent that uses it.
+
+The names are those of torch.distributed.elastic, so that a handler written for it ports in
+minutes; what is new here has a default, so that such a handler needs none of it.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import attrs
+
+from ..stores.interface import Store
+from .change import Change as Change
+from .change import ChangeKind as ChangeKind
+from .document import Node as Node
+
+
+@attrs.frozen
+class BootstrapStoreInfo:
+    """Where the workers of one generation find torch's store."""
+
+    master_addr: str
+    master_port: int
+
+
+@attrs.frozen
+class RendezvousInfo:
+    """One settled generation, as one of its nodes sees it.
+
+    rank and world_size count nodes (workers' ranks follow from the members' slots); members
+    stand in rank order. restarts: how many of the job's restarts are used. cause: why this
+    generation was sought.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    members: tuple[Node, ...]
+    bootstrap_store_info: BootstrapStoreInfo
+    restarts: int = 0
+    cause: str = ""
+    store: Store | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of nodes."""
+        return len(self.members)
+
+
+class RendezvousHandler(abc.ABC):
+    """Brings the nodes of a job together, as often as their number changes."""
+
+    @abc.abstractmethod
+    def get_backend(self) -> str:
+        """The name of the backend, as given to --rdzv-backend."""
+
+    @abc.abstractmethod
+    def get_run_id(self) -> str:
+        """The id that all nodes of the job were given."""
+
+    @abc.abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node is a member of a generation later than its last one.
+
+        Calling it says that no workers of the last generation run here any more.
+
+        Raises:
+            RendezvousTimeout: no such generation within the join timeout.
+            RendezvousClosed: the job is over, or `shutdown` was called.
+            RendezvousMismatch: this node's settings contradict the job's.
+            StoreError: the store was out of reach for too long.
+        """
+
+    @abc.abstractmethod
+    def is_closed(self) -> bool:
+        """Whether the job is over: there will be no further generation."""
+
+    @abc.abstractmethod
+    def set_closed(self) -> None:
+        """End the job for all nodes."""
+
+    @abc.abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait to be let in."""
+
+    @abc.abstractmethod
+    def shutdown(self) -> bool:
+        """Leave, and free what is held; a blocked next_rendezvous raises RendezvousClosed.
+
+        Returns whether all could be freed in time. Calling it twice is harmless.
+        """
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the bootstrap store is served outside the workers already."""
+        return True
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        """What has become of the held generation; None if nothing within `timeout` seconds.
+
+        The default looks once and returns at once: its caller paces the polls.
+        """
+        del timeout
+        if self.is_closed():
+            return Change(ChangeKind.ABORTED, "the rendezvous was closed")
+        waiting = self.num_nodes_waiting()
+        if waiting > 0:
+            return Change(ChangeKind.REOPENED, f"{waiting} nodes wait to be let in")
+        return None
+
+    def report_failure(self, reason: str) -> bool:
+        """This node's workers failed. False: unsupported, the agent keeps its own budget.
+
+        True: the job will be reopened or ended, and `wait_for_change` says which.
+        """
+        del reason
+        return False
+
+    def report_done(self) -> bool:
+        """This node's workers succeeded. False: unsupported, the agent ends at once.
+
+        True: `wait_for_change` says when all are done, or that they must start anew.
+        """
+        return False

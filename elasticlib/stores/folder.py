@@ -1,0 +1,196 @@
+"""The folder of a FileStore: whole files only, one writer at a time, whatever crashes.
+
+A file is written aside, synced and renamed into place under the folder's lock, so a reader
+without the lock finds the old or the new one, and a crash leaves at most one file aside, which
+the next writer takes over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+
+from ..errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
+from .file_format import (
+    CHANGES_FILE,
+    KEY_PREFIX,
+    Changes,
+    Record,
+    decode_changes,
+    decode_record,
+    decode_version,
+    encode_changes,
+    encode_record,
+    file_name,
+    may_be_under,
+)
+from .interface import Entry
+
+LOCK_POLL = 0.003
+
+
+class Folder:
+    """The files of one store. Methods that write are called with the lock held."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        self.path = path
+        self._timeout = timeout
+        self._threads = threading.Lock()
+        self._processes = filelock.FileLock(path / "lock")
+        self._made = False
+
+    def make(self) -> None:
+        """Make the folder and its parents at the first operation."""
+        if not self._made:
+            with self._reached():
+                self.path.mkdir(parents=True, exist_ok=True)
+            self._made = True
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder to ourselves, among threads and processes. Raises StoreTimeout."""
+        if not self._threads.acquire(timeout=min(self._timeout, threading.TIMEOUT_MAX)):
+            raise self._not_had()
+        try:
+            with self._reached():
+                try:
+                    self._processes.acquire(timeout=self._timeout, poll_interval=LOCK_POLL)
+                except filelock.Timeout:
+                    raise self._not_had() from None
+                try:
+                    yield
+                finally:
+                    self._processes.release()
+        finally:
+            self._threads.release()
+
+    @contextmanager
+    def locked_if_free(self) -> Iterator[bool]:
+        """The folder to ourselves if nobody else has it; whether we do."""
+        if not self._threads.acquire(blocking=False):
+            yield False
+            return
+        try:
+            with self._reached():
+                try:
+                    self._processes.acquire(timeout=0)
+                except filelock.Timeout:
+                    yield False
+                    return
+                try:
+                    yield True
+                finally:
+                    self._processes.release()
+        finally:
+            self._threads.release()
+
+    def version(self) -> int:
+        """The store's version; cheap, and without the lock."""
+        data = self._read(self.path / CHANGES_FILE, 100)
+        return 0 if data is None else decode_version(data, str(self.path / CHANGES_FILE))
+
+    def changes(self) -> Changes:
+        """The version and the latest changes."""
+        data = self._read(self.path / CHANGES_FILE)
+        if data is not None:
+            return decode_changes(data, str(self.path / CHANGES_FILE))
+        with self._reached():
+            stray = next((n for n in os.listdir(self.path) if n.startswith(KEY_PREFIX)), None)
+        if stray is not None and not (self.path / CHANGES_FILE).exists():
+            raise StoreRefused(f"{self.path} holds {stray}, but no file {CHANGES_FILE}")
+        return Changes()
+
+    def get(self, key: str) -> Record | None:
+        """What stands at the key; without the lock, too."""
+        path = self.path / file_name(key)
+        data = self._read(path)
+        if data is None:
+            return None
+        record = decode_record(data, str(path))
+        if record.entry.key != key:
+            raise StoreRefused(f"{path} is of key {record.entry.key!r}, not {key!r}")
+        return record
+
+    def records(self, prefix: str) -> list[Record]:
+        """All that stands under the prefix, sorted by key."""
+        with self._reached():
+            names = [name for name in os.listdir(self.path) if may_be_under(name, prefix)]
+        found = []
+        for name in names:
+            data = self._read(self.path / name)
+            if data is None:
+                continue
+            record = decode_record(data, str(self.path / name))
+            if file_name(record.entry.key) != name:
+                raise StoreRefused(f"{self.path / name} is of key {record.entry.key!r}")
+            if record.entry.key.startswith(prefix):
+                found.append(record)
+        return sorted(found, key=lambda record: record.entry.key)
+
+    def claim(self, key: str) -> int:
+        """The next version, never to be used again, remembered as a change of the key."""
+        changes = self.changes().claim(key)
+        with self._reached():
+            self._write(CHANGES_FILE, encode_changes(changes))
+            self._sync()
+        return changes.version
+
+    def put(self, record: Record) -> None:
+        """Put the record in the place of what stands at its key, to stay."""
+        self.touch(record)
+        with self._reached():
+            self._sync()
+
+    def touch(self, record: Record) -> None:
+        """Like `put`, but a crash of the machine may bring the old file back."""
+        with self._reached():
+            self._write(file_name(record.entry.key), encode_record(record))
+
+    def remove(self, entry: Entry) -> None:
+        """Take the entry's file away, as a change with a version of its own."""
+        self.claim(entry.key)
+        with self._reached():
+            os.unlink(self.path / file_name(entry.key))
+            self._sync()
+
+    def _read(self, path: Path, size: int = -1) -> bytes | None:
+        with self._reached():
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    return file.read(size)
+            except FileNotFoundError:
+                if not self.path.is_dir():  # else what is gone with it would seem never written
+                    raise
+                return None
+
+    def _write(self, name: str, data: bytes) -> None:
+        aside = self.path / "aside"
+        with open(aside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.path / name)
+
+    def _sync(self) -> None:
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _not_had(self) -> StoreTimeout:
+        return StoreTimeout(f"the lock of {self.path} was not had within {self._timeout:g} s")
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreUnavailable(f"store folder {self.path}: {error}") from error

@@ -1,0 +1,100 @@
+"""What every store promises: a small, strongly consistent key-value store for one job.
+
+The contract, in prose. `elasticlib.testing.StoreContract` is the same contract as code; a store
+of your own subclasses `Store`, and its test subclasses the suite.
+
+* Keys are non-empty strings without NUL, at most 1,024 bytes in UTF-8. Values are bytes.
+* Every change (a write, a delete, the end of a lease) gets the next **version** of the whole
+  store, a positive integer. An entry carries the version of the write that made it. Versions
+  grow and are never reused, also not after a delete.
+* Reads and writes are linearizable: whoever reads after a write has returned sees it.
+* A missing key answers at once. Nothing blocks for ever: `wait` has a timeout, and each other
+  call ends within the store's own, which its error names.
+* `compare_set` says whether *this* call won, and what is there now; exactly one of several
+  racing callers that expect the same version wins.
+* A **lease** is a key written with a `ttl`. Its owner calls `refresh`, which is no change and
+  wakes nobody. An unrefreshed lease ends after about its ttl, for everyone at once: nobody sees
+  it afterwards, its owner's next `refresh` raises `LeaseLost`, and waiters wake. It never ends
+  early because some clock was wrong, or because the *store* stood still for a while. A store
+  whose clients hold connections may end a lease when its owner's connection ends. Any write to
+  the key replaces the lease: with a `ttl` by a new one, without by a plain key.
+* `list` is a snapshot: the entries and the version that they were read at, both of one moment.
+* `wait(prefix, after=v)` returns True as soon as anything under the prefix has changed since
+  version v, deletes and ended leases included, be it before the call or during it. It may return
+  True without a cause; it never misses one. To watch: `list`, act, `wait` past the list's
+  version, and again.
+* A store may be used by several threads at once: one that waits does not hold up the others.
+* Failures: `StoreUnavailable` (not reached, or lost with the answer unknown: read again),
+  `StoreTimeout`, `StoreRefused` (the store said no), `LeaseLost`.
+"""
+
+from __future__ import annotations
+
+import abc
+from types import TracebackType
+
+from .state import ABSENT as ABSENT
+from .state import MAX_KEY_BYTES as MAX_KEY_BYTES
+from .state import CompareSet as CompareSet
+from .state import Entry as Entry
+from .state import Listing as Listing
+from .state import check_key as check_key
+from .state import check_ttl as check_ttl
+
+
+class Store(abc.ABC):
+    """A key-value store with versions, compare-and-set, leases and waiting."""
+
+    @abc.abstractmethod
+    def get(self, key: str) -> Entry | None:
+        """What stands at `key`, or None at once."""
+
+    @abc.abstractmethod
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        """Write, whatever was there; with `ttl` (seconds) as a lease that `refresh` keeps."""
+
+    @abc.abstractmethod
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        """Write only if the key's version is `expected` (`ABSENT` for no such key)."""
+
+    @abc.abstractmethod
+    def delete(self, key: str, *, expected: int | None = None) -> bool:
+        """Remove the key (only at version `expected`, if given); whether it was removed."""
+
+    @abc.abstractmethod
+    def refresh(self, key: str, version: int) -> None:
+        """Keep the lease that was written at `version` alive for another ttl.
+
+        Raises:
+            LeaseLost: the key is gone, was replaced, is no lease, or is another client's.
+        """
+
+    @abc.abstractmethod
+    def list(self, prefix: str) -> Listing:
+        """All entries whose key starts with `prefix` (`""` for all), as of one moment."""
+
+    @abc.abstractmethod
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        """Block until something under `prefix` has changed past version `after`.
+
+        True when it has (or, rarely, may have); False when `timeout` seconds went by without.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most stores have nothing to close
+        """Let go of connections and end this client's leases; calls in flight end with an error.
+
+        Closing twice is harmless.
+        """
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,203 @@
+"""One connection to a TCP store's server, from its handshake to its end.
+
+Each request waits for the answer of its own number; when the connection ends, all requests in
+flight end with StoreUnavailable, and the link is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ..clock import monotonic
+from ..endpoint import join_endpoint
+from ..errors import ElasticError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
+from .peer import RECEIVE_BYTES, bound_sending, keep_honest
+from .service import error_of
+from .wire import MAX_FRAME_BYTES, PROTOCOL, Frame, FrameReader, encode
+
+LONGEST_WAIT = 1e6
+"""Seconds; a lock or a queue cannot wait for much longer than this."""
+
+
+def dial(host: str, port: int, timeout: float) -> socket.socket:
+    """A connection to the first address of the host that takes one. Raises OSError."""
+    deadline = monotonic() + timeout
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failure: OSError | None = None
+    for tried, (family, kind, proto, _, address) in enumerate(addresses):
+        # A silent address must leave time for those behind it.
+        share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
+        connection = socket.socket(family, kind, proto)
+        try:
+            connection.settimeout(share)
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            failure = error
+        else:
+            return connection
+    raise failure or OSError(f"{host} has no address")
+
+
+class Link:
+    """A greeted connection, shared by all threads of one store."""
+
+    def __init__(self, name: str, connection: socket.socket, timeout: float) -> None:
+        self._name = name
+        self._connection = connection
+        self._timeout = timeout
+        self._numbers = itertools.count(1)
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._pending: dict[int, queue.SimpleQueue[Frame | ElasticError]] = {}
+        self._ended: ElasticError | None = None
+        self._thread = threading.Thread(target=self._read, name=f"tcp-store {name}", daemon=True)
+
+    @classmethod
+    def open(
+        cls, host: str, port: int, hello: Mapping[str, Any], *, connect: float, timeout: float
+    ) -> Link:
+        """Connect and shake hands, in `connect` seconds.
+
+        Raises:
+            OSError: nobody answers there, or the connection broke.
+            StoreTimeout: somebody took the connection and then said nothing.
+            StoreRefused: what is there is no store of ours, or says no to us.
+        """
+        name = join_endpoint(host, port)
+        deadline = monotonic() + connect
+        connection = dial(host, port, connect)
+        try:
+            _shake_hands(connection, name, hello, deadline)
+            connection.settimeout(None)
+            keep_honest(connection, timeout)
+            bound_sending(connection, timeout)
+        except TimeoutError:
+            connection.close()
+            raise StoreTimeout(
+                f"{name} took the connection, but not the handshake, within {connect:g} s"
+            ) from None
+        except BaseException:
+            connection.close()
+            raise
+        link = cls(name, connection, timeout)
+        link._thread.start()
+        return link
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine from which the server was reached."""
+        return str(self._connection.getsockname()[0])
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can still be made."""
+        return self._ended is None
+
+    def request(
+        self, op: str, fields: Mapping[str, Any], value: bytes = b"", *, patience: float = 0.0
+    ) -> Frame:
+        """The answer to one request, which may take `patience` seconds beyond the timeout."""
+        number = next(self._numbers)
+        answers: queue.SimpleQueue[Frame | ElasticError] = queue.SimpleQueue()
+        with self._state:
+            if self._ended is not None:
+                raise StoreUnavailable(str(self._ended))
+            self._pending[number] = answers
+        try:
+            self._send(encode(Frame(op, number, fields, value)))
+            answer = answers.get(timeout=min(self._timeout + patience, LONGEST_WAIT))
+        except queue.Empty:
+            raise StoreTimeout(
+                f"{self._name} did not answer {op} within {self._timeout + patience:g} s"
+            ) from None
+        finally:
+            self._pending.pop(number, None)
+        if isinstance(answer, ElasticError):
+            # Its own traceback for each thread that it is raised in.
+            raise type(answer)(str(answer))
+        return answer
+
+    def close(self, reason: str) -> None:
+        """End the connection; requests in flight raise StoreUnavailable with the reason."""
+        self._end(StoreUnavailable(f"{self._name}: {reason}"))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _send(self, data: bytes) -> None:
+        if not self._sending.acquire(timeout=min(self._timeout, LONGEST_WAIT)):
+            raise StoreTimeout(f"{self._name} took no request within {self._timeout:g} s")
+        try:
+            self._connection.sendall(data)
+        except BlockingIOError:
+            self._end(StoreUnavailable(f"{self._name} took no data within {self._timeout:g} s"))
+        except OSError as error:
+            self._end(StoreUnavailable(f"the connection to {self._name} broke: {error}"))
+        finally:
+            self._sending.release()
+
+    def _read(self) -> None:
+        reader = FrameReader(MAX_FRAME_BYTES)
+        ended: ElasticError = StoreUnavailable(f"{self._name} ended the connection")
+        try:
+            while data := self._connection.recv(RECEIVE_BYTES):
+                for frame in reader.feed(data):
+                    self._deliver(frame)
+        except OSError as error:
+            ended = StoreUnavailable(f"the connection to {self._name} broke: {error}")
+        except StoreRefused as error:
+            ended = StoreRefused(f"{self._name} sent what is no frame of ours: {error}")
+        finally:
+            self._end(ended)
+            self._connection.close()
+
+    def _deliver(self, frame: Frame) -> None:
+        if frame.op == "error" and frame.id == 0:
+            self._end(type(error_of(frame))(f"{self._name}: {error_of(frame)}"))
+            return
+        answers = self._pending.get(frame.id)
+        if answers is not None:  # else the request has timed out
+            answers.put(error_of(frame) if frame.op == "error" else frame)
+
+    def _end(self, error: ElasticError) -> None:
+        with self._state:
+            if self._ended is not None:
+                return
+            self._ended = error
+            for answers in list(self._pending.values()):
+                answers.put(error)
+        with contextlib.suppress(OSError):  # wakes the reader; it may be gone already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _shake_hands(
+    connection: socket.socket, name: str, hello: Mapping[str, Any], deadline: float
+) -> None:
+    connection.settimeout(max(deadline - monotonic(), 0.01))
+    connection.sendall(encode(Frame("hello", 0, {"protocol": PROTOCOL, **hello})))
+    answer = _first_frame(connection, name, deadline)
+    if answer.op == "error":
+        raise StoreRefused(f"{name} {answer.fields['message']}")
+    if answer.op != "welcome":
+        raise StoreRefused(f"{name} answers, but not as an elasticlib store: {answer.op}")
+
+
+def _first_frame(connection: socket.socket, name: str, deadline: float) -> Frame:
+    reader = FrameReader(64 * 1024)
+    while True:
+        connection.settimeout(max(deadline - monotonic(), 0.01))
+        data = connection.recv(4096)
+        if not data:
+            raise ConnectionResetError(f"{name} ended the connection before it answered")
+        try:
+            frames = reader.feed(data)
+        except StoreError as error:
+            raise StoreRefused(f"{name} answers, but not as an elasticlib store: {error}") from None
+        if frames:
+            return frames[0]

@@ -1,0 +1,88 @@
+"""One connection as the server sees it: a socket that never blocks, and bounded buffers.
+
+Whatever a client sends or leaves unread costs its own connection at most, never the server.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from .wire import Frame, FrameReader, encode
+
+RECEIVE_BYTES = 256 * 1024
+
+
+def keep_honest(connection: socket.socket, timeout: float) -> None:
+    """No delay for small frames, and an end within about `timeout` for a silent network."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Three probes unanswered end an idle connection; the user timeout ends one with data in it.
+    pause = min(max(int(timeout / 4), 1), 32767)
+    for name, value in (
+        ("TCP_KEEPIDLE", pause),
+        ("TCP_KEEPINTVL", pause),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", min(int(timeout * 1000) + 1, 2**31 - 1)),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def bound_sending(connection: socket.socket, timeout: float) -> None:
+    """A blocking `sendall` ends with BlockingIOError when the other side takes nothing."""
+    seconds = min(max(timeout, 0.001), 1e6)
+    whole = int(seconds)
+    packed = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+
+
+class Peer:
+    """A client's connection: what has arrived in part, and what is still to be sent."""
+
+    def __init__(self, number: int, connection: socket.socket, frame_bytes: int) -> None:
+        self.number = number
+        self.connection = connection
+        self.label: str | None = None
+        self.ending = False
+        self.watching_writes = False
+        self._reader = FrameReader(frame_bytes)
+        self._unsent = bytearray()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the client has not taken yet."""
+        return len(self._unsent)
+
+    def receive(self) -> list[Frame] | None:
+        """The frames that are complete now; None when the connection has ended.
+
+        Raises:
+            StoreRefused: bytes that are no frame.
+        """
+        try:
+            data = self.connection.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        return [] if self.ending else self._reader.feed(data)
+
+    def send(self, frame: Frame) -> None:
+        """Put a frame behind those still to be sent; `flush` sends."""
+        self._unsent += encode(frame)
+
+    def flush(self) -> bool:
+        """Send what the connection takes; whether the connection still stands."""
+        try:
+            if self._unsent:
+                del self._unsent[: self.connection.send(self._unsent)]
+            if self.ending and not self._unsent:
+                self.connection.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True

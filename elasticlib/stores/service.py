@@ -1,0 +1,239 @@
+"""What the TCP store's server answers, without sockets: frames come in, frames go out.
+
+Clients are numbers. A wait is held here until something under its prefix changes, its client
+departs, or its time is over; the leases of a client that departs end with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from ..errors import ConfigError, ElasticError, LeaseLost, StoreRefused
+from .interface import check_key, check_ttl
+from .state import KeySpace, Lease, Limits
+from .wire import MAX_FRAME_BYTES, PROTOCOL, Frame
+
+MAX_WAITS = 1000
+"""How many waits one client may have pending."""
+
+KINDS: Mapping[str, type[ElasticError]] = {
+    "refused": StoreRefused,
+    "lease lost": LeaseLost,
+    "bad argument": ConfigError,
+}
+"""The errors that a server answers with, by the name that they have in a frame."""
+
+_KIND_OF = {error: kind for kind, error in KINDS.items()}
+
+Outgoing = tuple[int, Frame]
+
+
+def error_frame(number: int, error: ElasticError) -> Frame:
+    """The answer that raises the same error at the client; 0 is for the whole connection."""
+    return Frame("error", number, {"kind": _KIND_OF[type(error)], "message": str(error)})
+
+
+def error_of(frame: Frame) -> ElasticError:
+    """The error that an error frame stands for."""
+    return KINDS.get(frame.fields["kind"], StoreRefused)(frame.fields["message"])
+
+
+@attrs.frozen
+class _Call:
+    client: int
+    frame: Frame
+    now: float
+
+    @property
+    def id(self) -> int:
+        return self.frame.id
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return self.frame.fields
+
+    @property
+    def value(self) -> bytes:
+        return self.frame.value
+
+
+class StoreService:
+    """A keyspace, the waits on it, and the answers to each operation."""
+
+    def __init__(self, job: str, limits: Limits, frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._job = job
+        self._space = KeySpace(limits)
+        self._listing_bytes = min(frame_bytes, MAX_FRAME_BYTES) - 1024
+        self._waits: dict[str, dict[tuple[int, int], int]] = {}
+        self._held: dict[int, dict[int, str]] = {}
+        self._deadlines: list[tuple[float, int, int]] = []
+        self._told = 0
+
+    def greet(self, hello: Frame) -> Frame:
+        """The welcome for a client's first frame, or StoreRefused by name."""
+        if hello.op != "hello":
+            raise StoreRefused(f"a connection begins with hello, got {hello.op}")
+        spoken, job = hello.fields["protocol"], hello.fields["job"]
+        if spoken != PROTOCOL:
+            raise StoreRefused(f"speaks protocol {PROTOCOL}, not {spoken}")
+        if self._job and job != self._job:
+            raise StoreRefused(f"serves job {self._job!r}, not {job!r}")
+        return Frame("welcome", hello.id, {"protocol": PROTOCOL, "job": self._job})
+
+    def answer(self, client: int, frame: Frame, now: float) -> Frame | None:
+        """The answer to an operation; None for a wait, whose answer `settle` gives."""
+        operation = _OPERATIONS.get(frame.op)
+        if operation is None:
+            return error_frame(frame.id, StoreRefused(f"{frame.op} is no operation here"))
+        try:
+            return operation(self, _Call(client, frame, now))
+        except (StoreRefused, LeaseLost, ConfigError) as error:
+            return error_frame(frame.id, error)
+
+    def depart(self, client: int) -> None:
+        """The client's connection ended: so do its leases and waits."""
+        self._space.end_leases_of(client)
+        for number, prefix in self._held.pop(client, {}).items():
+            self._forget_wait(client, number, prefix)
+
+    def end_silent_leases(self, now: float) -> None:
+        """Take a look at the leases. First answer all that has arrived, it may be a refresh."""
+        self._space.end_silent_leases(now)
+
+    def look_is_due(self, now: float) -> bool:
+        """Whether `end_silent_leases` is worth calling."""
+        return self._space.clock.due(now)
+
+    def settle(self, now: float) -> Iterator[Outgoing]:
+        """The answers to waits whose change came, or whose time is over."""
+        yield from self._woken()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, client, number = heapq.heappop(self._deadlines)
+            if self._release(client, number):
+                yield client, Frame("answer", number, {"yes": False})
+
+    def until_due(self, now: float) -> float | None:
+        """Seconds until a look or a wait's deadline; None when nothing is pending."""
+        if self._told != self._space.version:
+            return 0.0
+        look = self._space.clock.until_due(now)
+        if not self._deadlines:
+            return look
+        deadline = max(self._deadlines[0][0] - now, 0.0)
+        return deadline if look is None else min(look, deadline)
+
+    def _woken(self) -> Iterator[Outgoing]:
+        if self._told == self._space.version:
+            return
+        touched = [p for p in self._waits if self._space.changed(p, self._told)]
+        self._told = self._space.version
+        for prefix in touched:
+            for (client, number), after in list(self._waits[prefix].items()):
+                # A wait that came behind the change, in the same turn, goes on waiting.
+                if self._space.changed(prefix, after):
+                    self._release(client, number)
+                    yield client, Frame("answer", number, {"yes": True})
+
+    def _hold(self, call: _Call, deadline: float) -> None:
+        held = self._held.setdefault(call.client, {})
+        if len(held) >= MAX_WAITS or call.id in held:
+            raise StoreRefused(f"a client has at most {MAX_WAITS} waits, each with its own id")
+        prefix = held[call.id] = call.fields["prefix"]
+        self._waits.setdefault(prefix, {})[call.client, call.id] = call.fields["after"]
+        heapq.heappush(self._deadlines, (deadline, call.client, call.id))
+        self._tidy()
+
+    def _release(self, client: int, number: int) -> bool:
+        prefix = self._held.get(client, {}).pop(number, None)
+        if prefix is None:
+            return False
+        self._forget_wait(client, number, prefix)
+        return True
+
+    def _forget_wait(self, client: int, number: int, prefix: str) -> None:
+        waits = self._waits[prefix]
+        del waits[client, number]
+        if not waits:
+            del self._waits[prefix]
+
+    def _tidy(self) -> None:
+        # Deadlines of waits that were answered stay until they pass; long ones must not pile up.
+        if len(self._deadlines) > 1000 + 2 * sum(map(len, self._held.values())):
+            self._deadlines = [
+                (deadline, client, number)
+                for deadline, client, number in self._deadlines
+                if number in self._held.get(client, {})
+            ]
+            heapq.heapify(self._deadlines)
+
+    def _get(self, call: _Call) -> Frame:
+        entry = self._space.get(check_key(call.fields["key"]))
+        if entry is None:
+            return Frame("absent", call.id)
+        return Frame("entry", call.id, {"version": entry.version}, entry.value)
+
+    def _set(self, call: _Call) -> Frame:
+        lease = _lease(call.client, call.fields["ttl"])
+        entry = self._space.put(call.fields["key"], call.value, lease, call.now)
+        return Frame("written", call.id, {"version": entry.version})
+
+    def _compare_set(self, call: _Call) -> Frame:
+        fields = call.fields
+        key, lease = check_key(fields["key"]), _lease(call.client, fields["ttl"])
+        outcome = self._space.compare_set(key, call.value, fields["expected"], lease, call.now)
+        if outcome.entry is None:
+            return Frame("absent", call.id)
+        version = {"version": outcome.entry.version}
+        if outcome.won:
+            return Frame("written", call.id, version)
+        return Frame("lost", call.id, version, outcome.entry.value)
+
+    def _delete(self, call: _Call) -> Frame:
+        key = check_key(call.fields["key"])
+        removed = self._space.delete(key, call.fields["expected"])
+        return Frame("answer", call.id, {"yes": removed})
+
+    def _refresh(self, call: _Call) -> Frame:
+        self._space.refresh(call.fields["key"], call.fields["version"], call.client, call.now)
+        return Frame("answer", call.id, {"yes": True})
+
+    def _list(self, call: _Call) -> Frame:
+        listing = self._space.list(call.fields["prefix"])
+        rows: list[Any] = [[e.key, e.version, len(e.value)] for e in listing.entries]
+        # Twelve bytes are the longest escape of one character in JSON.
+        size = sum(12 * len(key) + 50 + length for key, _, length in rows)
+        if size > self._listing_bytes:
+            raise StoreRefused(
+                f"a listing is at most {self._listing_bytes} bytes, "
+                f"{len(rows)} entries under {call.fields['prefix']!r} take up to {size}"
+            )
+        value = b"".join(entry.value for entry in listing.entries)
+        return Frame("listing", call.id, {"version": listing.version, "rows": rows}, value)
+
+    def _wait(self, call: _Call) -> Frame | None:
+        fields = call.fields
+        if self._space.changed(fields["prefix"], fields["after"]):
+            return Frame("answer", call.id, {"yes": True})
+        self._hold(call, call.now + fields["timeout"])
+        return None
+
+
+def _lease(client: int, ttl: float | None) -> Lease | None:
+    return None if check_ttl(ttl) is None else Lease(client, float(ttl or 0))
+
+
+_Operation = Callable[[StoreService, _Call], "Frame | None"]
+
+_OPERATIONS: Mapping[str, _Operation] = {
+    "get": StoreService._get,
+    "set": StoreService._set,
+    "compare_set": StoreService._compare_set,
+    "delete": StoreService._delete,
+    "refresh": StoreService._refresh,
+    "list": StoreService._list,
+    "wait": StoreService._wait,
+}

@@ -1,0 +1,94 @@
+"""A store's client in a process of its own, to race with others or to be killed.
+
+`ClientRecipe` says how to build the client; the process builds it, does one thing, and ends when
+its standard input does, so that it outlives no test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import attrs
+
+from ..stores.interface import ABSENT, Store
+
+# The child finds modules where we do, also those of the test that describes the client.
+_BOOT = f"""
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from {__name__} import main
+main(*sys.argv[2:])
+"""
+
+
+@attrs.frozen
+class ClientRecipe:
+    """How another process builds a client: `module:Class`, and what to call it with.
+
+    Arguments and options are what JSON can carry.
+    """
+
+    target: str
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def build(self) -> Store:
+        """The client."""
+        module, _, name = self.target.partition(":")
+        factory = getattr(importlib.import_module(module), name)
+        return cast(Store, factory(*self.arguments, **self.options))
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """A process with a client, told what to do; it prints a line when it has."""
+        described = (json.dumps(sys.path), json.dumps(attrs.asdict(self)))
+        return subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *described, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+def increment(store: Store, key: str, times: int) -> None:
+    """Add one to the number at the key, `times` times, losing no other client's additions."""
+    for _ in range(times):
+        entry = store.get(key)
+        while True:
+            number = int(entry.value) if entry else 0
+            version = entry.version if entry else ABSENT
+            outcome = store.compare_set(key, b"%d" % (number + 1), expected=version)
+            if outcome.won:
+                break
+            entry = outcome.entry
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints; "" if it has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def number_at(store: Store, key: str) -> int:
+    """The number that `increment` counts up; 0 if there is none."""
+    entry = store.get(key)
+    return int(entry.value) if entry else 0
+
+
+def main(recipe: str, command: str, key: str, number: str) -> None:
+    """`increment KEY TIMES`, or `hold KEY TTL`: a lease, until standard input ends."""
+    with ClientRecipe(**json.loads(recipe)).build() as store:
+        store.get(key)
+        if command == "increment":
+            print("ready", flush=True)
+            sys.stdin.readline()
+            increment(store, key, int(number))
+        else:
+            entry = store.set(key, b"held", ttl=float(number))
+            store.refresh(key, entry.version)
+        print("done", flush=True)
+        sys.stdin.read()

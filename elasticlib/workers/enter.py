@@ -1,0 +1,39 @@
+"""The first thing that runs in a worker's process: die with the agent, then become the program.
+
+Run by its path with `-I -S`, it imports nothing of elasticlib. The kernel's parent-death signal
+survives the exec, so the program needs to know nothing of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+NOT_FOUND = 127
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have ended before the kernel was asked.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(argv: list[str]) -> None:
+    """`enter.py AGENT_PID PROGRAM ARGS...`"""
+    die_with(int(argv[1]))
+    program = argv[2:]
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        print(f"elasticlib: cannot run {program[0]!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(NOT_FOUND)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,67 @@
+"""Runs a function as a worker: `python -m elasticlib.workers.function PAYLOAD RESULT`.
+
+The function arrives pickled in a file of the user's own, private folder, with what
+`multiprocessing` needs to make this interpreter look like the one that sent it; its value goes
+back the same way, and an exception leaves an error.json.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import os
+import pickle
+import sys
+import traceback
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from ..clock import wall
+from ..errors import ConfigError
+from .exits import failure_record
+from .spec import Function
+
+
+def write_payload(path: Path, function: Function) -> None:
+    """Raises ConfigError when the function cannot be sent to another process."""
+    preparation = multiprocessing.spawn.get_preparation_data("elasticlib worker")
+    # Only what concerns the interpreter: the rest describes multiprocessing's own children.
+    for name in ("authkey", "log_to_stderr", "log_level", "start_method"):
+        preparation.pop(name, None)
+    try:
+        work = bytes(ForkingPickler.dumps((function.target, function.args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"cannot send {function.target!r} to a worker: {error}; "
+            "it and its arguments must be picklable (a function at the top level of a module)"
+        ) from error
+    path.write_bytes(pickle.dumps((preparation, work)))
+
+
+def read_result(path: Path) -> Any:
+    """The value that the function returned, or None without a result."""
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def main(payload: str, result: str, error_file: str) -> int:
+    preparation, work = pickle.loads(Path(payload).read_bytes())
+    try:
+        multiprocessing.spawn.prepare(preparation)
+        target, args = pickle.loads(work)
+        value = target(*args)
+    except Exception as error:
+        # Reported as torch's @record does, then shown and ended as Python itself would.
+        if error_file and not os.path.exists(error_file):
+            text = traceback.format_exc()
+            record = failure_record(type(error).__name__, str(error), text, int(wall()))
+            Path(error_file).write_bytes(record)
+        traceback.print_exc()
+        return 1
+    aside = Path(f"{result}.part")
+    aside.write_bytes(pickle.dumps(value))
+    aside.rename(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3]))

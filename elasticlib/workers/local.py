@@ -1,0 +1,195 @@
+"""Workers as processes of this machine, each in a session of its own.
+
+An end is noticed by a thread that blocks in the kernel until it happens and leaves the process
+unreaped, so that its number cannot pass to another before its session has been swept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import attrs
+
+from ..errors import WorkerStartError
+from . import session
+from .exits import WorkerExit, read_failure
+from .function import read_result, write_payload
+from .guardian import Guardian
+from .interface import Workers
+from .output import Output, OutputPlan
+from .spec import (
+    Command,
+    Entrypoint,
+    Function,
+    Module,
+    Script,
+    Worker,
+    WorkerGroup,
+    with_local_rank,
+    worker_environment,
+)
+from .streams import Streams
+
+_ENTER = str(Path(__file__).with_name("enter.py"))
+
+
+@attrs.define
+class _Process:
+    worker: Worker
+    popen: subprocess.Popen[bytes]
+    output: Output
+    folder: Path
+
+
+class LocalWorkers(Workers):
+    """Processes started afresh for each generation.
+
+    Args:
+        environment: what the workers inherit, before what they are told.
+        log_dir: where the folder of this run goes. Without, a temporary one, which is removed
+            at the end unless output was sent there.
+        run_id: names that folder.
+        python: the interpreter of scripts, modules and functions.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        output: OutputPlan | None = None,
+        log_dir: str | None = None,
+        run_id: str = "none",
+        python: str = sys.executable,
+    ) -> None:
+        self._environment = dict(environment)
+        self._output = output or OutputPlan()
+        self._log_dir = log_dir
+        self._run_id = run_id
+        self._python = python
+        self._guardian = Guardian()
+        self._folder: Path | None = None
+        self._processes: dict[int, _Process] = {}
+
+    @property
+    def folder(self) -> Path:
+        """This run's folder, `<log_dir>/<run_id>_<random>`; made when first asked for."""
+        if self._folder is None:
+            if self._log_dir is not None:
+                os.makedirs(self._log_dir, exist_ok=True)
+            safe = self._run_id.replace(os.sep, "_")
+            made = tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
+            self._folder = Path(made)
+        return self._folder
+
+    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        self._processes = {}
+        for worker in group.workers:
+            process = self._spawn(group, worker)
+            self._processes[worker.local_rank] = process
+            self._guardian.add(process.popen.pid)
+            args = (process.popen.pid, worker.local_rank, ended)
+            name = f"worker-{worker.local_rank}-end"
+            threading.Thread(target=_await_end, args=args, name=name, daemon=True).start()
+
+    def _spawn(self, group: WorkerGroup, worker: Worker) -> _Process:
+        folder = self.folder / f"attempt_{group.attempt}" / str(worker.local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        error_file = folder / "error.json"
+        environment = worker_environment(
+            group,
+            worker,
+            self._environment,
+            error_file=str(error_file),
+            cores=len(os.sched_getaffinity(0)),
+        )
+        prefix = f"[{group.spec.role}{worker.rank}]:"
+        output = Output(self._output, worker.local_rank, folder, prefix)
+        program = self._program(group.spec.entrypoint, worker.local_rank, folder)
+        try:
+            popen = subprocess.Popen(
+                [self._python, "-I", "-S", _ENTER, str(os.getpid()), *program],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output.target(Streams.OUT),
+                stderr=output.target(Streams.ERR),
+                start_new_session=True,
+            )
+        except OSError as error:
+            output.close()
+            raise WorkerStartError(
+                f"cannot start the worker of rank {worker.rank}: {error}"
+            ) from error
+        output.attach(popen)
+        return _Process(worker, popen, output, folder)
+
+    def _program(self, entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
+        if isinstance(entrypoint, Function):
+            payload = folder / "payload.pickle"
+            write_payload(payload, entrypoint)
+            files = (str(payload), str(folder / "result.pickle"), str(folder / "error.json"))
+            return (self._python, "-u", "-m", "elasticlib.workers.function", *files)
+        args = with_local_rank(entrypoint.args, local_rank)
+        if isinstance(entrypoint, Script):
+            return (self._python, "-u", entrypoint.path, *args)
+        if isinstance(entrypoint, Module):
+            return (self._python, "-u", "-m", entrypoint.name, *args)
+        assert isinstance(entrypoint, Command)
+        return (entrypoint.program, *args)
+
+    def collect(self, local_rank: int) -> WorkerExit:
+        process = self._processes.pop(local_rank)
+        pid = process.popen.pid
+        session.end(pid)
+        returncode = process.popen.wait()
+        self._guardian.remove(pid)
+        process.output.close()
+        message, trace = "", ""
+        error_file = process.folder / "error.json"
+        if returncode != 0 and error_file.exists():
+            message, trace = read_failure(error_file.read_bytes())
+        return WorkerExit(
+            local_rank=local_rank,
+            rank=process.worker.rank,
+            pid=pid,
+            returncode=returncode,
+            message=message,
+            traceback=trace,
+            value=read_result(process.folder / "result.pickle") if returncode == 0 else None,
+        )
+
+    def running(self) -> dict[int, str]:
+        return {local: f"pid {p.popen.pid}" for local, p in self._processes.items()}
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes.values():
+            session.signal_group(process.popen.pid, number)
+
+    def close(self) -> None:
+        self.kill()
+        for local_rank in list(self._processes):
+            self.collect(local_rank)
+        self._guardian.close()
+        kept = self._log_dir is not None or self._output.redirect.any or self._output.tee.any
+        if self._folder is not None and not kept:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
+    # WNOWAIT leaves the zombie, which keeps the pid and with it the session's number.
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    ended(local_rank)

@@ -1,0 +1,75 @@
+"""What is left of a worker's session, and its end.
+
+Each worker leads a session of its own, so whatever it started and did not move out of there is
+known by that session's number; nothing outside it is ever signalled. Standard library only: the
+guardian runs this without site-packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterable
+
+ROUNDS = 5
+
+
+def members(session: int) -> list[int]:
+    """The living processes of a session, its leader included."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit() and _session_of(int(name)) == session:
+            found.append(int(name))
+    return found
+
+
+def _session_of(pid: int) -> int | None:
+    """The session of a process that is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command may hold spaces and brackets; the fields begin after the last bracket.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[3])
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Send a signal to the process group that a worker leads, if it still has any process."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def end(session: int, seconds: float = 2.0) -> list[int]:
+    """Kill all of a session and wait until it is gone; returns those that are not.
+
+    The caller makes sure that the number is still that session's: its leader is unreaped, or a
+    member is known to live.
+    """
+    signal_group(session, signal.SIGKILL)
+    for _ in range(ROUNDS):
+        # A process may fork while it is looked for: look until none is found.
+        left = members(session)
+        if not left:
+            return []
+        _kill_and_wait(left, session, seconds)
+    return members(session)
+
+
+def _kill_and_wait(pids: Iterable[int], session: int, seconds: float) -> None:
+    handles = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                handle = os.pidfd_open(pid)
+                handles.append(handle)
+                # Looked at again through the handle's eyes: the number may have a new owner.
+                if _session_of(pid) == session:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in handles:
+            select.select([handle], [], [], seconds)
+    finally:
+        for handle in handles:
+            os.close(handle)

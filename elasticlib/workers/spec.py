@@ -1,0 +1,174 @@
+"""Which workers a node runs and what each one is told, as values.
+
+Ranks follow from the members of a generation and are computed here, alike on every node; nothing
+of them is kept anywhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from ..errors import ConfigError
+from ..rendezvous.document import Node
+
+LOCAL_RANK_MACRO = "${local_rank}"
+
+
+@attrs.frozen
+class Script:
+    """`python -u path args...`"""
+
+    path: str
+    args: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Module:
+    """`python -u -m name args...`"""
+
+    name: str
+    args: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Command:
+    """Any program, found as a shell would find it."""
+
+    program: str
+    args: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Function:
+    """A picklable function of a module; its return value is handed back."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+Entrypoint = Script | Module | Command | Function
+
+
+@attrs.frozen
+class WorkerSpec:
+    """What each node's agent is asked to run: so many workers of this, in this role."""
+
+    entrypoint: Entrypoint
+    local_world_size: int = 1
+    role: str = "default"
+
+    def __attrs_post_init__(self) -> None:
+        if self.local_world_size < 1:
+            raise ConfigError(f"need at least 1 worker a node, got {self.local_world_size}")
+
+
+class WorkerState(enum.Enum):
+    """Where a worker, or a whole group, stands."""
+
+    INIT = "init"
+    HEALTHY = "healthy"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def is_running(self) -> bool:
+        return self in (WorkerState.INIT, WorkerState.HEALTHY)
+
+
+@attrs.frozen
+class Worker:
+    """One process of a generation: its place on the node, in the job and in its role."""
+
+    local_rank: int
+    rank: int
+    role_rank: int
+    role_world_size: int
+    world_size: int
+
+
+@attrs.frozen
+class WorkerGroup:
+    """The workers of one node in one generation, by local rank."""
+
+    spec: WorkerSpec
+    workers: tuple[Worker, ...]
+    run_id: str
+    generation: int
+    group_rank: int
+    group_world_size: int
+    master_addr: str
+    master_port: int
+    restarts: int = 0
+    max_restarts: int = 0
+    attempt: int = 0
+
+    def worker(self, local_rank: int) -> Worker:
+        return self.workers[local_rank]
+
+
+def deal_ranks(members: tuple[Node, ...], group_rank: int) -> tuple[Worker, ...]:
+    """The workers of the node at `group_rank`: global ranks node by node, role ranks likewise."""
+    here = members[group_rank]
+    before = members[:group_rank]
+    first = sum(node.slots for node in before)
+    first_of_role = sum(node.slots for node in before if node.role == here.role)
+    world = sum(node.slots for node in members)
+    of_role = sum(node.slots for node in members if node.role == here.role)
+    return tuple(
+        Worker(
+            local_rank=local,
+            rank=first + local,
+            role_rank=first_of_role + local,
+            role_world_size=of_role,
+            world_size=world,
+        )
+        for local in range(here.slots)
+    )
+
+
+def worker_environment(
+    group: WorkerGroup,
+    worker: Worker,
+    inherited: Mapping[str, str],
+    *,
+    error_file: str,
+    cores: int,
+) -> dict[str, str]:
+    """The whole environment of one worker, as torchrun would set it, and the generation."""
+    threads = max(1, cores // group.spec.local_world_size)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    told = {
+        "RANK": worker.rank,
+        "LOCAL_RANK": worker.local_rank,
+        "WORLD_SIZE": worker.world_size,
+        "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+        "GROUP_RANK": group.group_rank,
+        "NODE_RANK": group.group_rank,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "ROLE_NAME": group.spec.role,
+        "ROLE_RANK": worker.role_rank,
+        "ROLE_WORLD_SIZE": worker.role_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+        "TORCHELASTIC_RUN_ID": group.run_id,
+        "TORCHELASTIC_RESTART_COUNT": group.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": group.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "ELASTICLIB_GENERATION": group.generation,
+    }
+    return {**defaults, **inherited, **{name: str(value) for name, value in told.items()}}
+
+
+def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """The arguments with torchrun's macro filled in."""
+    return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)

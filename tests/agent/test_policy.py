@@ -1,0 +1,178 @@
+"""Every event in every state: what is done about it, or an error that names both."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.agent.policy import (
+    TABLE,
+    Changed,
+    Event,
+    Finish,
+    GroupStopped,
+    Join,
+    JoinEnded,
+    KillWorkers,
+    Outcome,
+    OutcomeKind,
+    ReportDone,
+    ReportFailure,
+    Settled,
+    SignalArrived,
+    StartFailed,
+    StartWorkers,
+    State,
+    StopWorkers,
+    Supervision,
+    WorkerEnded,
+    react,
+)
+from elasticlib.errors import IllegalTransition
+from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.workers.exits import WorkerExit
+
+FAILED = Outcome(OutcomeKind.FAILED, "no more")
+TERM = SignalArrived(15, "SIGTERM")
+
+
+def ended(local_rank: int, code: int = 0) -> WorkerEnded:
+    return WorkerEnded(WorkerExit(local_rank, rank=local_rank, pid=100, returncode=code))
+
+
+def changed(kind: ChangeKind) -> Changed:
+    return Changed(Change(kind, f"because {kind.value}"))
+
+
+EVENTS: dict[str, Event] = {
+    "settled": Settled(frozenset({0, 1})),
+    "join ended": JoinEnded(FAILED),
+    "start failed": StartFailed("no such file"),
+    "worker done": ended(0),
+    "worker failed": ended(0, 1),
+    "stopped": GroupStopped(),
+    "stopped but for": GroupStopped("pid 7"),
+    "reopened": changed(ChangeKind.REOPENED),
+    "job succeeded": changed(ChangeKind.SUCCEEDED),
+    "job failed": changed(ChangeKind.FAILED),
+    "expelled": changed(ChangeKind.EXPELLED),
+    "store lost": changed(ChangeKind.LOST),
+    "signal": TERM,
+}
+NEXT = {
+    (State.JOINING, "settled"): (State.RUNNING, [StartWorkers()]),
+    (State.JOINING, "join ended"): (State.ENDED, [Finish()]),
+    (State.JOINING, "signal"): (State.ENDED, [Finish()]),
+    (State.RUNNING, "start failed"): (
+        State.STOPPING,
+        [ReportFailure("no such file"), StopWorkers()],
+    ),
+    (State.RUNNING, "worker done"): (State.RUNNING, []),
+    (State.RUNNING, "worker failed"): (
+        State.STOPPING,
+        [
+            ReportFailure("worker of rank 0 (local 0, pid 100) exited with code 1"),
+            StopWorkers(),
+        ],
+    ),
+    (State.RUNNING, "reopened"): (State.STOPPING, [StopWorkers()]),
+    (State.RUNNING, "job succeeded"): (State.ENDING, [StopWorkers()]),
+    (State.RUNNING, "job failed"): (State.ENDING, [StopWorkers()]),
+    (State.RUNNING, "expelled"): (State.ENDING, [StopWorkers()]),
+    (State.RUNNING, "store lost"): (State.ENDING, [StopWorkers()]),
+    (State.RUNNING, "signal"): (State.ENDING, [StopWorkers()]),
+    (State.STOPPING, "worker done"): (State.STOPPING, []),
+    (State.STOPPING, "worker failed"): (State.STOPPING, []),
+    (State.STOPPING, "start failed"): (State.STOPPING, []),
+    (State.STOPPING, "stopped"): (State.JOINING, [Join()]),
+    (State.STOPPING, "stopped but for"): (State.ENDED, [Finish()]),
+    (State.STOPPING, "reopened"): (State.STOPPING, []),
+    (State.STOPPING, "job succeeded"): (State.ENDING, []),
+    (State.STOPPING, "job failed"): (State.ENDING, []),
+    (State.STOPPING, "expelled"): (State.ENDING, []),
+    (State.STOPPING, "store lost"): (State.ENDING, []),
+    (State.STOPPING, "signal"): (State.ENDING, []),
+    (State.FINISHED, "reopened"): (State.JOINING, [Join()]),
+    (State.FINISHED, "job succeeded"): (State.ENDED, [Finish()]),
+    (State.FINISHED, "job failed"): (State.ENDED, [Finish()]),
+    (State.FINISHED, "expelled"): (State.ENDED, [Finish()]),
+    (State.FINISHED, "store lost"): (State.ENDED, [Finish()]),
+    (State.FINISHED, "signal"): (State.ENDED, [Finish()]),
+    (State.ENDING, "worker done"): (State.ENDING, []),
+    (State.ENDING, "worker failed"): (State.ENDING, []),
+    (State.ENDING, "start failed"): (State.ENDING, []),
+    (State.ENDING, "stopped"): (State.ENDED, [Finish()]),
+    (State.ENDING, "stopped but for"): (State.ENDED, [Finish()]),
+    (State.ENDING, "reopened"): (State.ENDING, []),
+    (State.ENDING, "job succeeded"): (State.ENDING, []),
+    (State.ENDING, "job failed"): (State.ENDING, []),
+    (State.ENDING, "expelled"): (State.ENDING, []),
+    (State.ENDING, "store lost"): (State.ENDING, []),
+    (State.ENDING, "signal"): (State.ENDING, [KillWorkers()]),
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+@pytest.mark.parametrize("state", State)
+def test_each_event_in_each_state_has_one_answer(state: State, name: str) -> None:
+    now = Supervision(state, awaited=frozenset({0, 1}), outcome=FAILED)
+    expected = NEXT.get((state, name))
+    if expected is None:
+        with pytest.raises(
+            IllegalTransition, match=f"{type(EVENTS[name]).__name__}.*{state.value}"
+        ):
+            react(now, EVENTS[name])
+        return
+    after, actions = react(now, EVENTS[name])
+    assert (after.state, list(actions)) == expected
+
+
+def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
+    now, _ = react(Supervision(), Settled(frozenset({0, 1})))
+    now, _ = react(now, ended(0))
+    now, actions = react(now, ended(1))
+    assert (now.state, actions) == (State.FINISHED, (ReportDone(),))
+
+
+def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
+    now = Supervision(State.RUNNING, awaited=frozenset({0}))
+    now, _ = react(now, changed(ChangeKind.EXPELLED))
+    now, _ = react(now, TERM)
+    now, _ = react(now, GroupStopped())
+    assert now.outcome == Outcome(OutcomeKind.FAILED, "because expelled")
+
+
+def test_what_would_not_die_is_named_in_the_outcome() -> None:
+    now = Supervision(State.ENDING, outcome=FAILED)
+    now, _ = react(now, GroupStopped("pid 7"))
+    assert now.outcome is not None
+    assert "pid 7" in now.outcome.reason
+
+
+def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
+    now, _ = react(Supervision(State.FINISHED), changed(ChangeKind.LOST))
+    assert now.outcome is not None
+    assert now.outcome.kind is OutcomeKind.SUCCEEDED
+
+
+def test_the_table_names_every_state_but_the_last() -> None:
+    assert {state for state, _ in TABLE} == set(State) - {State.ENDED}
+
+
+@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
+def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: list[str]) -> None:
+    now, running = Supervision(), False
+    for name in names:
+        try:
+            now, actions = react(now, EVENTS[name])
+        except IllegalTransition:
+            continue
+        # The ladder's end, and the last worker's success, are how a group comes to have ended.
+        running = running and name not in ("stopped", "stopped but for")
+        running = running and ReportDone() not in actions
+        assert not running or not {Join(), Finish()} & set(actions), names
+        running = running or StartWorkers() in actions
+        if now.state is State.ENDED:
+            assert now.outcome is not None
+            return

@@ -1,0 +1,160 @@
+"""How positions are dealt: pure, so nothing here imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.data.deal import FIELDS, Position, advance, deal, decode, encode
+from elasticlib.errors import ConfigError, StateMismatch
+
+worlds = st.integers(1, 9)
+tails = st.sampled_from(["pad", "drop", "exact"])
+
+
+@st.composite
+def positions(draw):
+    length = draw(st.integers(0, 60))
+    consumed = draw(st.integers(0, length))
+    return Position(draw(st.integers(-9, 9)), draw(st.integers(0, 9)), consumed, length)
+
+
+def dealt(position, world, tail):
+    """All ranks' positions, round by round: the order in which the job uses them."""
+    ranks = [deal(position, rank=r, world_size=world, tail=tail) for r in range(world)]
+    rounds = max(len(places) for places in ranks)
+    return [places[k] for k in range(rounds) for places in ranks if k < len(places)]
+
+
+@given(positions(), worlds)
+def test_exact_deals_each_position_left_once_and_in_order(position, world):
+    left = list(range(position.consumed, position.length))
+    assert dealt(position, world, "exact") == left
+
+
+@given(positions(), worlds)
+def test_exact_leaves_no_rank_more_than_one_behind(position, world):
+    counts = [len(deal(position, rank=r, world_size=world, tail="exact")) for r in range(world)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(positions(), worlds)
+def test_pad_adds_fewer_than_a_world_at_the_very_end_from_the_start_of_the_order(position, world):
+    left = list(range(position.consumed, position.length))
+    places = dealt(position, world, "pad")
+    repeats = places[len(left) :]
+    assert places[: len(left)] == left
+    assert repeats == list(range(position.length, position.length + len(repeats)))
+    assert len(repeats) <= world - 1
+    assert len(places) % world == 0
+
+
+@given(positions(), worlds)
+def test_drop_leaves_out_fewer_than_a_world_at_the_very_end(position, world):
+    left = list(range(position.consumed, position.length))
+    places = dealt(position, world, "drop")
+    assert places == left[: len(places)]
+    assert len(left) - len(places) <= world - 1
+    assert len(places) % world == 0
+
+
+@given(positions(), tails, st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5))))
+def test_any_worlds_one_after_another_use_the_order_of_an_undisturbed_job(start, tail, segments):
+    position, used = start, []
+    for world, steps, batch in segments:
+        count = steps * batch * world
+        used += dealt(position, world, "exact")[:count]
+        position = advance(position, count)
+    rest = dealt(position, 3, tail)
+    assert used == list(range(start.consumed, position.consumed))
+    assert (used + rest)[: len(dealt(start, 1, "exact"))] == list(
+        range(start.consumed, start.consumed + min(len(used + rest), start.length - start.consumed))
+    )
+
+
+def test_a_thousand_samples_resumed_at_400_are_used_once_whatever_the_worlds():
+    """Row A7: torch's elastic sampler repeats 228 of them and never uses 228 others."""
+    position, used = Position(0, 0, 0, 1000), Counter()
+    for world, until in ((4, 400), (3, 700), (7, 993), (5, 1000)):
+        count = until - position.consumed
+        used.update(dealt(position, world, "exact")[:count])
+        position = advance(position, count)
+    assert used == Counter(range(1000))
+    assert dealt(position, 5, "pad") == []
+
+
+def test_an_epoch_of_2_to_the_62_is_dealt_without_a_list():
+    places = deal(Position(0, 0, 2**61, 2**62), rank=1, world_size=3, tail="pad")
+    assert places[0] == 2**61 + 1
+    assert len(places) == (2**61 + 2) // 3
+
+
+@given(positions(), st.integers(0, 100))
+def test_advance_stops_at_the_end_of_the_epoch(position, count):
+    ahead = advance(position, count)
+    assert ahead.consumed == min(position.consumed + count, position.length)
+    assert attrs.evolve(ahead, consumed=position.consumed) == position
+
+
+def test_samples_are_not_given_back():
+    with pytest.raises(ConfigError, match="need count >= 0, got -1"):
+        advance(Position(0, 0, 5, 10), -1)
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_its_world_is_refused(rank, world):
+    with pytest.raises(ConfigError, match=f"need 0 <= rank < world_size, got {rank} and {world}"):
+        deal(Position(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
+
+
+def test_an_unknown_tail_is_refused_also_where_there_is_none():
+    with pytest.raises(ConfigError, match="tail is 'cut', must be one of pad, drop, exact"):
+        deal(Position(0, 0, 0, 10), rank=0, world_size=2, tail="cut")
+
+
+@given(positions())
+def test_the_plain_form_is_five_integers_and_comes_back(position):
+    state = encode(position)
+    assert set(state) == {"format", "seed", "epoch", "consumed", "length"}
+    assert all(type(value) is int for value in state.values())
+    assert decode(state) == position
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": 2}, "format is 2, this version reads 1"),
+        ({"consumed": 11}, "need 0 <= consumed <= length, got 11 and 10"),
+        ({"consumed": -1}, "need 0 <= consumed <= length, got -1 and 10"),
+        ({"epoch": -1}, "need epoch >= 0, got -1"),
+        ({"length": -1, "consumed": 0}, "need 0 <= consumed <= length, got 0 and -1"),
+        ({"seed": "0"}, "seed is '0', must be an integer"),
+        ({"epoch": True}, "epoch is True, must be an integer"),
+        ({"consumed": 4.0}, "consumed is 4.0, must be an integer"),
+        ({"world": 4}, "'world' is no field of a sampler's state of format 1"),
+    ],
+)
+def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, sentence):
+    state = {**encode(Position(0, 0, 4, 10)), **change}
+    with pytest.raises(StateMismatch) as refused:
+        decode(state)
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_state_that_lacks_a_field_is_refused(name):
+    state = encode(Position(0, 0, 4, 10))
+    del state[name]
+    with pytest.raises(StateMismatch, match=f"{name} is missing"):
+        decode(state)
+
+
+def test_dealing_needs_no_torch():
+    check = "import sys, elasticlib.data.deal; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=30).returncode == 0

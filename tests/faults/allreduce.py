@@ -1,0 +1,33 @@
+"""A worker that forms a gloo group, reports once it works, and reduces until it is told to end.
+
+`allreduce.py FOLDER`. A report `place.GENERATION.RANK.PID.json` says that the group is up.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    names = ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION", "TORCHELASTIC_RESTART_COUNT")
+    place = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    told = torch.zeros(1)
+    while not told:
+        # All ranks must see the end in the same step.
+        told = torch.tensor([float((folder / "finish").exists())])
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        if place:
+            name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
+            (folder / f"{name}.part").write_text(json.dumps(place))
+            (folder / f"{name}.part").rename(folder / f"{name}.json")
+            place = {}
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,177 @@
+"""Real jobs for fault tests: started through the command line, killed by pid, and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+TAG = "ELASTICLIB_TEST_TAG"
+BOUND = 60.0
+
+Found = TypeVar("Found")
+
+
+def until(what: str, look: Callable[[], Found], seconds: float = BOUND) -> Found:
+    """The first true thing that `look` finds; fails naming what was awaited."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has reaped yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+class Node:
+    """One `elasticrun` (or other) process of a job."""
+
+    def __init__(self, job: Job, name: str, command: list[str], extra: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = job.folder / f"{name}.log"
+        environment = {**os.environ, TAG: job.tag, "NODE": name, **extra}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to this process alone: what it started must end by other means."""
+        self.signal(signal.SIGKILL)
+        self.process.wait(BOUND)
+
+    def exit_code(self, seconds: float = BOUND) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end:\n{self.text}") from None
+
+    def says(self, pattern: str) -> re.Match[str]:
+        """Waits for a line in its log."""
+        try:
+            return until(pattern, lambda: re.search(pattern, self.text))
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text}") from None
+
+
+class Job:
+    """The nodes of one job, the folder in which its workers report, and its clean end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tag = uuid.uuid4().hex
+        self.nodes: list[Node] = []
+
+    def start(self, name: str, *command: str, **extra: str) -> Node:
+        node = Node(self, name, list(command), extra)
+        self.nodes.append(node)
+        return node
+
+    def run(self, name: str, *flags: str, worker: tuple[str, ...] = (), **extra: str) -> Node:
+        """An agent with these flags, running the fault worker."""
+        script = (WORKER, str(self.folder), *worker)
+        return self.start(name, sys.executable, "-m", "elasticlib.launch", *flags, *script, **extra)
+
+    def store(self) -> str:
+        """A store of its own process, so that any node may die; returns its endpoint."""
+        command = (sys.executable, "-m", "elasticlib.launch.commands")
+        node = self.start("store", *command, "store", "--bind", "127.0.0.1:0")
+        return node.says(r"(127\.0\.0\.1:\d+)").group(1)
+
+    def places(self, generation: int) -> list[dict[str, Any]]:
+        """What the workers of a generation said, by rank."""
+        files = self.folder.glob(f"place.{generation}.*.json")
+        said = [json.loads(file.read_text()) for file in files]
+        return sorted(said, key=lambda place: int(place["RANK"]))
+
+    def settled(self, world: int, after: int = 0) -> list[dict[str, Any]]:
+        """Waits for a generation past `after` in which `world` workers run."""
+
+        def look() -> list[dict[str, Any]]:
+            found = {int(f.name.split(".")[1]) for f in self.folder.glob("place.*.json")}
+            for generation in sorted(found, reverse=True):
+                places = self.places(generation)
+                if generation > after and [int(p["WORLD_SIZE"]) for p in places] == [world] * world:
+                    return places
+            return []
+
+        try:
+            return until(f"a world of {world} after generation {after}", look)
+        except AssertionError as error:
+            logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
+            raise AssertionError(f"{error}\n{logs}") from None
+
+    def finish(self) -> None:
+        """Tell all workers to end with success."""
+        (self.folder / "finish").touch()
+
+    def processes(self) -> set[int]:
+        """All living processes that descend from this job, whoever their parent is now."""
+        mark = f"{TAG}={self.tag}".encode()
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if mark in Path(f"/proc/{name}/environ").read_bytes():
+                    found.add(int(name))
+            except OSError:
+                continue
+        return found
+
+    def gone(self, seconds: float = 10.0) -> None:
+        """Waits until no process of the job is left."""
+        until("the job's processes to be gone", lambda: not self.processes(), seconds)
+
+    def close(self) -> None:
+        """End what the test left; a test that ends well leaves its agents ended."""
+        for node in self.nodes:
+            if node.process.poll() is None:
+                node.kill()
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def generation_of(places: list[dict[str, Any]]) -> int:
+    """The one generation that all of these workers are in."""
+    (generation,) = {int(place["ELASTICLIB_GENERATION"]) for place in places}
+    return generation
+
+
+def check_one_world(places: list[dict[str, Any]]) -> None:
+    """All agree on generation, master and size, and hold the ranks 0..n-1."""
+    generation_of(places)
+    assert [int(place["RANK"]) for place in places] == list(range(len(places)))
+    assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places}) == 1
+    assert {int(place["WORLD_SIZE"]) for place in places} == {len(places)}

@@ -1,0 +1,108 @@
+"""Nodes come, go, die and fail: rows A2, A3, A4, A5 and A12 of what torchrun gets wrong."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import Job, alive, check_one_world, generation_of
+
+pytestmark = pytest.mark.faults
+
+
+def flags(endpoint: str, nodes: str, *more: str) -> tuple[str, ...]:
+    return ("--nnodes", nodes, "--rdzv-backend", "tcp", "--rdzv-endpoint", endpoint, *more)
+
+
+def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
+    endpoint = job.store()
+    conf = ("--rdzv-conf", "last_call_timeout=0.5")
+    first = job.run("a", *flags(endpoint, "1:2", *conf))
+    generation = generation_of(job.settled(1))
+    second = job.run("b", *flags(endpoint, "1:2", *conf))
+    places = job.settled(2, after=generation)
+    check_one_world(places)
+    assert [place["node"] for place in places] == ["a", "b"]
+    job.finish()
+    assert (first.exit_code(), second.exit_code()) == (0, 0)
+
+
+def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:
+    endpoint = job.store()
+    nodes = {name: job.run(name, *flags(endpoint, "2:3")) for name in "abc"}
+    before = job.settled(3)
+    dead = before[0]["node"]
+    nodes[dead].kill()
+    places = job.settled(2, after=generation_of(before))
+    check_one_world(places)
+    assert [p["node"] for p in places] == [p["node"] for p in before if p["node"] != dead]
+    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in places} == {"0"}
+    job.finish()
+    assert [n.exit_code() for name, n in nodes.items() if name != dead] == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["tcp", "file"])
+def test_a4_the_death_of_a_busy_node_is_noticed(job: Job, tmp_path: Path, backend: str) -> None:
+    endpoint = job.store() if backend == "tcp" else str(tmp_path / "meeting")
+    flags = ("--nnodes", "1:3", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
+    nodes = {name: job.run(name, *flags) for name in "ab"}
+    before = job.settled(2)
+    dead, alive = before[1]["node"], before[0]["node"]
+    nodes[dead].kill()
+    places = job.settled(1, after=generation_of(before))
+    assert places[0]["node"] == alive
+    job.finish()
+    assert nodes[alive].exit_code() == 0
+
+
+def test_a5_a_node_that_keeps_failing_leaves_and_the_other_goes_on(job: Job) -> None:
+    endpoint = job.store()
+    more = ("--max-restarts", "2")
+    good = job.run("good", *flags(endpoint, "1:3", *more))
+    bad = job.run("bad", *flags(endpoint, "1:3", *more))
+    job.settled(2)
+    (job.folder / "fail.bad").touch()
+    assert bad.exit_code() == 1
+    assert "the job goes on without it (2 of 2 restarts used)" in bad.text
+    places = job.settled(1, after=3)
+    assert places[0]["node"] == "good"
+    job.finish()
+    assert good.exit_code() == 0
+
+
+SKEW = """
+import time
+wall = time.time
+time.time = lambda: wall() + {seconds}
+"""
+
+
+def test_a12_a_wall_clock_a_minute_off_changes_nothing(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "skew").mkdir()
+    (tmp_path / "skew" / "sitecustomize.py").write_text(SKEW.format(seconds=-60))
+    endpoint = job.store()
+    right = job.run("right", *flags(endpoint, "2"))
+    wrong = job.run("wrong", *flags(endpoint, "2"), PYTHONPATH=str(tmp_path / "skew"))
+    places = job.settled(2)
+    check_one_world(places)
+    job.finish()
+    assert (right.exit_code(), wrong.exit_code()) == (0, 0)
+    assert not job.places(generation_of(places) + 1)
+
+
+def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> None:
+    endpoint = job.store()
+    conf = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.5")
+    nodes = {name: job.run(name, *flags(endpoint, "1:2", *conf)) for name in "ab"}
+    before = job.settled(2)
+    asleep = nodes[before[1]["node"]]
+    asleep.signal(signal.SIGSTOP)
+    alone = job.settled(1, after=generation_of(before))
+    asleep.signal(signal.SIGCONT)
+    again = job.settled(2, after=generation_of(alone))
+    check_one_world(again)
+    assert before[1]["pid"] not in {place["pid"] for place in again}
+    assert not alive(before[1]["pid"])
+    job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0, 0]

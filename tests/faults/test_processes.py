@@ -1,0 +1,77 @@
+"""Workers crash, agents are killed and signalled: rows A8, A9, A11, A19 and A20."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+from jobs import WORKER, Job, alive, generation_of
+
+pytestmark = pytest.mark.faults
+
+ALONE = ("--standalone", "--nproc-per-node", "2")
+
+
+def test_a8_nothing_outlives_an_agent_that_was_killed(job: Job) -> None:
+    agent = job.run("a", *ALONE, worker=("ignore-term", "child"))
+    places = job.settled(2)
+    agent.kill()
+    job.gone(seconds=5.0)
+    assert not any(alive(p[kind]) for p in places for kind in ("pid", "child"))
+
+
+def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job) -> None:
+    agent = job.run("a", *ALONE, "--max-restarts", "1", worker=("child",))
+    before = job.settled(2)
+    os.kill(before[0]["pid"], signal.SIGKILL)
+    after = job.settled(2, after=generation_of(before))
+    children = [place["child"] for place in before]
+    assert not any(alive(child) for child in children)
+    job.finish()
+    assert agent.exit_code() == 0
+    job.gone()
+    assert not any(alive(place["child"]) for place in after)
+
+
+def test_a11_an_ignored_hangup_stays_ignored(job: Job) -> None:
+    command = (sys.executable, "-m", "elasticlib.launch", *ALONE, WORKER, str(job.folder))
+    agent = job.start("a", "sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command)
+    places = job.settled(2)
+    for pid in (agent.pid, *(place["pid"] for place in places)):
+        os.kill(pid, signal.SIGHUP)
+    job.finish()
+    assert agent.exit_code() == 0
+    assert not job.places(generation_of(places) + 1)
+
+
+def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job) -> None:
+    agent = job.run("a", *ALONE)
+    job.settled(2)
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert "STOPPED: received SIGTERM" in agent.text
+    assert "Traceback" not in agent.text
+    job.gone()
+
+
+def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job) -> None:
+    agent = job.run("a", *ALONE, "--shutdown-timeout", "0.5", worker=("ignore-term",))
+    job.settled(2)
+    agent.signal(signal.SIGINT)
+    assert agent.exit_code() == 128 + signal.SIGINT
+    assert "still there after 0.5 s, killing: pid" in agent.text
+    job.gone()
+
+
+@pytest.mark.parametrize("where", ["store is there", "store is not"])
+def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> None:
+    endpoint = job.store() if where == "store is there" else "localhost:1"
+    agent = job.run(
+        "a", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false"
+    )
+    agent.says(r"1 of at least 2 nodes are here|the store is away")
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert "Traceback" not in agent.text

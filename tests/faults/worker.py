@@ -1,0 +1,48 @@
+"""A worker for fault tests: says where it stands, then works until it is told otherwise.
+
+It imports no torch. `worker.py FOLDER [ignore-term] [child]`: it ends with success when
+FOLDER/finish is there, and with exit code 1 when FOLDER/fail.<NODE> is (NODE from its
+environment). `ignore-term` makes it deaf to SIGTERM; with `child` it starts a child of its own.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+NAMES = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "ELASTICLIB_GENERATION",
+]
+
+
+def main() -> None:
+    folder, modes = Path(sys.argv[1]), sys.argv[2:]
+    node = os.environ.get("NODE", "")
+    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
+    if "ignore-term" in modes:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "child" in modes:
+        deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+        place["child"] = subprocess.Popen([sys.executable, "-S", "-c", deaf]).pid
+    name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
+    (folder / f"{name}.part").write_text(json.dumps(place))
+    (folder / f"{name}.part").rename(folder / f"{name}.json")
+    count = 0
+    # Busy on purpose: a worker that computes looks at nothing and is told nothing.
+    while not (folder / "finish").exists():
+        if (folder / f"fail.{node}").exists():
+            sys.exit(1)
+        count += sum(range(20_000))
+
+
+main()

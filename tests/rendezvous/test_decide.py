@@ -1,0 +1,258 @@
+"""Each rule of the decision, and what holds for every document and view."""
+
+from __future__ import annotations
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.rendezvous.decide import View, coordinator, decide
+from elasticlib.rendezvous.document import (
+    Document,
+    Failure,
+    Limits,
+    Node,
+    Phase,
+    in_rank_order,
+    reopen,
+    settle,
+)
+
+LIMITS = Limits(2, 4, max_restarts=1, last_call=2.0)
+
+
+def node(name: str, **fields: object) -> Node:
+    return Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1, **fields)  # type: ignore[arg-type]
+
+
+def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Document:
+    document = settle(Document(limits), members, charged=False)
+    return attrs.evolve(document, **fields)
+
+
+def view(document: Document | None, *live: Node, **fields: object) -> View:
+    limits = LIMITS if document is None else document.limits
+    me = coordinator(document or Document(limits), live) or "nobody"
+    return View(me=me, limits=limits, document=document, live=live, **fields)  # type: ignore[arg-type]
+
+
+A, B, C, D, E = (node(name) for name in "abcde")
+
+
+def waiting(member: Node, after: int = 1) -> Node:
+    return attrs.evolve(member, after=after)
+
+
+def test_the_first_node_writes_the_limits_down() -> None:
+    assert decide(view(None, A)).write == Document(LIMITS)
+
+
+def test_below_the_minimum_nothing_settles() -> None:
+    decision = decide(view(Document(LIMITS), A, quiet=1e9))
+    assert decision.write is None
+    assert decision.reason == "1 of at least 2 nodes are here"
+
+
+def test_the_last_call_waits_for_quiet_and_says_when_to_look_again() -> None:
+    decision = decide(view(Document(LIMITS), A, B, quiet=0.5))
+    assert decision.write is None
+    assert decision.again == 1.5
+
+
+def test_the_last_call_ends_at_once_at_the_maximum() -> None:
+    written = decide(view(Document(LIMITS), A, B, C, D, quiet=0.0)).write
+    assert written is not None
+    assert (written.phase, written.generation, len(written.members)) == (Phase.SETTLED, 1, 4)
+
+
+def test_quiet_settles_what_is_there() -> None:
+    written = decide(view(Document(LIMITS), B, A, quiet=2.0)).write
+    assert written is not None
+    assert written.members == (A, B)
+
+
+def test_only_the_first_live_member_decides() -> None:
+    other = attrs.evolve(view(settled(A, B), B, A, C, quiet=9.0), me=B.id)
+    assert decide(other).write is None
+    assert decide(other).reason == f"{A.id} decides"
+
+
+def test_the_next_member_decides_when_the_first_is_gone() -> None:
+    decision = decide(attrs.evolve(view(settled(A, B, C), B, C), me=B.id))
+    assert decision.write is not None
+    assert (decision.write.phase, decision.write.cause) == (Phase.OPEN, "a left")
+
+
+def test_survivors_regroup_without_a_last_call_and_without_a_charge() -> None:
+    document = reopen(settled(A, B, C), "c left", Failure(A.id, "its peer vanished"))
+    written = decide(view(document, waiting(A), waiting(B), quiet=0.0)).write
+    assert written is not None
+    assert (written.generation, written.restarts, len(written.members)) == (2, 0, 2)
+
+
+def test_nobody_is_left_out_while_it_stops_its_workers() -> None:
+    decision = decide(view(reopen(settled(A, B), "x"), waiting(A), B))
+    assert decision.write is None
+    assert decision.reason == "b to stop the workers of generation 1"
+
+
+def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
+    claimed = attrs.evolve(B, claim="exit code 1", claim_generation=1)
+    opened = decide(view(settled(A, B), A, claimed)).write
+    assert opened is not None
+    assert opened.failure == Failure(B.id, "exit code 1")
+    again = decide(view(opened, waiting(A), waiting(claimed))).write
+    assert again is not None
+    assert (again.generation, again.restarts) == (2, 1)
+
+
+def test_the_earliest_claim_is_the_cause() -> None:
+    first = attrs.evolve(B, claim="first", claim_generation=1)
+    second = attrs.evolve(A, claim="second", claim_generation=1)
+    opened = decide(view(settled(A, B), first, second)).write
+    assert opened is not None
+    assert opened.failure == Failure(B.id, "first")
+
+
+def test_an_old_claim_means_nothing_to_a_later_generation() -> None:
+    old = attrs.evolve(B, claim="exit code 1", claim_generation=1)
+    document = attrs.evolve(settled(A, B), generation=2)
+    assert decide(view(document, A, old)).write is None
+
+
+def test_a_spent_budget_sends_the_failed_node_away_if_the_others_can_go_on() -> None:
+    document = reopen(settled(A, B, C, restarts=1), "x", Failure(C.id, "boom"))
+    expelled = decide(view(document, waiting(A), waiting(B), waiting(C))).write
+    assert expelled is not None
+    assert expelled.expelled == (C.id,)
+    on = decide(view(expelled, waiting(A), waiting(B), waiting(C))).write
+    assert on is not None
+    assert [m.host for m in on.members] == ["a", "b"]
+    assert on.restarts == 1
+
+
+def test_a_spent_budget_ends_the_job_if_the_others_cannot() -> None:
+    document = reopen(settled(A, B, restarts=1), "x", Failure(B.id, "boom"))
+    ended = decide(view(document, waiting(A), waiting(B))).write
+    assert ended is not None
+    assert ended.phase is Phase.FAILED
+    assert ended.cause == "b: boom (1 of 1 restarts used)"
+
+
+def test_newcomers_wait_out_the_last_call_while_members_train() -> None:
+    assert decide(view(settled(A, B), A, B, C, quiet=1.0)).write is None
+    opened = decide(view(settled(A, B), A, B, C, quiet=2.0)).write
+    assert opened is not None
+    assert opened.cause == "c joined"
+
+
+def test_surplus_nodes_are_spares_and_change_nothing() -> None:
+    decision = decide(view(settled(A, B, C, D), A, B, C, D, E, quiet=9.0))
+    assert decision.write is None
+    assert decision.reason == "generation 1 stands, 1 spare"
+
+
+def test_a_stranger_whose_workers_may_still_run_is_not_let_in() -> None:
+    stale = attrs.evolve(C, after=1, holds=3)
+    assert decide(view(settled(A, B), A, B, stale, quiet=9.0)).write is None
+
+
+def test_all_done_is_success_and_nobody_joins_once_one_is_done() -> None:
+    document = settled(A, B)
+    assert decide(view(document, A, B, C, done=frozenset({A.id}), quiet=9.0)).write is None
+    ended = decide(view(document, A, B, done=frozenset({A.id, B.id}))).write
+    assert ended is not None
+    assert ended.phase is Phase.SUCCEEDED
+
+
+def test_a_done_node_that_has_gone_is_no_loss() -> None:
+    assert decide(view(settled(A, B), B, done=frozenset({A.id}))).write is None
+
+
+def test_asking_again_starts_a_new_generation_for_all() -> None:
+    opened = decide(view(settled(A, B), waiting(A), B)).write
+    assert opened is not None
+    assert opened.phase is Phase.OPEN
+
+
+def test_names_sort_as_people_count_and_survivors_stay_in_front() -> None:
+    ten, two = node("node10"), node("node2")
+    assert in_rank_order(Document(LIMITS), [ten, two]) == (two, ten)
+    assert in_rank_order(settled(ten, A), [two, ten]) == (ten, two)
+
+
+def test_a_hint_orders_newcomers() -> None:
+    first, second = node("z", hint=0), node("y", hint=1)
+    assert in_rank_order(Document(LIMITS), [second, A, first]) == (first, second, A)
+
+
+def test_with_fixed_ranks_each_stands_where_it_asked_and_a_double_waits() -> None:
+    limits = Limits(2, 2, last_call=0.0, fixed_ranks=True)
+    one, zero, double = node("a", hint=1), node("b", hint=0), node("c", hint=1)
+    assert decide(view(Document(limits), one, double, quiet=9.0)).write is None
+    written = decide(view(Document(limits), one, double, zero, quiet=9.0)).write
+    assert written is not None
+    assert written.members == (zero, one)
+
+
+names = st.sampled_from([f"n{i}" for i in range(7)])
+some_nodes = st.builds(
+    lambda name, after, holds, failed: node(
+        name, after=after, holds=holds, claim="x" if failed else None, claim_generation=failed
+    ),
+    names,
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+lives = st.lists(some_nodes, unique_by=lambda n: n.id, max_size=7)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Document:
+    low = draw(st.integers(1, 4))
+    limits = Limits(low, draw(st.integers(low, 6)), draw(st.integers(0, 2)))
+    document = Document(limits)
+    members = draw(lives)
+    if limits.min_nodes <= len(members) <= limits.max_nodes:
+        document = settle(document, members, charged=False)
+        document = attrs.evolve(document, generation=draw(st.integers(1, 3)))
+        if draw(st.booleans()):
+            failure = draw(st.sampled_from([None, Failure(members[0].id, "x")]))
+            document = reopen(document, "x", failure)
+    expelled = draw(st.lists(names, max_size=2, unique=True))
+    return attrs.evolve(document, expelled=tuple(f"{name}-1" for name in expelled))
+
+
+@given(documents(), lives, st.floats(0, 5), st.sets(names, max_size=3))
+def test_whatever_is_written_keeps_the_promises(
+    document: Document, live: list[Node], quiet: float, done: set[str]
+) -> None:
+    ids = frozenset(f"{name}-1" for name in done) & document.member_ids
+    writers = [n.id for n in live if decide(_seen_by(n.id, document, live, quiet, ids)).write]
+    assert len(writers) <= 1
+    for me in writers:
+        _check(document, decide(_seen_by(me, document, live, quiet, ids)).write, live)
+
+
+def _seen_by(me: str, document: Document, live: list[Node], quiet: float, done: frozenset[str]):
+    return View(me, document.limits, document, tuple(live), done, quiet)
+
+
+def _check(before: Document, after: Document | None, live: list[Node]) -> None:
+    assert after is not None
+    assert after != before
+    assert after.generation in (before.generation, before.generation + 1)
+    assert before.restarts <= after.restarts <= before.limits.max_restarts
+    if after.generation == before.generation:
+        assert after.members == before.members
+        return
+    ids = [member.id for member in after.members]
+    assert before.phase is Phase.OPEN
+    assert before.limits.min_nodes <= len(ids) <= before.limits.max_nodes
+    assert len(set(ids)) == len(ids)
+    assert not set(ids) & set(before.expelled)
+    ready = {n.id for n in live if n.after >= before.generation or n.id not in before.member_ids}
+    assert set(ids) <= ready
+    survivors = [m.id for m in before.members if m.id in ids]
+    assert ids[: len(survivors)] == survivors

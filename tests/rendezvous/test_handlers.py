@@ -1,0 +1,199 @@
+"""The real handler: threads, a store, and a bootstrap that is a plain listening socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import attrs
+import pytest
+
+from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
+from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.rendezvous.document import Limits, Node
+from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
+from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
+from elasticlib.rendezvous.static import StaticRendezvousHandler
+from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.memory import MemoryStore
+
+TIMING = Timing(join=20.0, lease=1.0, refresh=0.1, close=5.0)
+
+
+class Listener:
+    """The least that a bootstrap store can be: a socket that is owned from bind to close."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Cluster:
+    """Handlers in this process over one memory store; all are shut down at the end."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.pool = ThreadPoolExecutor(8)
+        self.handlers: list[RendezvousHandler] = []
+
+    def node(self, name: str, limits: Limits, **node: int) -> DynamicRendezvousHandler:
+        handler = DynamicRendezvousHandler(
+            self.store.client(),
+            "run",
+            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1, **node),
+            limits,
+            timing=TIMING,
+            open_bootstrap=Listener,
+        )
+        self.handlers.append(handler)
+        return handler
+
+    def join(self, handler: RendezvousHandler) -> Future[RendezvousInfo]:
+        return self.pool.submit(handler.next_rendezvous)
+
+    def close(self) -> None:
+        assert all(handler.shutdown() for handler in self.handlers)
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("rendezvous")]
+    assert not left
+
+
+def change(handler: RendezvousHandler) -> Change:
+    found = handler.wait_for_change(20.0)
+    assert found is not None
+    return found
+
+
+def test_two_nodes_meet_in_one_generation_at_one_open_port(cluster: Cluster) -> None:
+    limits = Limits(2, 2)
+    infos = [cluster.join(cluster.node(name, limits)) for name in ("b", "a")]
+    one, two = sorted((future.result(20) for future in infos), key=lambda info: info.rank)
+    assert (one.rank, two.rank, one.world_size, one.generation) == (0, 1, 2, 1)
+    assert one.bootstrap_store_info == two.bootstrap_store_info
+    place = one.bootstrap_store_info
+    socket.create_connection((place.master_addr, place.master_port), 5).close()
+
+
+def test_a_newcomer_makes_the_next_generation_for_all(cluster: Cluster) -> None:
+    limits = Limits(1, 2, last_call=0.0)
+    first = cluster.node("a", limits)
+    before = cluster.join(first).result(20)
+    joining = cluster.join(cluster.node("b", limits))
+    assert change(first) == Change(ChangeKind.REOPENED, "b joined")
+    after = cluster.join(first).result(20)
+    assert (after.generation, after.world_size, after.rank) == (2, 2, 0)
+    assert joining.result(20).rank == 1
+    assert after.bootstrap_store_info != before.bootstrap_store_info
+
+
+def test_a_node_that_leaves_is_missed_at_once(cluster: Cluster) -> None:
+    limits = Limits(1, 2)
+    first, second = cluster.node("a", limits), cluster.node("b", limits)
+    for future in [cluster.join(first), cluster.join(second)]:
+        future.result(20)
+    first.shutdown()
+    assert change(second).reason == "a left"
+    info = cluster.join(second).result(20)
+    assert (info.rank, info.world_size, info.restarts) == (0, 1, 0)
+
+
+def test_a_claimed_failure_restarts_all_and_is_charged_once(cluster: Cluster) -> None:
+    limits = Limits(2, 2, max_restarts=3)
+    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+    for future in [cluster.join(h) for h in handlers]:
+        future.result(20)
+    for handler in handlers:
+        assert handler.report_failure("exit code 1")
+    assert all(change(h).kind is ChangeKind.REOPENED for h in handlers)
+    infos = [future.result(20) for future in [cluster.join(h) for h in handlers]]
+    assert [info.restarts for info in infos] == [1, 1]
+
+
+def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -> None:
+    limits = Limits(2, 2, max_restarts=0)
+    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+    for future in [cluster.join(h) for h in handlers]:
+        future.result(20)
+    handlers[1].report_failure("exit code 7")
+    for future in [cluster.join(h) for h in handlers]:
+        with pytest.raises(RendezvousClosed, match="b: exit code 7"):
+            future.result(20)
+
+
+def test_success_is_known_when_all_are_done_and_a_late_joiner_hears_of_it(
+    cluster: Cluster,
+) -> None:
+    limits = Limits(1, 2)
+    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+    for future in [cluster.join(h) for h in handlers]:
+        future.result(20)
+    assert all(h.report_done() for h in handlers)
+    assert [change(h).kind for h in handlers] == [ChangeKind.SUCCEEDED] * 2
+    with pytest.raises(RendezvousClosed, match="succeeded"):
+        cluster.join(cluster.node("late", limits)).result(20)
+
+
+def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(2, 2))
+    handler._timing = attrs.evolve(TIMING, join=0.3)
+    with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
+        cluster.join(handler).result(20)
+
+
+def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(2, 2))
+    waiting = cluster.join(handler)
+    assert handler.shutdown()
+    with pytest.raises(RendezvousClosed):
+        waiting.result(20)
+
+
+def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> None:
+    cluster.join(cluster.node("a", Limits(1, 2))).result(20)
+    with pytest.raises(RendezvousMismatch, match="max_nodes is 3 here and 2 there"):
+        cluster.join(cluster.node("b", Limits(1, 3))).result(20)
+
+
+def test_closing_ends_the_job_for_all(cluster: Cluster) -> None:
+    limits = Limits(1, 2)
+    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+    for future in [cluster.join(h) for h in handlers]:
+        future.result(20)
+    handlers[0].set_closed()
+    assert change(handlers[1]) == Change(ChangeKind.ABORTED, "closed by a")
+    assert handlers[1].is_closed()
+
+
+def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:
+    handler = StaticRendezvousHandler(
+        cluster.store.client(),
+        "run",
+        Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, hint=rank),
+        2,
+        timing=TIMING,
+        open_bootstrap=Listener,
+    )
+    cluster.handlers.append(handler)
+    return handler
+
+
+def test_static_nodes_stand_where_they_asked(cluster: Cluster) -> None:
+    futures = {rank: cluster.join(static(cluster, rank)) for rank in (1, 0)}
+    assert {rank: future.result(20).rank for rank, future in futures.items()} == {0: 0, 1: 1}
+
+
+def test_a_static_rank_outside_the_job_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="0 <= node rank < nnodes=2, got 2"):
+        static(cluster, 2)

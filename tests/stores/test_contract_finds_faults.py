@@ -1,0 +1,141 @@
+"""The contract suite finds faults: each store here breaks one rule, and the named tests fail."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from elasticlib.stores.interface import ABSENT, CompareSet, Entry, Listing
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.testing.store_contract import StoreContract
+
+
+class LosesUpdates(MemoryStore):
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        current = self.get(key)
+        if expected != (current.version if current else ABSENT):
+            return CompareSet(False, current)
+        self.wait("nothing", after=self.list("").version, timeout=0.001)
+        return CompareSet(True, self.set(key, value, ttl=ttl))
+
+
+class WinsOverAbsentKeys(MemoryStore):
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
+        return CompareSet(True, None) if outcome.entry is None else outcome
+
+
+class ForgetsTtls(MemoryStore):
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        return super().set(key, value, ttl=None if ttl is None else ttl * 1000)
+
+
+class KeepsLeasesOfTheClosed(MemoryStore):
+    def close(self) -> None:
+        self._closed = True
+
+
+class LetsAnybodyRefresh(MemoryStore):
+    def refresh(self, key: str, version: int) -> None:
+        self._owner = 1
+        super().refresh(key, version)
+
+
+class RefreshesByWriting(MemoryStore):
+    def refresh(self, key: str, version: int) -> None:
+        super().refresh(key, version)
+        entry = self.get(key)
+        assert entry is not None
+        self.set(key, entry.value, ttl=0.5)
+
+
+class MissesWakeUps(MemoryStore):
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        found = super().wait(prefix, after=after, timeout=0.0)
+        return found or (super().wait("nothing", after=after, timeout=timeout) and False)
+
+
+class MissesDeletes(MemoryStore):
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        return super().wait(prefix, after=after, timeout=timeout) and any(
+            entry.version > after for entry in self.list(prefix).entries
+        )
+
+
+class WaitsFromNowOn(MemoryStore):
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        return super().wait(prefix, after=max(after, self.list("").version), timeout=timeout)
+
+
+class ListsInPieces(MemoryStore):
+    def list(self, prefix: str) -> Listing:
+        keys = [entry.key for entry in super().list(prefix).entries]
+        found = []
+        for key in keys:
+            self.wait("nothing", after=super().list("").version, timeout=0.001)
+            entry = self.get(key)
+            if entry is not None:
+                found.append(entry)
+        return Listing(tuple(found), super().list("").version)
+
+
+class DeletesEverything(MemoryStore):
+    def delete(self, key: str, *, expected: int | None = None) -> bool:
+        super().delete(key)
+        return True
+
+
+class UsesVersionsAgain(MemoryStore):
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        there = self.get(key)
+        entry = super().set(key, value, ttl=ttl)
+        return entry if there else Entry(key, value, 1)
+
+
+FAULTS = [
+    (LosesUpdates, "test_threads_lose_no_update"),
+    (WinsOverAbsentKeys, "test_compare_set_wins_only_over_the_expected_version"),
+    (WinsOverAbsentKeys, "test_any_history_agrees_with_a_dictionary"),
+    (ForgetsTtls, "test_an_unrefreshed_lease_ends_for_everyone"),
+    (ForgetsTtls, "test_one_lease_ends_while_another_is_kept"),
+    (KeepsLeasesOfTheClosed, "test_closing_ends_this_clients_leases_and_no_others"),
+    (LetsAnybodyRefresh, "test_only_its_owner_keeps_a_lease"),
+    (
+        RefreshesByWriting,
+        "test_a_refreshed_lease_lives_on_and_refreshing_is_no_change",
+    ),
+    (MissesWakeUps, "test_who_lists_and_waits_misses_nothing"),
+    (MissesWakeUps, "test_a_waiter_does_not_hold_up_other_threads"),
+    (MissesDeletes, "test_a_wait_sees_the_change_before_it"),
+    (MissesDeletes, "test_an_unrefreshed_lease_ends_for_everyone"),
+    (WaitsFromNowOn, "test_a_wait_sees_the_change_before_it"),
+    (ListsInPieces, "test_a_list_is_of_one_moment"),
+    (DeletesEverything, "test_delete_says_whether_it_removed_anything"),
+    (DeletesEverything, "test_any_history_agrees_with_a_dictionary"),
+    (UsesVersionsAgain, "test_versions_grow_and_are_never_used_again"),
+]
+
+
+class Contract(StoreContract):
+    ttl = 0.1
+    patience = 1.0
+    examples = 50
+
+
+@pytest.mark.parametrize(("fault", "claim"), FAULTS, ids=lambda value: str(value))
+def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> None:
+    first = fault()
+    clients = itertools.chain([first], iter(first.client, None))
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        getattr(Contract(), claim)(lambda: next(clients))
+
+
+@pytest.mark.parametrize("claim", sorted({claim for _, claim in FAULTS}))
+def test_and_finds_none_in_a_store_that_has_none(claim: str) -> None:
+    getattr(Contract(), claim)(MemoryStore().client)

@@ -1,0 +1,280 @@
+"""The store in a folder: what crashes, foreign files and a lock that is not let go do to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import filelock
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.errors import StoreRefused, StoreTimeout, StoreUnavailable
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_format import REMEMBERED, Changes, file_name, may_be_under
+
+# Kills itself before its Nth operation on a file of the folder, so each boundary is met.
+CRASHING = """
+import os, signal, sys
+from elasticlib.stores.file import FileStore
+folder, at, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+store = FileStore(folder)
+store.get("key")
+left = at
+def hook(event, arguments):
+    global left
+    if event in ("open", "os.rename", "os.remove", "os.listdir", "fcntl.flock"):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+if what == "delete":
+    store.delete("key")
+else:
+    store.set("key", b"new" * 1000, ttl=1000.0 if what == "lease" else None)
+os._exit(0)
+"""
+
+WRITING = """
+import sys
+from elasticlib.stores.file import FileStore
+store = FileStore(sys.argv[1])
+for number in range(10**6):
+    store.set("key", b"%d " % number * 2000)
+    print(number, flush=True)
+"""
+
+
+def names(folder: Path) -> set[str]:
+    return set(os.listdir(folder))
+
+
+def test_the_constructor_touches_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "a" / "b")
+    assert names(tmp_path) == set()
+    assert store.get("key") is None
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize("what", ["set", "lease", "delete"])
+def test_a_crash_at_any_file_operation_leaves_the_old_value_or_the_new(
+    tmp_path: Path, what: str
+) -> None:
+    old, new = b"old" * 1000, None if what == "delete" else b"new" * 1000
+    outcomes = []
+    with FileStore(tmp_path) as store:
+        for at in range(1, 100):
+            before = store.set("key", old)
+            store.set("other", b"other")
+            child = subprocess.run(
+                [sys.executable, "-c", CRASHING, str(tmp_path), str(at), what], timeout=30
+            )
+            entry = store.get("key")
+            value = entry.value if entry else None
+            assert value in (old, new)
+            assert [e.value for e in store.list("other").entries] == [b"other"]
+            if value == new:
+                assert store.list("").version > before.version
+                assert store.wait("key", after=before.version, timeout=0.0)
+            after = store.set("key", b"next")
+            assert after.version > (entry or before).version
+            assert names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
+            outcomes.append(value == new)
+            if child.returncode == 0:
+                break
+    # It crashed before the change, and after it, and the change happened once for all.
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(False) >= 3
+    assert outcomes[-1]
+
+
+def test_a_writer_killed_at_any_time_loses_nothing_that_it_was_told_is_written(
+    tmp_path: Path,
+) -> None:
+    with FileStore(tmp_path) as store:
+        for turn in range(8):
+            with subprocess.Popen(
+                [sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE
+            ) as writer:
+                assert writer.stdout is not None
+                lines = [writer.stdout.readline() for _ in range(1 + 3 * turn)]
+                writer.kill()
+                lines += writer.stdout.readlines()
+            told = [int(line) for line in lines if line.endswith(b"\n")]
+            entry = store.get("key")
+            assert entry is not None
+            number = int(entry.value.split()[0])
+            assert number in (told[-1], told[-1] + 1)
+            assert entry.value == b"%d " % number * 2000
+            assert store.set("other", b"").version > entry.version
+            assert names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
+
+
+def test_a_lock_that_is_not_let_go_is_named_with_the_seconds(tmp_path: Path) -> None:
+    with FileStore(tmp_path, timeout=0.1) as store:
+        entry = store.set("key", b"")
+        with filelock.FileLock(tmp_path / "lock"), ThreadPoolExecutor(1) as pool:
+            for call in (
+                lambda: store.set("key", b""),
+                lambda: store.list(""),
+                lambda: store.delete("key"),
+            ):
+                with pytest.raises(StoreTimeout, match=f"{tmp_path} was not had within 0.1 s"):
+                    pool.submit(call).result()
+            # Reading and waiting need no lock.
+            assert pool.submit(store.get, "key").result() == entry
+            waiting = pool.submit(store.wait, "key", after=entry.version, timeout=0.05)
+            assert waiting.result() is False
+        store.set("key", b"")
+
+
+def test_no_lease_ends_for_a_time_in_which_nobody_could_refresh(tmp_path: Path) -> None:
+    ttl = 0.4
+    with FileStore(tmp_path) as owner, FileStore(tmp_path) as reader:
+        lease = owner.set("lease", b"", ttl=ttl)
+        assert reader.wait("lease", after=lease.version, timeout=ttl / 4) is False
+        with ThreadPoolExecutor(2) as pool:
+            with filelock.FileLock(tmp_path / "lock"):
+                refreshing = pool.submit(owner.refresh, "lease", lease.version)
+                waiting = pool.submit(reader.wait, "lease", after=lease.version, timeout=5 * ttl)
+                # The wait is the length of the stall, nothing is synchronised by it.
+                threading.Event().wait(4 * ttl)
+            refreshing.result()
+            for _ in range(8):
+                reader.wait("nothing", after=lease.version, timeout=ttl / 4)
+                owner.refresh("lease", lease.version)
+            assert waiting.result() is False
+        assert reader.get("lease") == lease
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("k.key", lambda data: data[:-1]),
+        ("k.key", lambda data: data[:20]),
+        ("k.key", lambda data: b""),
+        ("k.key", lambda data: data[:-1] + b"!"),
+        ("k.key", lambda data: data.replace(b'"version": 1', b'"version": "1"')),
+        ("k.key", lambda data: data.replace(b'"key": "key"', b'"key": "other"')),
+        ("changes", lambda data: b"hello\n"),
+        ("changes", lambda data: data[:-5]),
+        ("changes", lambda data: b""),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused_by_name(
+    tmp_path: Path, name: str, damage: object
+) -> None:
+    with FileStore(tmp_path) as store:
+        store.set("key", b"value")
+    path = tmp_path / name
+    assert callable(damage)
+    path.write_bytes(damage(path.read_bytes()))
+    with FileStore(tmp_path) as store, pytest.raises(StoreRefused, match=str(path)):
+        store.list("")
+    with FileStore(tmp_path) as store, pytest.raises(StoreRefused, match=str(path)):
+        store.get("key")
+        store.set("another", b"")
+
+
+def test_keys_without_the_file_of_versions_are_refused(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as store:
+        store.set("key", b"value")
+        (tmp_path / "changes").unlink()
+        with pytest.raises(StoreRefused, match=r"holds k\.key, but no file changes"):
+            store.set("key", b"")
+
+
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "README").write_text("mine")
+    with FileStore(tmp_path) as store:
+        entry = store.set("README", b"")
+        assert store.list("").entries == (entry,)
+    assert (tmp_path / "README").read_text() == "mine"
+
+
+def test_a_folder_that_is_gone_or_none_is_unavailable_and_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        FileStore(tmp_path / "file" / "store") as store,
+        pytest.raises(StoreUnavailable, match="Not a directory"),
+    ):
+        store.get("key")
+    with FileStore(tmp_path / "store") as store:
+        store.set("key", b"")
+        for name in names(tmp_path / "store"):
+            (tmp_path / "store" / name).unlink()
+        (tmp_path / "store").rmdir()
+        for call in (lambda: store.get("key"), lambda: store.set("key", b"")):
+            with pytest.raises(StoreUnavailable, match=str(tmp_path)):
+                call()
+
+
+def test_what_was_written_outlives_its_writers(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as store:
+        entry = store.set("key", b"value")
+        store.delete(store.set("gone", b"").key)
+    with FileStore(tmp_path) as store:
+        assert store.get("key") == entry
+        assert store.set("key", b"").version == entry.version + 3
+
+
+def test_a_stopped_process_finds_its_lease_ended_and_says_so(tmp_path: Path) -> None:
+    holding = (
+        "import sys\nfrom elasticlib.stores.file import FileStore\n"
+        "from elasticlib.errors import LeaseLost\n"
+        "store = FileStore(sys.argv[1])\nlease = store.set('lease', b'', ttl=0.3)\n"
+        "print('held', flush=True)\nsys.stdin.readline()\n"
+        "try:\n    store.refresh('lease', lease.version)\n"
+        "except LeaseLost as error:\n    print(error, flush=True)\n"
+    )
+    with (
+        FileStore(tmp_path) as reader,
+        subprocess.Popen(
+            [sys.executable, "-c", holding, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as owner,
+    ):
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "held\n"
+        version = reader.list("").version
+        owner.send_signal(signal.SIGSTOP)
+        assert reader.wait("lease", after=version, timeout=10.0) is True
+        owner.send_signal(signal.SIGCONT)
+        out, _ = owner.communicate("\n", timeout=10.0)
+    assert out == "the lease on 'lease' written at version 1 is lost: the key is gone\n"
+
+
+@given(st.text(max_size=300), st.text(max_size=100))
+def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
+    prefix: str, rest: str
+) -> None:
+    key = (prefix + rest).encode(errors="ignore").decode()
+    prefix = prefix.encode(errors="ignore").decode()
+    name = file_name(key)
+    assert may_be_under(name, prefix)
+    assert len(name) <= 255
+    assert not set(name) & set('/\\:*?"<>|\0 ')
+    assert name == name.lower()
+
+
+@given(st.lists(st.text("ab", max_size=2), max_size=600), st.integers(0, 700), st.text("ab"))
+def test_no_change_is_forgotten_without_being_called_changed(
+    keys: list[str], after: int, prefix: str
+) -> None:
+    changes = Changes()
+    for key in keys:
+        changes = changes.claim(key)
+    assert changes.version == len(keys)
+    assert len(changes.recent) <= REMEMBERED
+    if any(key.startswith(prefix) for key in keys[after:]):
+        assert changes.touched(prefix, after)
+    elif len(keys) - REMEMBERED <= after <= len(keys):
+        assert not changes.touched(prefix, after)

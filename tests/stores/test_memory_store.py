@@ -1,0 +1,76 @@
+"""The store of the simulator: driven by an injected clock, with no thread and no real waiting."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elasticlib.errors import LeaseLost, StoreRefused, StoreUnavailable
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.state import Limits
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_leases_end_by_the_injected_clock_alone() -> None:
+    clock = Clock()
+    store = MemoryStore(clock)
+    lease = store.set("lease", b"", ttl=8.0)
+    for _ in range(7):
+        clock.now += 1.0
+        assert store.get("lease") == lease
+        assert not store.wait("lease", after=lease.version, timeout=0.0)
+    clock.now += 1.0
+    assert store.wait("lease", after=lease.version, timeout=0.0)
+    assert store.get("lease") is None
+    with pytest.raises(LeaseLost):
+        store.refresh("lease", lease.version)
+
+
+def test_expire_says_when_to_look_again() -> None:
+    clock = Clock()
+    store = MemoryStore(clock)
+    assert store.expire() is None
+    store.set("lease", b"", ttl=8.0)
+    looks = 0
+    while (pause := store.expire()) is not None:
+        clock.now += pause
+        looks += 1
+    assert (store.get("lease"), clock.now, looks) == (None, 8.0, 8)
+
+
+def test_a_clock_that_leaps_ends_no_lease_at_once() -> None:
+    clock = Clock()
+    store = MemoryStore(clock)
+    lease = store.set("lease", b"", ttl=8.0)
+    clock.now += 3600.0
+    store.refresh("lease", lease.version)
+    assert store.get("lease") == lease
+
+
+def test_a_simulated_owner_that_dies_takes_its_leases_along() -> None:
+    store = MemoryStore(Clock())
+    node = store.client()
+    version = node.set("lease", b"", ttl=8.0).version
+    node.close()
+    assert store.wait("lease", after=version, timeout=0.0)
+    assert store.list("").entries == ()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        node.set("lease", b"")
+
+
+def test_the_constructor_starts_no_thread() -> None:
+    before = threading.active_count()
+    MemoryStore().set("lease", b"", ttl=1.0)
+    assert threading.active_count() == before
+
+
+def test_its_limits_are_kept() -> None:
+    with pytest.raises(StoreRefused, match="at most 3 bytes, got 4"):
+        MemoryStore(limits=Limits(value_bytes=3)).set("key", b"1234")

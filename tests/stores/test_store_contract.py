@@ -1,0 +1,58 @@
+"""Every store here keeps the one contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.interface import Store
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.testing.store_contract import StoreContract
+from elasticlib.testing.store_process import ClientRecipe
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def make_store(self) -> Callable[[], Store]:
+        return MemoryStore().client
+
+
+class TestFileStore(StoreContract):
+    examples = 8
+
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: FileStore(tmp_path / "deep" / "store", timeout=self.patience)
+
+    @pytest.fixture
+    def client_recipe(self, tmp_path: Path) -> ClientRecipe:
+        folder = str(tmp_path / "deep" / "store")
+        return ClientRecipe(
+            "elasticlib.stores.file:FileStore", (folder,), {"timeout": self.patience}
+        )
+
+
+class TestTcpStore(StoreContract):
+    host = "127.0.0.1"
+
+    @pytest.fixture
+    def server(self) -> Iterator[TcpStoreServer]:
+        with TcpStoreServer(self.host, 0, job="contract") as server:
+            yield server
+
+    @pytest.fixture
+    def make_store(self, server: TcpStoreServer) -> Callable[[], Store]:
+        return lambda: TcpStore(server.host, server.port, job="contract", timeout=self.patience)
+
+    @pytest.fixture
+    def client_recipe(self, server: TcpStoreServer) -> ClientRecipe:
+        return ClientRecipe(
+            "elasticlib.stores.tcp:TcpStore",
+            (server.host, server.port),
+            {"job": "contract", "timeout": self.patience},
+        )

@@ -1,0 +1,129 @@
+"""Frames survive any cutting, and what is no frame is refused before anything acts on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.errors import StoreRefused
+from elasticlib.stores.wire import CARRIES_VALUE, SCHEMA, Frame, FrameReader, encode
+
+WHOLE = st.integers(0, 2**63 - 1)
+SECONDS = st.floats(0, 1e9)
+TEXT = st.text(max_size=30)
+BY_RULE = {
+    "a whole number from 0 to 2**63 - 1": WHOLE,
+    "null or a whole number": st.none() | WHOLE,
+    "a number of seconds from 0 to 1e9": SECONDS,
+    "null or a number of seconds": st.none() | SECONDS,
+    "text": TEXT,
+    "true or false": st.booleans(),
+    "a list of [key, version, size]": st.lists(st.tuples(TEXT, WHOLE, WHOLE).map(list), max_size=4),
+}
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> Frame:
+    op = draw(st.sampled_from(sorted(SCHEMA)))
+    fields = {name: draw(BY_RULE[field.rule]) for name, field in SCHEMA[op].items()}
+    value = draw(st.binary(max_size=50)) if op in CARRIES_VALUE else b""
+    return Frame(op, draw(WHOLE), fields, value)
+
+
+def raw(header: object, value: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack(">II", 4 + len(text) + len(value), len(text)) + text + value
+
+
+@given(st.lists(frames(), max_size=5), st.data())
+def test_frames_survive_however_they_are_cut(sent: list[Frame], data: st.DataObject) -> None:
+    stream = b"".join(map(encode, sent))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    reader = FrameReader()
+    received = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        received += reader.feed(stream[start:end])
+    assert received == sent
+
+
+@given(frames())
+def test_a_frame_is_complete_with_its_last_byte_and_not_before(frame: Frame) -> None:
+    stream = encode(frame)
+    for end in range(len(stream)):
+        assert FrameReader().feed(stream[:end]) == []
+    reader = FrameReader()
+    got = [frame for byte in stream for frame in reader.feed(bytes([byte]))]
+    assert got == [frame]
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_or_waited_for_and_raises_nothing_else(data: bytes) -> None:
+    with contextlib.suppress(StoreRefused):
+        FrameReader(1000).feed(data)
+
+
+@given(frames(), st.data())
+def test_a_frame_with_a_changed_byte_is_refused_or_another_valid_frame(
+    frame: Frame, data: st.DataObject
+) -> None:
+    stream = bytearray(encode(frame))
+    where = data.draw(st.integers(0, len(stream) - 1))
+    stream[where] ^= data.draw(st.integers(1, 255))
+    try:
+        for got in FrameReader().feed(bytes(stream)):
+            assert FrameReader().feed(encode(got)) == [got]
+    except StoreRefused:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("header", "rule"),
+    [
+        ([], "JSON object"),
+        (b"{", "is JSON"),
+        (b"\xff\xfe", "is JSON"),
+        (b"[" * 100_000, "is JSON"),
+        (b'{"op":"wait","id":1,"prefix":"","after":0,"timeout":NaN}', "no number of JSON"),
+        ({"op": "steal", "id": 1}, "op is one of"),
+        ({"op": ["get"], "id": 1}, "op is one of"),
+        ({"id": 1, "key": "a"}, "op is one of"),
+        ({"op": "get", "key": "a"}, "id is a whole number"),
+        ({"op": "get", "id": True, "key": "a"}, "id is a whole number"),
+        ({"op": "get", "id": 2**63, "key": "a"}, "id is a whole number"),
+        ({"op": "get", "id": 1}, "has the fields"),
+        ({"op": "get", "id": 1, "key": "a", "more": 1}, "has the fields"),
+        ({"op": "get", "id": 1, "key": 7}, "key is text, got 7"),
+        ({"op": "set", "id": 1, "key": "a", "ttl": -1}, "ttl is null or a number of seconds"),
+        ({"op": "set", "id": 1, "key": "a", "ttl": True}, "ttl is null or a number of seconds"),
+        ({"op": "wait", "id": 1, "prefix": "", "after": 1.5, "timeout": 1}, "after is a whole"),
+        ({"op": "listing", "id": 1, "version": 1, "rows": [["a", 1]]}, "rows is a list of"),
+    ],
+)
+def test_a_header_off_the_schema_is_refused_by_rule(header: object, rule: str) -> None:
+    with pytest.raises(StoreRefused, match=rule):
+        FrameReader().feed(raw(header))
+
+
+def test_a_value_where_none_belongs_is_refused() -> None:
+    with pytest.raises(StoreRefused, match="get carries no value, got 3 bytes"):
+        FrameReader().feed(raw({"op": "get", "id": 1, "key": "a"}, b"abc"))
+
+
+def test_a_header_longer_than_its_frame_is_refused() -> None:
+    with pytest.raises(StoreRefused, match="a header of 99 bytes does not fit"):
+        FrameReader().feed(struct.pack(">II", 6, 99) + b"{}")
+
+
+def test_a_frame_too_short_for_a_header_is_refused() -> None:
+    with pytest.raises(StoreRefused, match="at least 4 bytes, got 2"):
+        FrameReader().feed(struct.pack(">I", 2) + b"{}")
+
+
+def test_a_frame_too_long_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(StoreRefused, match="at most 1000 bytes, got 1001"):
+        FrameReader(1000).feed(struct.pack(">I", 1001))

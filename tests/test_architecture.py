@@ -1,0 +1,190 @@
+"""The plan of the house, read off the imports and the lines of the code itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "elasticlib"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+LAYER_0 = {"errors.py", "clock.py", "_version.py"}
+PURE = {
+    "endpoint.py",
+    "stores/state.py",
+    "stores/leases.py",
+    "stores/wire.py",
+    "rendezvous/document.py",
+    "rendezvous/decide.py",
+    "rendezvous/codec.py",
+    "rendezvous/change.py",
+    "rendezvous/intent.py",
+    "agent/policy.py",
+    "workers/spec.py",
+    "workers/ladder.py",
+    "workers/exits.py",
+    "workers/streams.py",
+    "data/deal.py",
+    "checkpoint/format.py",
+}
+INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
+NEVER_IN_PURE = {
+    "time",
+    "os",
+    "socket",
+    "threading",
+    "subprocess",
+    "signal",
+    "random",
+    "logging",
+    "torch",
+}
+MAY_USE_THE_CLOCK = {"clock.py"}
+MAY_READ_THE_ENVIRONMENT = {
+    "launch/elasticrun.py",
+    "launch/elastic_launch.py",
+    "launch/commands.py",
+    # A training script, which is what the variables are for.
+    "examples/train_text.py",
+}
+LINE, FUNCTION, FILE, POSITIONAL = 100, 40, 400, 5
+
+
+def layer(name: str) -> int:
+    if name in LAYER_0:
+        return 0
+    if name in PURE:
+        return 1
+    if name in INTERFACES:
+        return 2
+    return 4 if name.startswith("launch/") or name == "__init__.py" else 3
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / name).read_text())
+
+
+def imports(name: str) -> set[str]:
+    """Dotted names of what a file imports, elasticlib's own as paths within the package."""
+    found = set()
+    package = [*Path(name).parent.parts]
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1]
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            path = "/".join(module)
+            if f"{path}.py" in NAMES:
+                found.add(f"{path}.py")
+            else:
+                found.update("/".join([*module, alias.name]) + ".py" for alias in node.names)
+    return found
+
+
+def own(name: str) -> set[str]:
+    return {found for found in imports(name) if found in NAMES}
+
+
+def test_every_file_named_here_exists() -> None:
+    assert set(NAMES) >= LAYER_0 | PURE | MAY_READ_THE_ENVIRONMENT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_imports_only_what_its_layer_may(name: str) -> None:
+    mine = layer(name)
+    folder = name.split("/")[0]
+    for other in own(name):
+        there = layer(other)
+        if other.split("/")[0] == "testing":
+            assert folder == "testing", f"{name} imports {other}; only tests import testing"
+        if mine <= 2:
+            assert there <= mine, f"{name} (layer {mine}) imports {other} (layer {there})"
+            if mine == 0:
+                pytest.fail(f"{name} imports {other}, and layer 0 imports nothing of ours")
+        elif mine == 3 and folder not in ("testing", "examples"):
+            assert there <= 3, f"{name} imports {other}; only launch composes"
+            same = other.split("/")[0] == folder
+            assert same or there <= 2, f"{name} imports the doer {other} of another folder"
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_a_pure_module_has_no_clock_thread_or_environment(name: str) -> None:
+    tops = {found.split(".")[0] for found in imports(name)}
+    assert not tops & NEVER_IN_PURE, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_clock_reads_the_time(name: str) -> None:
+    if name not in MAY_USE_THE_CLOCK:
+        assert not imports(name) & {"time", "datetime"}, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_environment_is_read_in_launch_alone(name: str) -> None:
+    reads = [
+        node.lineno
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
+    ]
+    assert not reads or name in MAY_READ_THE_ENVIRONMENT, f"{name} lines {reads}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=str)
+def test_files_lines_and_functions_stay_small(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= FILE, f"{len(lines)} lines"
+    assert all(len(line) <= LINE for line in lines)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert code_lines(node, lines) <= FUNCTION, f"{node.name} is too long"
+            positional = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
+            torchs_own = node.name == "__init__" and path.name == "sampler.py"
+            assert len(positional) <= POSITIONAL or torchs_own, f"{node.name}: {positional}"
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
+    """Lines of the body without its docstring, blank lines and comments."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    if not body:
+        return 0
+    text = lines[body[0].lineno - 1 : node.end_lineno]
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_says_what_rule_it_keeps(name: str) -> None:
+    if (PACKAGE / name).read_text().strip():
+        assert ast.get_docstring(tree(name)), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_type_ignore_names_its_code(name: str) -> None:
+    for number, line in enumerate((PACKAGE / name).read_text().splitlines(), 1):
+        assert "type: ignore" not in line or "type: ignore[" in line, f"{name}:{number}"
+
+
+def test_importing_elasticlib_does_not_import_torch() -> None:
+    code = "import sys, elasticlib; sys.exit('torch' in sys.modules or 'attrs' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_every_public_name_can_be_had() -> None:
+    code = "import elasticlib; [getattr(elasticlib, name) for name in elasticlib.__all__]"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_command_line_is_read_without_torch() -> None:
+    code = (
+        "import sys; from elasticlib.launch.arguments import build_parser; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

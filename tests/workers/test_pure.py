@@ -1,0 +1,148 @@
+"""Ranks, environments, streams, exits and the ladder: each rule as a claim."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.errors import ConfigError
+from elasticlib.rendezvous.document import Node
+from elasticlib.workers.exits import WorkerExit, failure_record, read_failure
+from elasticlib.workers.ladder import Ladder, Rung
+from elasticlib.workers.spec import (
+    Script,
+    WorkerGroup,
+    WorkerSpec,
+    deal_ranks,
+    with_local_rank,
+    worker_environment,
+)
+from elasticlib.workers.streams import Streams, parse_streams
+
+
+def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
+    return tuple(
+        Node(str(i), f"n{i}", "127.0.0.1", count, role=roles[i] if roles else "default")
+        for i, count in enumerate(slots)
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from("ab")), min_size=1, max_size=6))
+def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[int, str]]) -> None:
+    slots, roles = [n for n, _ in nodes], "".join(role for _, role in nodes)
+    job = members(*slots, roles=roles)
+    dealt = [deal_ranks(job, rank) for rank in range(len(job))]
+    assert [w.rank for group in dealt for w in group] == list(range(sum(slots)))
+    for role in "ab":
+        of_role = [w for r, group in zip(roles, dealt, strict=True) for w in group if r == role]
+        assert [w.role_rank for w in of_role] == list(range(len(of_role)))
+        assert {w.role_world_size for w in of_role} <= {len(of_role)}
+
+
+def group() -> WorkerGroup:
+    return WorkerGroup(
+        spec=WorkerSpec(Script("train.py"), 2, "trainer"),
+        workers=deal_ranks(members(1, 2, roles="tt"), 1),
+        run_id="job",
+        generation=4,
+        group_rank=1,
+        group_world_size=2,
+        master_addr="10.0.0.1",
+        master_port=1234,
+        restarts=2,
+        max_restarts=3,
+    )
+
+
+def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
+    told = worker_environment(group(), group().worker(1), {}, error_file="/e", cores=8)
+    assert told == {
+        "RANK": "2",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "NODE_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "trainer",
+        "ROLE_RANK": "2",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/e",
+        "ELASTICLIB_GENERATION": "4",
+        "OMP_NUM_THREADS": "4",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def test_what_a_pod_says_of_ranks_is_overruled_and_other_settings_stay() -> None:
+    inherited = {"RANK": "7", "WORLD_SIZE": "9", "OMP_NUM_THREADS": "3", "PATH": "/bin"}
+    told = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
+    assert (told["RANK"], told["WORLD_SIZE"]) == ("1", "3")
+    assert (told["OMP_NUM_THREADS"], told["PATH"]) == ("3", "/bin")
+
+
+def test_the_local_rank_macro_is_filled_in() -> None:
+    assert with_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
+
+
+def test_a_node_has_at_least_one_worker() -> None:
+    with pytest.raises(ConfigError, match="at least 1 worker a node, got 0"):
+        WorkerSpec(Script("x"), 0)
+
+
+def test_streams_are_read_as_torchrun_reads_them() -> None:
+    assert parse_streams("3", "-r").of(5) is Streams.ALL
+    some = parse_streams("0:1,2:2", "-r")
+    assert [some.of(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
+
+
+@pytest.mark.parametrize("text", ["4", "x", "", "0:9", "0:1,", "-1", "0:1:2"])
+def test_other_streams_are_refused_by_flag_and_value(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tee is 0, 1, 2 or 3"):
+        parse_streams(text, "--tee")
+
+
+def test_an_exit_tells_a_signal_from_a_code_and_gives_the_cause() -> None:
+    assert WorkerExit(0, 3, 77, -9).describe().endswith("was killed by SIGKILL")
+    assert WorkerExit(0, 3, 77, -40).describe().endswith("was killed by signal 40")
+    described = WorkerExit(1, 3, 77, 1, message="ValueError: no").describe()
+    assert described == "worker of rank 3 (local 1, pid 77) exited with code 1: ValueError: no"
+
+
+def test_an_error_file_has_torchs_shape() -> None:
+    record = failure_record("ValueError", "no", "Traceback ...", 1700000000)
+    assert json.loads(record) == {
+        "message": {
+            "message": "ValueError: no",
+            "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1700000000"},
+        }
+    }
+    assert read_failure(record) == ("ValueError: no", "Traceback ...")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"message": 1}', b'{"x": {}}', b"\xff"])
+def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
+    assert read_failure(data) == ("", "")
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 300))
+def test_the_ladder_only_goes_up_and_says_when(grace: float, reap: float, elapsed: float) -> None:
+    ladder = Ladder(grace, reap)
+    here, later = ladder.rung(elapsed), ladder.rung(elapsed + ladder.left(elapsed) + 1e-6)
+    assert here is Rung.GIVE_UP or later > here
+
+
+def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
+    ladder = Ladder(grace=70.0, reap=10.0)
+    rungs = [ladder.rung(t) for t in (0, 69.9, 70, 79.9, 80)]
+    assert rungs == [Rung.TERM, Rung.TERM, Rung.KILL, Rung.KILL, Rung.GIVE_UP]
