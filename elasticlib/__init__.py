@@ -12,25 +12,83 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 _HOMES = {
-    "stores.interface": ("Store", "Entry", "CompareSet", "Listing", "ABSENT"),
+    "errors": ("ElasticError",),
+    "stores.interface": (
+        "Store",
+        "Entry",
+        "CompareSet",
+        "Listing",
+        "ABSENT",
+    ),
     "stores.memory": ("MemoryStore",),
     "stores.file": ("FileStore",),
     "stores.tcp": ("TcpStore",),
     "stores.server": ("TcpStoreServer",),
+    "rendezvous.interface": (
+        "RendezvousHandler",
+        "RendezvousInfo",
+        "BootstrapStoreInfo",
+    ),
+    "rendezvous.document": (
+        "Limits",
+        "Node",
+    ),
+    "rendezvous.timing": ("Timing",),
+    "rendezvous.dynamic": ("DynamicRendezvousHandler",),
+    "rendezvous.static": ("StaticRendezvousHandler",),
+    "workers.spec": (
+        "WorkerSpec",
+        "WorkerGroup",
+        "Worker",
+        "WorkerState",
+        "Script",
+        "Module",
+        "Command",
+        "Function",
+    ),
+    "workers.interface": ("Workers",),
+    "workers.local": ("LocalWorkers",),
+    "agent.interface": (
+        "ElasticAgent",
+        "RunResult",
+    ),
+    "agent.local": ("LocalElasticAgent",),
+    "launch.config": ("LaunchConfig",),
+    "launch.elastic_launch": (
+        "elastic_launch",
+        "ChildFailedError",
+    ),
     "data.sampler": ("ElasticDistributedSampler",),
-    "checkpoint.file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
-    "errors": ("ElasticError",),
+    "checkpoint.file": (
+        "save_checkpoint",
+        "load_checkpoint",
+        "latest_checkpoint",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
+    from .agent.interface import ElasticAgent as ElasticAgent
+    from .agent.interface import RunResult as RunResult
+    from .agent.local import LocalElasticAgent as LocalElasticAgent
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
+    from .launch.config import LaunchConfig as LaunchConfig
+    from .launch.elastic_launch import ChildFailedError as ChildFailedError
+    from .launch.elastic_launch import elastic_launch as elastic_launch
+    from .rendezvous.document import Limits as Limits
+    from .rendezvous.document import Node as Node
+    from .rendezvous.dynamic import DynamicRendezvousHandler as DynamicRendezvousHandler
+    from .rendezvous.interface import BootstrapStoreInfo as BootstrapStoreInfo
+    from .rendezvous.interface import RendezvousHandler as RendezvousHandler
+    from .rendezvous.interface import RendezvousInfo as RendezvousInfo
+    from .rendezvous.static import StaticRendezvousHandler as StaticRendezvousHandler
+    from .rendezvous.timing import Timing as Timing
     from .stores.file import FileStore as FileStore
     from .stores.interface import ABSENT as ABSENT
     from .stores.interface import CompareSet as CompareSet
@@ -40,6 +98,16 @@ if TYPE_CHECKING:
     from .stores.memory import MemoryStore as MemoryStore
     from .stores.server import TcpStoreServer as TcpStoreServer
     from .stores.tcp import TcpStore as TcpStore
+    from .workers.interface import Workers as Workers
+    from .workers.local import LocalWorkers as LocalWorkers
+    from .workers.spec import Command as Command
+    from .workers.spec import Function as Function
+    from .workers.spec import Module as Module
+    from .workers.spec import Script as Script
+    from .workers.spec import Worker as Worker
+    from .workers.spec import WorkerGroup as WorkerGroup
+    from .workers.spec import WorkerSpec as WorkerSpec
+    from .workers.spec import WorkerState as WorkerState
 
 
 def __getattr__(name: str) -> Any:

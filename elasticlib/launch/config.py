@@ -148,6 +148,8 @@ class LaunchConfig:
             raise ConfigError(f"--nproc-per-node is at least 1, got {self.nproc_per_node}")
         if not 0 < self.monitor_interval < float("inf"):
             raise ConfigError(f"--monitor-interval is positive, got {self.monitor_interval}")
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(f"--shutdown-timeout is seconds >= 0, got {self.shutdown_timeout}")
         if self.node_rank is not None and self.node_rank < 0:
             raise ConfigError(f"--node-rank is at least 0, got {self.node_rank}")
         if self.alone and self.max_nodes > 1:

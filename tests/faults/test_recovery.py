@@ -6,15 +6,14 @@ import os
 import random
 import signal
 import sys
-from pathlib import Path
 
 import pytest
-from jobs import Job, alive, generation_of
+from jobs import PROGRAMS, Job, alive, generation_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 KILLS = 20
-SCRIPT = str(Path(__file__).with_name("allreduce.py"))
+SCRIPT = str(PROGRAMS / "allreduce.py")
 
 
 def test_a1_twenty_kills_are_twenty_recoveries_and_twenty_restarts(job: Job) -> None:

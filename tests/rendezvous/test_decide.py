@@ -22,7 +22,8 @@ LIMITS = Limits(2, 4, max_restarts=1, last_call=2.0)
 
 
 def node(name: str, **fields: object) -> Node:
-    return Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1, **fields)  # type: ignore[arg-type]
+    plain = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
+    return attrs.evolve(plain, **fields)
 
 
 def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Document:
@@ -33,7 +34,7 @@ def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Docume
 def view(document: Document | None, *live: Node, **fields: object) -> View:
     limits = LIMITS if document is None else document.limits
     me = coordinator(document or Document(limits), live) or "nobody"
-    return View(me=me, limits=limits, document=document, live=live, **fields)  # type: ignore[arg-type]
+    return attrs.evolve(View(me, limits, document, live), **fields)
 
 
 A, B, C, D, E = (node(name) for name in "abcde")

@@ -1,6 +1,6 @@
 """A worker for fault tests: says where it stands, then works until it is told otherwise.
 
-It imports no torch. `worker.py FOLDER [ignore-term] [child]`: it ends with success when
+It imports no torch. `fault_worker.py FOLDER [ignore-term] [child]`: it ends with success when
 FOLDER/finish is there, and with exit code 1 when FOLDER/fail.<NODE> is (NODE from its
 environment). `ignore-term` makes it deaf to SIGTERM; with `child` it starts a child of its own.
 """

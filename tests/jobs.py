@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-WORKER = str(Path(__file__).with_name("worker.py"))
+import pytest
+
+PROGRAMS = Path(__file__).with_name("programs")
+WORKER = str(PROGRAMS / "fault_worker.py")
 TAG = "ELASTICLIB_TEST_TAG"
 BOUND = 60.0
 
@@ -161,6 +164,15 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A job of which nothing is left, whatever its test did."""
+    job = Job(tmp_path)
+    yield job
+    job.close()
+    job.gone()
 
 
 def generation_of(places: list[dict[str, Any]]) -> int:

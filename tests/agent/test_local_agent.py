@@ -1,0 +1,158 @@
+"""The agent's loop with real workers, and with a handler as somebody else would write it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticlib import (
+    BootstrapStoreInfo,
+    Command,
+    LocalElasticAgent,
+    LocalWorkers,
+    Node,
+    RendezvousHandler,
+    RendezvousInfo,
+    RunResult,
+    WorkerSpec,
+    WorkerState,
+)
+from elasticlib.workers.ladder import Ladder
+
+
+class OneNode(RendezvousHandler):
+    """A handler with no more than torch's own methods: it never heard of our additions."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.waiting = 0
+        self.closed = False
+
+    def get_backend(self) -> str:
+        return "one"
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.generation += 1
+        self.waiting = 0
+        node = Node("n-1", "n", "127.0.0.1", slots=2)
+        place = BootstrapStoreInfo("127.0.0.1", 1)
+        return RendezvousInfo("run", self.generation, 0, (node,), place)
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def set_closed(self) -> None:
+        self.closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Supervised:
+    """An agent that runs a shell line on two workers, with its handler at hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.handler = OneNode()
+        self.result: RunResult | None = None
+        self._thread: threading.Thread | None = None
+
+    def agent(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> LocalElasticAgent:
+        spec = WorkerSpec(Command("sh", ("-c", line, "sh", str(self.folder))), 2)
+        return LocalElasticAgent(
+            spec,
+            self.handler,
+            LocalWorkers(os.environ),
+            max_restarts=max_restarts,
+            ladder=Ladder(grace),
+            interval=0.02,
+        )
+
+    def run(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> RunResult:
+        return self.agent(line, max_restarts, grace).run()
+
+    def begin(self, line: str) -> None:
+        agent = self.agent(line)
+
+        def work() -> None:
+            self.result = agent.run()
+
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def end(self) -> RunResult:
+        assert self._thread is not None
+        self._thread.join(30)
+        assert self.result is not None
+        return self.result
+
+    def poll(self, name: str) -> None:
+        waiting = threading.Event()
+        for _ in range(3000):
+            if (self.folder / name).exists():
+                return
+            waiting.wait(0.01)
+        raise AssertionError(f"no {name} in time")
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    before = threading.active_count()
+    yield Supervised(tmp_path)
+    assert threading.active_count() == before
+
+
+def test_success_is_a_result(supervised: Supervised) -> None:
+    result = supervised.run("exit 0")
+    assert (result.state, result.exit_code, result.generation) == (WorkerState.SUCCEEDED, 0, 1)
+    assert result.values == {0: None, 1: None}
+
+
+def test_a_handler_without_a_budget_gets_the_agents_own(supervised: Supervised) -> None:
+    result = supervised.run('[ "$RANK" = 0 ] || exit 5', max_restarts=2)
+    assert (result.state, result.generation) == (WorkerState.FAILED, 3)
+    assert "exited with code 5 (2 of 2 restarts used)" in result.reason
+    assert [failure.returncode for failure in result.failures.values()] == [5]
+
+
+def test_a_failure_then_success_is_success(supervised: Supervised) -> None:
+    line = 'if [ "$TORCHELASTIC_RESTART_COUNT" = 0 ]; then exit 1; fi'
+    result = supervised.run(line, max_restarts=1)
+    assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 1)
+
+
+def test_a_waiting_node_that_is_polled_restarts_the_group_uncharged(
+    supervised: Supervised,
+) -> None:
+    supervised.begin('touch "$1/up.$ELASTICLIB_GENERATION"; until [ -e "$1/end" ]; do :; done')
+    supervised.poll("up.1")
+    supervised.handler.waiting = 1
+    supervised.poll("up.2")
+    (supervised.folder / "end").touch()
+    result = supervised.end()
+    assert (result.state, result.generation, result.restarts) == (WorkerState.SUCCEEDED, 2, 0)
+
+
+def test_a_closed_rendezvous_ends_the_run(supervised: Supervised) -> None:
+    supervised.begin('touch "$1/up"; while :; do :; done')
+    supervised.poll("up")
+    supervised.handler.set_closed()
+    result = supervised.end()
+    assert (result.state, result.reason) == (WorkerState.FAILED, "the rendezvous was closed")
+
+
+def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Supervised) -> None:
+    line = 'trap "" TERM; [ "$RANK" = 0 ] && exit 9; while :; do sleep 1; done'
+    result = supervised.run(line, grace=0.2)
+    assert result.state is WorkerState.FAILED
+    assert list(result.failures) == [0]

@@ -1,0 +1,113 @@
+"""torchrun's command line: what is accepted works, and what cannot work is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticlib.errors import ConfigError
+from elasticlib.launch.arguments import build_parser, parse
+from elasticlib.launch.config import LaunchConfig, read_options
+from elasticlib.workers.spec import Command, Module, Script
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def test_every_two_word_flag_has_both_spellings() -> None:
+    options = set(build_parser()._option_string_actions)
+    twins = {o for o in options if o.startswith("--") and "-" in o[2:]}
+    assert {"--" + twin[2:].replace("-", "_") for twin in twins} <= options
+
+
+def test_one_node_by_itself_needs_no_flag_and_has_a_name_of_its_own(script: str) -> None:
+    config, entrypoint = parse([script, "--epochs", "3"])
+    assert (config.min_nodes, config.max_nodes, config.alone) == (1, 1, True)
+    assert config.run_id != parse([script])[0].run_id
+    assert entrypoint == Script(script, ("--epochs", "3"))
+
+
+def test_flags_after_the_script_are_the_scripts(script: str) -> None:
+    config, entrypoint = parse(["--nproc_per_node", "2", script, "--nproc-per-node", "9"])
+    assert config.nproc_per_node == 2
+    assert entrypoint.args == ("--nproc-per-node", "9")
+
+
+def test_elastic_flags_are_read(script: str) -> None:
+    flags = "--nnodes 1:4 --rdzv-endpoint [::1]:29401 --rdzv-id j --max-restarts 2 --node-rank 3"
+    config, _ = parse([*flags.split(), "--rdzv-conf", "join_timeout=9,last_call_timeout=0", script])
+    assert (config.min_nodes, config.max_nodes, config.max_restarts) == (1, 4, 2)
+    assert (config.run_id, config.rdzv_endpoint, config.node_rank) == ("j", "[::1]:29401", 3)
+    assert (config.options.join_timeout, config.limits.last_call) == (9.0, 0.0)
+    assert config.rdzv_backend == "tcp"
+
+
+def test_master_flags_mean_the_static_backend(script: str) -> None:
+    config, _ = parse(
+        ["--nnodes", "2", "--node_rank", "1", "--master_addr", "h", "--master_port", "7", script]
+    )
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == ("static", "h:7", 1)
+
+
+def test_modules_and_programs_are_told_from_scripts() -> None:
+    assert parse(["-m", "pkg.train", "x"])[1] == Module("pkg.train", ("x",))
+    assert parse(["--no-python", "echo", "x"])[1] == Command("echo", ("x",))
+
+
+REFUSED = [
+    ("--nnodes x SCRIPT", "--nnodes is N or MIN:MAX, got 'x'"),
+    ("--nnodes 3:2 SCRIPT", "1 <= MIN <= MAX, got '3:2'"),
+    ("--nnodes 0 SCRIPT", "1 <= MIN <= MAX"),
+    ("--nnodes 2 SCRIPT", "2 nodes need a place to meet"),
+    ("--nnodes 1:2 --master-addr h SCRIPT", "fixed number of nodes, got 1:2"),
+    ("--nnodes 2 --node-rank 2 --master-addr h SCRIPT", "0 <= --node-rank < 2, got 2"),
+    ("--rdzv-endpoint h:1 --master-port 2 SCRIPT", "--master-port belong to the static"),
+    ("--rdzv-backend static --rdzv-endpoint h:1 --master-addr h SCRIPT", "same place"),
+    ("--standalone --nnodes 2 SCRIPT", "--standalone is one node"),
+    ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint has no meaning beside"),
+    ("--standalone --rdzv-backend file SCRIPT", "--standalone is one node"),
+    ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
+    ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id names the job"),
+    ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
+    ("--nproc-per-node many SCRIPT", "a number, cpu, gpu or auto, got 'many'"),
+    ("--nproc-per-node gpu SCRIPT", "torch sees no GPU"),
+    ("--max-restarts=-1 SCRIPT", "max_restarts >= 0, got -1"),
+    ("--monitor-interval 0 SCRIPT", "--monitor-interval is positive"),
+    ("--shutdown-timeout=-1 SCRIPT", "--shutdown-timeout is seconds >= 0, got -1.0"),
+    ("-r 7 SCRIPT", "--redirects is 0, 1, 2 or 3"),
+    ("-t 0:7 SCRIPT", "--tee is 0, 1, 2 or 3"),
+    ("--rdzv-conf nonsense SCRIPT", "k=v,k=v"),
+    ("--rdzv-conf a=1,a=2 SCRIPT", "each key once"),
+    ("--rdzv-conf colour=red SCRIPT", "no key 'colour'; it takes close_timeout"),
+    ("--rdzv-conf join_timeout=soon SCRIPT", "positive number of seconds, got 'soon'"),
+    ("--rdzv-conf join_timeout=nan SCRIPT", "positive number of seconds, got 'nan'"),
+    ("--rdzv-conf timeout=1,join_timeout=2 SCRIPT", "got both"),
+    ("--rdzv-conf keep_alive_max_attempt=1 SCRIPT", "whole number from 2"),
+    ("--rdzv-conf is_host=maybe SCRIPT", "true or false, got 'maybe'"),
+    ("--rdzv-conf heartbeat_timeout=5 SCRIPT", "keep_alive_interval"),
+    ("--rdzv-conf store_type=file SCRIPT", "use --rdzv-backend file"),
+    ("-m --no-python x", "give one of them"),
+    ("no-such-script.py", "no script 'no-such-script.py' here"),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), REFUSED)
+def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, script: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse([script if word == "SCRIPT" else word for word in line.split()])
+    assert sentence in str(refused.value)
+
+
+def test_an_unknown_backend_is_refused_by_the_config_too() -> None:
+    with pytest.raises(ConfigError, match="one of tcp, c10d, file, static, got 'zk'"):
+        LaunchConfig(rdzv_backend="zk")
+
+
+def test_conf_values_may_be_numbers_or_text() -> None:
+    options = read_options({"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"})
+    assert (options.timing.refresh, options.timing.lease) == (0.5, 2.0)

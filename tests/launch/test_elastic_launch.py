@@ -1,0 +1,63 @@
+"""Launching from Python: values come back by global rank, failures as one error."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
+
+pytestmark = pytest.mark.faults
+
+
+def rank_times(factor: int) -> int:
+    return factor * int(os.environ["RANK"])
+
+
+def fail_on_rank_1(text: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError(text)
+    threading.Event().wait(60)
+
+
+def fail_once(folder: str) -> int:
+    first = Path(folder) / "first"
+    if not first.exists():
+        first.touch()
+        raise RuntimeError("the first time")
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def test_a_functions_values_come_back_by_global_rank() -> None:
+    config = LaunchConfig(nproc_per_node=3, run_id="values")
+    assert elastic_launch(config, rank_times)(10) == {0: 0, 1: 10, 2: 20}
+
+
+def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
+    config = LaunchConfig(nproc_per_node=2, max_restarts=0)
+    with pytest.raises(
+        ChildFailedError, match=r"fail_on_rank_1: .*ValueError: not today"
+    ) as caught:
+        elastic_launch(config, fail_on_rank_1)("not today")
+    first = caught.value.get_first_failure()
+    assert first is not None
+    assert (first.rank, first.message) == (1, "ValueError: not today")
+    assert "in fail_on_rank_1" in first.traceback
+    assert list(caught.value.failures) == [1]
+
+
+def test_a_restart_is_counted_and_the_second_try_gives_the_value(tmp_path: Path) -> None:
+    assert elastic_launch(LaunchConfig(max_restarts=1), fail_once)(str(tmp_path)) == {0: 1}
+
+
+def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
+    assert elastic_launch(LaunchConfig(), "touch")(tmp_path / "made") == {0: None}
+    assert (tmp_path / "made").exists()
+
+
+def test_what_cannot_be_sent_to_a_worker_is_refused() -> None:
+    with pytest.raises(ChildFailedError, match="must be picklable"):
+        elastic_launch(LaunchConfig(max_restarts=0), lambda: 1)()

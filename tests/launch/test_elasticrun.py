@@ -1,0 +1,179 @@
+"""The command, run as a user would: what workers see, where logs go, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Job, check_one_world, until
+
+pytestmark = pytest.mark.faults
+
+RUN = (sys.executable, "-m", "elasticlib.launch")
+DUMP = """
+import json, os, sys
+folder = sys.argv[1]
+name = f"{folder}/{os.environ['RANK']}.json"
+json.dump(dict(os.environ), open(name, "w"))
+"""
+RECORDED = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise ValueError("the loss is not finite")
+main()
+"""
+
+
+def run(*command: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **extra}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+
+
+def environments(folder: Path, *launcher: str, **extra: str) -> list[dict[str, str]]:
+    """What each of two workers saw of its environment."""
+    folder.mkdir()
+    (folder / "dump.py").write_text(DUMP)
+    script = (str(folder / "dump.py"), str(folder))
+    done = run(*launcher, "--standalone", "--nproc-per-node", "2", *script, **extra)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_workers_see_what_torchrun_shows_them(tmp_path: Path) -> None:
+    inherited = {"RANK": "5", "WORLD_SIZE": "9"}
+    theirs = environments(
+        tmp_path / "torch", sys.executable, "-m", "torch.distributed.run", **inherited
+    )
+    ours = environments(tmp_path / "elastic", *RUN, **inherited)
+    for their, our in zip(theirs, ours, strict=True):
+        told = {name for name in their if their[name] != os.environ.get(name)}
+        # The time of the signal names is torch's own affair, and its master address a host name.
+        told -= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS"}
+        vary = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+        assert told <= set(our)
+        assert {n: our[n] for n in told - vary} == {n: their[n] for n in told - vary}
+        assert our["ELASTICLIB_GENERATION"] == "1"
+
+
+def test_logs_stand_where_torchrun_puts_them(tmp_path: Path) -> None:
+    text = ("sh", "-c", "echo out $RANK; echo err $RANK >&2")
+    flags = ("--rdzv-id", "job", "--log-dir", str(tmp_path), "-r", "3", "-t", "0:1")
+    done = run(*RUN, "--nproc-per-node", "2", *flags, "--no-python", *text)
+    assert done.returncode == 0
+    (folder,) = tmp_path.glob("job_*/attempt_0")
+    found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.log")}
+    assert found == {
+        "0/stdout.log": "out 0\n",
+        "0/stderr.log": "err 0\n",
+        "1/stdout.log": "out 1\n",
+        "1/stderr.log": "err 1\n",
+    }
+    assert done.stdout == "[default0]:out 0\n"
+
+
+def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RECORDED)
+    done = run(*RUN, "--standalone", str(script))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "exited with code 1: ValueError: the loss is not finite" in last
+
+
+def test_a_usage_error_is_told_before_anything_starts(tmp_path: Path) -> None:
+    done = run(*RUN, "--nnodes", "0", "--no-python", "touch", str(tmp_path / "started"))
+    assert done.returncode == 2
+    assert done.stderr == "elasticrun: error: --nnodes needs 1 <= MIN <= MAX, got '0'\n"
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_installed_command_and_the_module_are_the_same() -> None:
+    installed = run(str(Path(sys.executable).with_name("elasticrun")), "--help")
+    assert installed.returncode == 0
+    assert installed.stdout == run(*RUN, "--help").stdout
+
+
+def test_static_nodes_have_the_ranks_they_ask_for(job: Job) -> None:
+    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    nodes = [job.run(f"n{rank}", *place, "--node-rank", str(rank)) for rank in (1, 0)]
+    places = job.settled(2)
+    check_one_world(places)
+    assert [place["node"] for place in places] == ["n0", "n1"]
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str) -> None:
+    flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{free_port()}")
+    nodes = [job.run(name, *flags) for name in "ab"]
+    check_one_world(job.settled(2))
+    hosting = [node.name for node in nodes if "this node hosts the store" in node.text]
+    assert len(hosting) == 1
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_two_jobs_on_one_port_are_told_apart_by_name(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    first = job.run("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
+    job.settled(1)
+    other = job.run("b", "--nnodes", "1", "--rdzv-id", "blue", "--rdzv-endpoint", endpoint)
+    assert other.exit_code() == 1
+    assert re.search(r"'red'.*'blue'", other.text)
+    job.finish()
+    assert first.exit_code() == 0
+
+
+def test_a_late_joiner_to_a_finished_job_ends_with_success_and_says_so(job: Job) -> None:
+    endpoint = job.store()
+    job.finish()
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
+    assert job.run("a", *flags).exit_code() == 0
+    late = job.run("late", *flags)
+    assert late.exit_code() == 0
+    assert "SUCCEEDED: 1 nodes done" in late.text
+    assert "generation" not in late.text
+
+
+def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
+    endpoint = job.store()
+    first = job.run("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
+    job.settled(1)
+    other = job.run("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
+    assert other.exit_code() == 1
+    assert "max_nodes is 3 here and 2 there" in other.text
+    job.finish()
+    assert first.exit_code() == 0
+
+
+def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
+    host = job.run("host", *flags)
+    until("the store", lambda: "hosts the store" in host.text)
+    guest = job.run("guest", *flags)
+    job.settled(2)
+    (job.folder / "fail.host").touch()
+    alone = job.settled(1, after=1)
+    assert alone[0]["node"] == "guest"
+    until("the host to say what it waits for", lambda: "still serving the store" in host.text)
+    job.finish()
+    assert guest.exit_code() == 0
+    assert host.exit_code() == 1
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, for tests in which two nodes must be told one."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,230 @@
+"""Real processes: how they start, what they are, how they end, and that nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticlib.errors import ConfigError
+from elasticlib.rendezvous.document import Node
+from elasticlib.workers import session
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.guardian import Guardian
+from elasticlib.workers.local import LocalWorkers
+from elasticlib.workers.output import OutputPlan
+from elasticlib.workers.spec import (
+    Command,
+    Entrypoint,
+    Function,
+    Module,
+    Script,
+    WorkerGroup,
+    WorkerSpec,
+    deal_ranks,
+)
+from elasticlib.workers.streams import parse_streams
+
+
+class Run:
+    """Starts a group and waits for its ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.workers = LocalWorkers(os.environ, log_dir=str(folder))
+
+    def writing(self, redirects: str, tee: str) -> Run:
+        plan = OutputPlan(parse_streams(redirects, "-r"), parse_streams(tee, "-t"))
+        self.workers = LocalWorkers(os.environ, output=plan, log_dir=str(self.folder), run_id="j")
+        return self
+
+    def start(self, entrypoint: Entrypoint, count: int = 1) -> Run:
+        member = Node("n-1", "n", "127.0.0.1", count)
+        group = WorkerGroup(
+            spec=WorkerSpec(entrypoint, count, "role"),
+            workers=deal_ranks((member,), 0),
+            run_id="job",
+            generation=1,
+            group_rank=0,
+            group_world_size=1,
+            master_addr="127.0.0.1",
+            master_port=1,
+        )
+        self.workers.start(group, self.ends.put)
+        return self
+
+    def end(self) -> WorkerExit:
+        return self.workers.collect(self.ends.get(timeout=30))
+
+    def file(self, name: str, local_rank: int = 0) -> str:
+        (found,) = self.folder.glob(f"*/attempt_0/{local_rank}/{name}")
+        return found.read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.workers.close()
+    assert not run.workers.running()
+
+
+def shell(text: str) -> Command:
+    return Command("sh", ("-c", text))
+
+
+def test_a_program_runs_in_a_session_of_its_own_with_its_rank(run: Run) -> None:
+    run.writing("3", "0").start(shell('cat /proc/$$/stat; echo "$RANK"'), count=2)
+    exits = [run.end(), run.end()]
+    assert all(exit_.ok for exit_ in exits)
+    for exit_ in exits:
+        said = run.file("stdout.log", exit_.local_rank).split()
+        assert said[-1] == str(exit_.local_rank)
+        pid, group, sid = said[0], said[4], said[5]
+        assert pid == group == sid == str(exit_.pid)
+
+
+def test_a_script_is_run_as_python_would_run_it(run: Run, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(__name__, sys.argv, sys.path[0])")
+    run.writing("1", "0").start(Script(str(script), ("a", "${local_rank}")))
+    assert run.end().ok
+    assert run.file("stdout.log") == f"__main__ ['{script}', 'a', '0'] {tmp_path}\n"
+
+
+def test_a_module_is_run_as_python_m_would_run_it(run: Run) -> None:
+    run.writing("1", "0").start(Module("platform", ("--terse",)))
+    assert run.end().ok
+    assert "Linux" in run.file("stdout.log")
+
+
+def test_a_program_that_is_not_there_is_named(run: Run) -> None:
+    run.writing("2", "0").start(Command("no-such-program"))
+    assert run.end().returncode == 127
+    assert "cannot run 'no-such-program': No such file" in run.file("stderr.log")
+
+
+def test_an_exit_code_and_a_signal_are_told_apart(run: Run) -> None:
+    run.start(shell("exit 3"))
+    assert run.end().returncode == 3
+    run.start(shell("kill -SEGV $$"))
+    assert run.end().signal == "SIGSEGV"
+
+
+def times(a: int, b: int) -> int:
+    return a * b + int(os.environ["RANK"])
+
+
+def broken() -> None:
+    raise ValueError("no such luck")
+
+
+def test_a_function_hands_its_value_back(run: Run) -> None:
+    run.start(Function(times, (6, 7)), count=2)
+    assert {exit_.rank: exit_.value for exit_ in (run.end(), run.end())} == {0: 42, 1: 43}
+
+
+def test_a_functions_exception_comes_back_with_its_traceback(run: Run) -> None:
+    run.writing("3", "0").start(Function(broken))
+    exit_ = run.end()
+    assert exit_.message == "ValueError: no such luck"
+    assert "in broken" in exit_.traceback
+    assert json.loads(run.file("error.json"))["message"]["message"] == exit_.message
+
+
+def test_a_function_that_cannot_travel_is_refused_by_name(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"cannot send .*lambda.* to a worker"):
+        run.start(Function(lambda: None))
+
+
+def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> None:
+    deaf = "trap '' TERM; while :; do sleep 1; done"
+    # Job control gives the child a process group of its own, in the worker's session.
+    run.writing("1", "0").start(shell(f'set -m; sh -c "{deaf}" & echo $!; kill -KILL $$'))
+    exit_ = run.end()
+    child = int(run.file("stdout.log"))
+    assert child != exit_.pid
+    assert session.members(exit_.pid) == []
+
+
+def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
+    run.writing("1", "0").start(shell("trap '' TERM; echo up; while :; do sleep 1; done"), count=3)
+    lines: Callable[[], int] = lambda: sum(  # noqa: E731
+        len(file.read_text()) > 0 for file in run.folder.glob("*/attempt_0/*/stdout.log")
+    )
+    poll(lambda: lines() == 3)
+    run.workers.terminate()
+    assert run.ends.empty()
+    run.workers.kill()
+    assert {run.end().signal for _ in range(3)} == {"SIGKILL"}
+
+
+def poll(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    waiting = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("not in time")
+
+
+def test_a_tee_shows_whole_lines_under_the_workers_name_and_loses_none(
+    run: Run, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    # The console is whatever sys.stdout is when the line is shown.
+    text = "for i in 1 2 3; do printf 'line %s\\n' $i; done; printf 'half a line'"
+    run.writing("0", "1").start(shell(text))
+    assert run.end().ok
+    assert run.file("stdout.log") == "line 1\nline 2\nline 3\nhalf a line"
+    shown = capfdbinary.readouterr().out.decode()
+    assert shown == "".join(f"[role0]:{line}\n" for line in run.file("stdout.log").split("\n"))
+
+
+def test_megabytes_pass_through_a_tee_whole(
+    run: Run, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    run.writing("0", "1").start(shell("seq 1 300000"))
+    assert run.end().ok
+    expected = "".join(f"{i}\n" for i in range(1, 300_001))
+    assert run.file("stdout.log") == expected
+    assert capfdbinary.readouterr().out.decode().replace("[role0]:", "") == expected
+
+
+def test_the_guardian_ends_what_is_listed_when_its_pipe_ends(run: Run) -> None:
+    run.start(shell("trap '' TERM; while :; do sleep 1; done"))
+    (name,) = run.workers.running().values()
+    guardian = Guardian()
+    guardian.add(int(name.removeprefix("pid ")))
+    guardian.close()
+    assert run.end().signal == "SIGKILL"
+
+
+def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
+    run.start(shell("while :; do sleep 1; done"))
+    (name,) = run.workers.running().values()
+    guardian = Guardian()
+    guardian.add(int(name.removeprefix("pid ")))
+    assert guardian._process is not None
+    guardian._process.send_signal(signal.SIGKILL)
+    guardian._process.wait(10)
+    guardian.remove(1)
+    guardian.close()
+    assert run.end().signal == "SIGKILL"
+
+
+def test_a_temporary_folder_is_gone_afterwards(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.workers = LocalWorkers(os.environ, python=sys.executable)
+    run.start(shell("exit 0"))
+    folder = run.workers.folder
+    assert run.end().ok
+    run.workers.close()
+    assert not folder.exists()
