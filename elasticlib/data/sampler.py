@@ -64,7 +64,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         tail: Tail | None = None,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        self.tail: Tail = tail or ("drop" if drop_last else "pad")
+        self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
         check_tail(self.tail)
         if drop_last and self.tail != "drop":
             raise ConfigError(f"drop_last=True means tail='drop', got tail={self.tail!r}")

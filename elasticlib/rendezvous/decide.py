@@ -68,7 +68,7 @@ def decide(view: View) -> Decision:
         return Decision(f"the job has {document.phase.value}: {document.cause}")
     first = coordinator(document, view.live)
     if first != view.me:
-        return Decision(f"{first} decides")
+        return Decision(f"{_name_of(first or 'nobody', view)} decides, and this node waits")
     if view.document is None:
         return Decision("the job's first node writes its limits", write=document)
     if document.phase is Phase.SETTLED:
@@ -84,15 +84,15 @@ def _watch(view: View, document: Document) -> Decision:
     live = {node.id: node for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.done]
     if lost:
-        cause = f"{_names(lost)} left"
+        cause = f"{_names(lost, view)} left"
         return Decision(cause, write=reopen(document, cause, _claim(document, view.live)))
     failure = _claim(document, view.live)
     if failure is not None:
-        cause = f"{_name_of(failure.node, document.members)}: {failure.reason}"
+        cause = f"{_name_of(failure.node, view)}: {failure.reason}"
         return Decision(cause, write=reopen(document, cause, failure))
     again = [n for n in view.live if n.id in members and n.after >= document.generation]
     if again:
-        cause = f"{_names(again)} asked for a new generation"
+        cause = f"{_names(again, view)} asked for a new generation"
         return Decision(cause, write=reopen(document, cause))
     if view.done:
         return Decision(f"{len(view.done)} of {len(members)} nodes are done")
@@ -110,7 +110,7 @@ def _admit(view: View, document: Document) -> Decision:
         return Decision(f"generation {document.generation} stands{spare}")
     if len(ready) < room and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
-    cause = f"{_names(ready[:room])} joined"
+    cause = f"{_names(ready[:room], view)} joined"
     return Decision(cause, write=reopen(document, cause))
 
 
@@ -120,12 +120,13 @@ def _gather(view: View, document: Document) -> Decision:
     members = document.member_ids
     busy = [n for n in candidates if n.id in members and n.after < document.generation]
     if busy:
-        return Decision(f"{_names(busy)} to stop the workers of generation {document.generation}")
+        names = _names(busy, view)
+        return Decision(f"{names} to stop the workers of generation {document.generation}")
     candidates = [n for n in candidates if n.id in members or n.idle]
     here = {n.id for n in candidates}
     charged = document.failure is not None and members <= here
     if charged and document.restarts >= limits.max_restarts:
-        return _spent(document, candidates)
+        return _spent(view, document, candidates)
     ordered = in_rank_order(document, candidates)
     if len(ordered) < limits.min_nodes:
         return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here")
@@ -137,12 +138,12 @@ def _gather(view: View, document: Document) -> Decision:
     return Decision(reason, write=settle(document, chosen, charged=charged))
 
 
-def _spent(document: Document, candidates: list[Node]) -> Decision:
+def _spent(view: View, document: Document, candidates: list[Node]) -> Decision:
     """The budget is used up: who failed leaves, and the job ends if it cannot go on without."""
     failure = document.failure
     assert failure is not None
     limits = document.limits
-    name = _name_of(failure.node, candidates)
+    name = _name_of(failure.node, view)
     others = [n for n in candidates if n.id != failure.node]
     budget = f"{document.restarts} of {limits.max_restarts} restarts used"
     if len(others) >= limits.min_nodes:
@@ -170,11 +171,15 @@ def _last_call(quiet: float, limits: Limits) -> Decision:
     )
 
 
-def _names(nodes: Iterable[Node]) -> str:
-    names = [node.host for node in nodes]
+def _names(nodes: Iterable[Node], view: View) -> str:
+    names = [_name_of(node.id, view) for node in nodes]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
-def _name_of(node_id: str, nodes: Iterable[Node]) -> str:
-    return next((node.host for node in nodes if node.id == node_id), node_id)
+def _name_of(node_id: str, view: View) -> str:
+    """A node's host, which people know it by; its id where several nodes share that host."""
+    members = () if view.document is None else view.document.members
+    hosts = {node.id: node.host for node in (*members, *view.live)}
+    host = hosts.get(node_id, node_id)
+    return node_id if sum(other == host for other in hosts.values()) > 1 else host

@@ -43,6 +43,7 @@ class Folder:
         self._threads = threading.Lock()
         self._processes = filelock.FileLock(path / "lock")
         self._made = False
+        self._highest = 0
 
     def make(self) -> None:
         """Make the folder and its parents at the first operation."""
@@ -91,14 +92,20 @@ class Folder:
 
     def version(self) -> int:
         """The store's version; cheap, and without the lock."""
-        data = self._read(self.path / CHANGES_FILE, 100)
-        return 0 if data is None else decode_version(data, str(self.path / CHANGES_FILE))
+        highest = self._highest
+        data = self._read(CHANGES_FILE, 100)
+        version = 0 if data is None else decode_version(data, str(self.path / CHANGES_FILE))
+        return self._grown(version, highest)
 
     def changes(self) -> Changes:
         """The version and the latest changes."""
-        data = self._read(self.path / CHANGES_FILE)
+        highest = self._highest
+        data = self._read(CHANGES_FILE)
         if data is not None:
-            return decode_changes(data, str(self.path / CHANGES_FILE))
+            changes = decode_changes(data, str(self.path / CHANGES_FILE))
+            self._grown(changes.version, highest)
+            return changes
+        self._grown(0, highest)
         with self._reached():
             stray = next((n for n in os.listdir(self.path) if n.startswith(KEY_PREFIX)), None)
         if stray is not None and not (self.path / CHANGES_FILE).exists():
@@ -108,8 +115,9 @@ class Folder:
     def get(self, key: str) -> Record | None:
         """What stands at the key; without the lock, too."""
         path = self.path / file_name(key)
-        data = self._read(path)
+        data = self._read(path.name)
         if data is None:
+            self.version()  # refuses where the key is gone because the whole store is
             return None
         record = decode_record(data, str(path))
         if record.entry.key != key:
@@ -122,7 +130,7 @@ class Folder:
             names = [name for name in os.listdir(self.path) if may_be_under(name, prefix)]
         found = []
         for name in names:
-            data = self._read(self.path / name)
+            data = self._read(name)
             if data is None:
                 continue
             record = decode_record(data, str(self.path / name))
@@ -138,7 +146,7 @@ class Folder:
         with self._reached():
             self._write(CHANGES_FILE, encode_changes(changes))
             self._sync()
-        return changes.version
+        return self._grown(changes.version, changes.version)
 
     def put(self, record: Record) -> None:
         """Put the record in the place of what stands at its key, to stay."""
@@ -158,14 +166,22 @@ class Folder:
             os.unlink(self.path / file_name(entry.key))
             self._sync()
 
-    def _read(self, path: Path, size: int = -1) -> bytes | None:
+    def _grown(self, version: int, highest: int) -> int:
+        # `highest` was noted before the version was read, or another thread's could overtake.
+        if version < highest:
+            raise StoreRefused(
+                f"{self.path} went back from version {highest} to {version}: "
+                "the store was deleted or replaced while it was in use"
+            )
+        self._highest = max(self._highest, version)
+        return version
+
+    def _read(self, name: str, size: int = -1) -> bytes | None:
         with self._reached():
             try:
-                with open(path, "rb", buffering=0) as file:
+                with open(self.path / name, "rb", buffering=0) as file:
                     return file.read(size)
             except FileNotFoundError:
-                if not self.path.is_dir():  # else what is gone with it would seem never written
-                    raise
                 return None
 
     def _write(self, name: str, data: bytes) -> None:

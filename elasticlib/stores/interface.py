@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import abc
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from .state import ABSENT as ABSENT
 from .state import MAX_KEY_BYTES as MAX_KEY_BYTES
@@ -40,6 +41,9 @@ from .state import Entry as Entry
 from .state import Listing as Listing
 from .state import check_key as check_key
 from .state import check_ttl as check_ttl
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Store(abc.ABC):
@@ -88,7 +92,7 @@ class Store(abc.ABC):
         Closing twice is harmless.
         """
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -81,7 +81,7 @@ class Link:
         except TimeoutError:
             connection.close()
             raise StoreTimeout(
-                f"{name} took the connection, but not the handshake, within {connect:g} s"
+                f"{name} took the connection, but not the handshake, within {connect:.3g} s"
             ) from None
         except BaseException:
             connection.close()

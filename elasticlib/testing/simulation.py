@@ -6,9 +6,11 @@ what fails, and how each node's clock differs in origin and rate. The same seed 
 
 from __future__ import annotations
 
+import enum
 import heapq
 import random
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 
@@ -37,13 +39,51 @@ class Faults:
     span: float = 30.0
 
 
+class Mark(enum.Enum):
+    """What kind of thing a moment tells of."""
+
+    ARRIVES = "arrives"
+    STARTS = "its workers start"
+    STOPS = "its workers are gone"
+    FAILS = "its workers fail"
+    STALLS = "stands still"
+    CRASHES = "crashes"
+    LEAVES = "leaves"
+    WRITES = "writes the document"
+    LOSES = "loses the race to write it"
+
+
 @attrs.frozen
 class Moment:
-    """One line of a run's story, at the simulator's own time in seconds."""
+    """One line of a run's story, at the simulator's own time in seconds.
+
+    generation: whose workers start. until: when a node that stands still wakes.
+    """
 
     time: float
     node: str
+    mark: Mark
     what: str
+    generation: int = 0
+    until: float = 0.0
+
+
+@attrs.frozen
+class Written:
+    """A document, and when it was written."""
+
+    time: float
+    document: Document
+
+
+@attrs.frozen
+class Shift:
+    """One node running the workers of one generation, from `start` to `end`."""
+
+    node: str
+    generation: int
+    start: float
+    end: float
 
 
 class WatchedStore(MemoryStore):
@@ -104,7 +144,9 @@ class SimulatedNode:
             return
         decision, won = self._participant.act(snapshot)
         if decision.write is not None:
-            self._simulation.tell(self.name, f"{'' if won else 'lost the race: '}{decision.reason}")
+            mark = Mark.WRITES if won else Mark.LOSES
+            lost = "" if won else "lost the race: "
+            self._simulation.tell(self.name, mark, f"{lost}{decision.reason}")
         pause = 0.01 if decision.write is not None else self._simulation.random.uniform(0.05, 1.0)
         self._simulation.after(pause, self.turn)
 
@@ -121,36 +163,41 @@ class SimulatedNode:
         elif self.intent.joining:
             rank = entered(document, self.id, self.intent.held)
             if rank is not None and document is not None:
-                self.intent = self.intent.enter(document.generation)
-                self._simulation.tell(
-                    self.name, f"rank {rank} of {len(document.members)} in {document.generation}"
-                )
+                self._start(document, rank)
         elif not self._stopping and change_since(document, self.id, self.intent.held) is not None:
             self._stopping = True
             self._simulation.after(self._simulation.random.uniform(0.0, 2.0), self._stopped)
 
+    def _start(self, document: Document, rank: int) -> None:
+        generation = document.generation
+        self.intent = self.intent.enter(generation)
+        what = f"rank {rank} of {len(document.members)} in {generation}"
+        self._simulation.tell(self.name, Mark.STARTS, what, generation=generation)
+
     def _stopped(self) -> None:
         if self.alive and not self._wait_out_stall(self._stopped):
+            self._simulation.tell(self.name, Mark.STOPS, f"has stopped those of {self.training}")
             self._stopping = False
             self.intent = self.intent.seek()
 
     def crash(self) -> None:
-        self._simulation.tell(self.name, "crashes")
+        self._simulation.tell(self.name, Mark.CRASHES, "crashes")
         self.alive = False
 
     def leave(self) -> None:
-        self._simulation.tell(self.name, "leaves")
+        self._simulation.tell(self.name, Mark.LEAVES, "leaves")
         self.alive = False
         self._participant.withdraw()
 
     def fail_workers(self) -> None:
         if self.training and not self._stopping:
-            self._simulation.tell(self.name, "its workers fail")
+            self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
             self.intent = self.intent.fail("exit code 1")
 
     def stall(self, seconds: float) -> None:
-        self._simulation.tell(self.name, f"stands still for {seconds:.1f} s")
         self.stalled_until = self._simulation.now + seconds
+        what = f"stands still for {seconds:.1f} s"
+        self._simulation.tell(self.name, Mark.STALLS, what, until=self.stalled_until)
 
 
 class Simulation:
@@ -171,7 +218,7 @@ class Simulation:
         self.lease = lease
         self.now = 0.0
         self.story: list[Moment] = []
-        self.documents: list[Document] = []
+        self.written: list[Written] = []
         self._faults = faults or Faults()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -187,13 +234,15 @@ class Simulation:
         self._count += 1
         heapq.heappush(self._events, (self.now + delay, self._count, event))
 
-    def tell(self, node: str, what: str) -> None:
-        self.story.append(Moment(round(self.now, 3), node, what))
+    def tell(
+        self, node: str, mark: Mark, what: str, *, generation: int = 0, until: float = 0.0
+    ) -> None:
+        self.story.append(Moment(round(self.now, 3), node, mark, what, generation, until))
 
     def arrive(self) -> None:
         node = SimulatedNode(self, len(self.nodes))
         self.nodes.append(node)
-        self.tell(node.name, "arrives")
+        self.tell(node.name, Mark.ARRIVES, "arrives")
         node.turn()
 
     def run(self) -> Simulation:
@@ -223,7 +272,7 @@ class Simulation:
         ]
         for count, fault in plan:
             for _ in range(count):
-                self.after(self.random.uniform(0.0, faults.span), lambda f=fault: self._strike(f))
+                self.after(self.random.uniform(0.0, faults.span), partial(self._strike, fault))
         for _ in range(faults.arrivals):
             self.after(self.random.uniform(0.0, faults.span), self.arrive)
 
@@ -231,6 +280,29 @@ class Simulation:
         living = [node for node in self.nodes if node.alive]
         if living:
             fault(self.random.choice(living))
+
+    # -- what it was -----------------------------------------------------------------------------
+
+    @property
+    def documents(self) -> list[Document]:
+        """All that were written, in order."""
+        return [written.document for written in self.written]
+
+    @property
+    def shifts(self) -> list[Shift]:
+        """Who ran workers of which generation, and from when to when, as the story tells."""
+        found: list[Shift] = []
+        running: dict[str, Moment] = {}
+        for moment in self.story:
+            if moment.mark is Mark.STARTS:
+                running[moment.node] = moment
+            elif moment.mark in (Mark.STOPS, Mark.CRASHES, Mark.LEAVES):
+                begun = running.pop(moment.node, None)
+                if begun is not None:
+                    shift = Shift(moment.node, begun.generation, begun.time, moment.time)
+                    found.append(shift)
+        still = [Shift(m.node, m.generation, m.time, self.now) for m in running.values()]
+        return [*found, *still]
 
     # -- promises -----------------------------------------------------------------------------
 
@@ -240,7 +312,8 @@ class Simulation:
 
     def _at_rest(self) -> bool:
         """All living nodes train in one generation, are its spares, or are too few for one."""
-        living, document = self.living, self.documents[-1] if self.documents else None
+        living = self.living
+        document = self.written[-1].document if self.written else None
         if document is None or document.phase.terminal:
             return not living
         if len(living) < self.limits.min_nodes:
@@ -252,8 +325,8 @@ class Simulation:
         return settled and full and members == document.member_ids and idle
 
     def _watch(self, document: Document) -> None:
-        last = self.documents[-1] if self.documents else None
-        self.documents.append(document)
+        last = self.written[-1].document if self.written else None
+        self.written.append(Written(round(self.now, 3), document))
         if last is None:
             return
         if document.generation < last.generation:

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import attrs
@@ -77,6 +78,23 @@ def number_at(store: Store, key: str) -> int:
     """The number that `increment` counts up; 0 if there is none."""
     entry = store.get(key)
     return int(entry.value) if entry else 0
+
+
+def race(recipe: ClientRecipe, racers: int, key: str, times: int, patience: float) -> None:
+    """Let processes increment the number at the key, `times` times each, all at once."""
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(recipe.start("increment", key, str(times))) for _ in range(racers)
+        ]
+        for process in processes:
+            assert said(process) == "ready"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in processes:
+            out, _ = process.communicate(timeout=patience)
+            assert (out, process.returncode) == ("done\n", 0)
 
 
 def main(recipe: str, command: str, key: str, number: str) -> None:

@@ -75,7 +75,7 @@ def test_quiet_settles_what_is_there() -> None:
 def test_only_the_first_live_member_decides() -> None:
     other = attrs.evolve(view(settled(A, B), B, A, C, quiet=9.0), me=B.id)
     assert decide(other).write is None
-    assert decide(other).reason == f"{A.id} decides"
+    assert decide(other).reason == "a decides, and this node waits"
 
 
 def test_the_next_member_decides_when_the_first_is_gone() -> None:
@@ -180,6 +180,13 @@ def test_names_sort_as_people_count_and_survivors_stay_in_front() -> None:
     ten, two = node("node10"), node("node2")
     assert in_rank_order(Document(LIMITS), [ten, two]) == (two, ten)
     assert in_rank_order(settled(ten, A), [two, ten]) == (ten, two)
+
+
+def test_a_node_is_called_by_its_host_unless_others_share_it() -> None:
+    twin = attrs.evolve(B, host="a")
+    opened = decide(view(settled(A, twin), A)).write
+    assert opened is not None
+    assert opened.cause == "b-1 left"
 
 
 def test_a_hint_orders_newcomers() -> None:

@@ -1,0 +1,47 @@
+# Each target sets itself up: the stamp below stands for a .venv that holds what the files name.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: help demo test lint types notebooks docs clean
+
+help:
+	@echo "make demo       a training job that survives: about a minute"
+	@echo "make test       all tests, two at a time"
+	@echo "make lint       ruff: rules and format"
+	@echo "make types      mypy --strict"
+	@echo "make notebooks  run the notebooks"
+	@echo "make docs       redraw the table and the picture in docs/design.md"
+	@echo "make clean      remove .venv and all that was built or cached"
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m elasticlib.examples.demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+
+types: $(STAMP)
+	@$(BIN)/mypy --no-error-summary
+
+notebooks: $(STAMP)
+	@$(BIN)/python -m pytest -q tests/test_notebooks.py
+
+docs: $(STAMP)
+	@$(BIN)/python tests/test_docs.py
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

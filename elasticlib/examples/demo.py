@@ -1,0 +1,242 @@
+"""A real training job that loses a worker, gains a node and loses it: `make demo`.
+
+Everything here goes through the command line and through signals, as it would on a cluster, and
+the end counts what is left: samples, weights, processes. Exit code 0 means that all was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import attrs
+
+from elasticlib import TcpStoreServer, load_checkpoint
+from elasticlib.clock import monotonic
+from elasticlib.errors import ElasticError
+from elasticlib.examples.trace import Survey, survey
+
+SCRIPT = str(Path(__file__).with_name("train_text.py"))
+BATCH = 16
+PROGRESS = re.compile(r"epoch (\d+) step (\d+)/\d+ loss (\S+) \(world (\d+), generation (\d+)\)")
+STARTED = re.compile(r"generation (\d+) after .* restarts; (.*)$")
+
+
+class DemoFailed(ElasticError):
+    """Something that the demo promises did not come about."""
+
+
+@attrs.define
+class Recovery:
+    """A generation: why it began, how large it is, and what it cost until training went on.
+
+    seconds: from the fault to the first step that was reported again; None where none was.
+    """
+
+    number: int
+    cause: str
+    world: int = 0
+    seconds: float | None = None
+
+
+class Stage:
+    """Starts nodes, shows what they say, and knows where the training stands."""
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        self.folder = folder
+        self.generations: dict[int, Recovery] = {}
+        self.epoch, self.step, self.loss = 0, 0, float("nan")
+        self._patience = patience
+        self._began = monotonic()
+        self._disturbed = self._began
+        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._nodes: list[subprocess.Popen[str]] = []
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+    def say(self, text: str) -> None:
+        print(f"{monotonic() - self._began:5.1f} s  {text}", flush=True)
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        """One node: an elasticrun of its own."""
+        node = subprocess.Popen(
+            [sys.executable, "-m", "elasticlib.launch", *arguments],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._nodes.append(node)
+        threading.Thread(target=self._read, args=(name, node), daemon=True).start()
+        return node
+
+    def _read(self, name: str, node: subprocess.Popen[str]) -> None:
+        assert node.stdout is not None
+        for line in node.stdout:
+            self._lines.put((name, line.rstrip()))
+        self._lines.put((name, "END"))
+
+    def until(self, *, epoch: int = 0, step: int = 0, end_of: str = "", world: int = 0) -> None:
+        """Show what is said until the training has come so far, or a node has ended."""
+        deadline = monotonic() + self._patience
+        while True:
+            try:
+                name, line = self._lines.get(timeout=max(0.01, deadline - monotonic()))
+            except queue.Empty:
+                raise DemoFailed(f"no progress within {self._patience:g} s") from None
+            if line == "END":
+                if name == end_of:
+                    return
+                continue
+            self.say(f"{name}: {line}")
+            reported = self._note(line)
+            there = (self.epoch, self.step) >= (epoch, step) and world in (0, reported)
+            if reported and there and not end_of:
+                return
+
+    def _note(self, line: str) -> int:
+        """Remember what a line tells; the world size, if it reports a step."""
+        started = STARTED.search(line)
+        if started:
+            number = int(started[1])
+            self.generations.setdefault(number, Recovery(number, started[2]))
+        progress = PROGRESS.search(line)
+        if progress is not None:
+            self.epoch, self.step, self.loss = (
+                int(progress[1]),
+                int(progress[2]),
+                float(progress[3]),
+            )
+            recovery = self.generations.get(int(progress[5]))
+            if recovery is not None and recovery.seconds is None:
+                recovery.world = int(progress[4])
+                recovery.seconds = monotonic() - self._disturbed
+        return int(progress[4]) if progress is not None else 0
+
+    def disturb(self, what: str) -> None:
+        """From now on, time is lost."""
+        self.say(f"---- {what}")
+        self._disturbed = monotonic()
+
+    def worker_of(self, node: subprocess.Popen[str], local_rank: int) -> int:
+        """The pid of a node's worker, found as an operator would: among the agent's children."""
+        children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+        for pid in map(int, children):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"LOCAL_RANK={local_rank}".encode() in environment:
+                return pid
+        raise DemoFailed(f"no worker {local_rank} among the children of {node.pid}")
+
+    def close(self) -> None:
+        for node in self._nodes:
+            if node.poll() is None:
+                node.kill()
+            node.wait()
+
+
+def training(folder: Path, name: str, args: argparse.Namespace, epochs: int) -> list[str]:
+    checkpoints = folder / name
+    checkpoints.mkdir()
+    flags = {
+        "--checkpoint-dir": checkpoints,
+        "--trace": folder / f"{name}.trace",
+        "--samples": args.samples,
+        "--global-batch": BATCH,
+        "--epochs": epochs,
+        "--save-every": 10,
+        "--print-every": 20,
+    }
+    return [SCRIPT, *(str(word) for pair in flags.items() for word in pair)]
+
+
+def undisturbed(stage: Stage, args: argparse.Namespace) -> None:
+    stage.disturb("1. one epoch on two workers, undisturbed: what the weights should be")
+    work = training(stage.folder, "calm", args, epochs=1)
+    stage.start("calm", "--standalone", "--nproc-per-node", "2", *work)
+    stage.until(end_of="calm")
+    stage.generations.clear()
+    stage.epoch = stage.step = 0
+
+
+def disturbed(stage: Stage, args: argparse.Namespace) -> None:
+    stage.disturb(
+        "2. the same epoch with a worker killed, then one with a node that comes and goes"
+    )
+    steps = -(-args.samples // BATCH)
+    with TcpStoreServer("127.0.0.1", 0, job="demo").start() as store:
+        place = ("--nnodes", "1:2", "--rdzv-id", "demo", "--rdzv-endpoint", store.address)
+        flags = (*place, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=0.5")
+        work = training(stage.folder, "storm", args, epochs=2)
+        first = stage.start("node A", *flags, "--nproc-per-node", "2", *work)
+        stage.until(epoch=0, step=steps // 2)
+        victim = stage.worker_of(first, 1)
+        stage.disturb(f"kill -9 {victim}: a worker of node A, in the middle of epoch 0")
+        os.kill(victim, signal.SIGKILL)
+        stage.until(epoch=1, step=steps + steps // 5)
+        stage.disturb("node B joins with one worker")
+        second = stage.start("node B", *flags, "--nproc-per-node", "1", *work)
+        stage.until(epoch=1, world=3)
+        stage.until(epoch=1, step=stage.step + steps // 5)
+        stage.disturb(f"kill -9 {second.pid}: node B is gone, agent and all")
+        second.kill()
+        stage.until(end_of="node A")
+        if first.wait() != 0:
+            raise DemoFailed(f"node A ended with exit code {first.returncode}")
+
+
+def same_weights(folder: Path, step: int) -> bool:
+    """Whether both runs had bitwise equal weights after this step."""
+    one, two = (
+        load_checkpoint(folder / run / f"step-{step}.pt")["model"] for run in ("calm", "storm")
+    )
+    return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+
+
+def tell(stage: Stage, args: argparse.Namespace, used: Survey) -> bool:
+    """What a person wants to know at the end; whether all of it is right."""
+    steps = -(-args.samples // BATCH)
+    once, equal = used.exactly_once(args.samples), same_weights(stage.folder, steps)
+    print("\ngeneration  workers  back in    because")
+    for recovery in stage.generations.values():
+        cost = "-" if recovery.seconds is None else f"{recovery.seconds:.1f} s"
+        print(f"{recovery.number:10}  {recovery.world:7}  {cost:>7}    {recovery.cause}")
+    print(f"\nlast loss reported {stage.loss:.2f} after {used.steps} steps, {used.redone} redone")
+    for epoch, uses in sorted(used.uses.items()):
+        print(f"epoch {epoch}: {sum(uses.values())} samples used, {len(uses)} of {args.samples}")
+    print(f"each sample of each epoch exactly once: {'yes' if once else 'NO'}")
+    print(
+        f"weights after epoch 0 (world size 2, one worker killed) bitwise equal to the "
+        f"undisturbed run's: {'yes' if equal else 'NO'}"
+    )
+    return once and equal and len(stage.generations) == 4
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="a training job that loses a worker and a node")
+    parser.add_argument("--samples", type=int, default=4800, help="samples an epoch")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for each stage")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="elasticlib-demo-") as folder:
+        stage = Stage(Path(folder), args.patience)
+        try:
+            undisturbed(stage, args)
+            disturbed(stage, args)
+            right = tell(stage, args, survey(stage.folder / "storm.trace"))
+        except ElasticError as error:
+            print(f"demo: FAILED: {error}", file=sys.stderr)
+            return 1
+        finally:
+            stage.close()
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

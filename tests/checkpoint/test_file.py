@@ -1,0 +1,362 @@
+"""Checkpoint files: whole or not there, verified before use, and never unreadable."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticlib import latest_checkpoint, load_checkpoint, save_checkpoint
+from elasticlib.checkpoint.format import NO_COMMENT, Digest, seal
+from elasticlib.checkpoint.names import aside_name
+from elasticlib.checkpoint.savable import MAX_DEPTH, why_unsavable
+from elasticlib.errors import CheckpointCorrupt, CheckpointError
+
+
+def training_state():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_what_is_saved_is_loaded_by_us_and_by_plain_torch(tmp_path):
+    path, state = tmp_path / "new" / "step-7.pt", training_state()
+    save_checkpoint(path, state)
+    assert same(load_checkpoint(path), state)
+    assert same(load_checkpoint(str(path), map_location=torch.device("cpu")), state)
+    assert same(torch.load(path, weights_only=True), state)
+    assert same(torch.load(path, weights_only=True, mmap=True), state)
+    assert os.listdir(path.parent) == ["step-7.pt"]
+
+
+def test_a_large_archive_is_summed_in_pieces(tmp_path):
+    path, state = tmp_path / "a.pt", {"w": torch.arange(1 << 20), "x": [torch.ones(3)] * 3}
+    save_checkpoint(path, state)
+    assert same(load_checkpoint(path), state)
+    with open(path, "r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"\1")
+    with pytest.raises(CheckpointCorrupt, match="CRC-32"):
+        load_checkpoint(path)
+
+
+def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, {"w": torch.arange(3), "step": 1})
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
+        for damaged in (flipped, whole[:at]):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointCorrupt, match=r"a\.pt is no whole checkpoint: "):
+                load_checkpoint(path)
+    path.write_bytes(whole)
+    assert load_checkpoint(path)["step"] == 1
+
+
+def test_files_of_others_are_refused(tmp_path):
+    torch.save({"w": 1}, tmp_path / "plain.pt")
+    with pytest.raises(CheckpointCorrupt, match="not one of ours"):
+        load_checkpoint(tmp_path / "plain.pt")
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "absent.pt")
+
+
+def test_the_file_has_the_rights_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_checkpoint(tmp_path / "a.pt", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def tagged():
+    tensor = torch.ones(2)
+    tensor.tag = {"owner": object()}
+    return tensor
+
+
+def nested(levels):
+    state = None
+    for _ in range(levels):
+        state = [state]
+    return state
+
+
+def endless():
+    state = {}
+    state["again"] = (state,)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"a": [1, (2, {"b": Colour.RED})]}, r"state['a'][1][1]['b'] is a test_file.Colour"),
+        ({"loss": numpy.float64(1)}, "state['loss'] is a numpy.float64"),
+        ([numpy.ones(2)], "state[0] is a numpy.ndarray"),
+        ({"p": Pair(1, 2)}, "state['p'] is a test_file.Pair"),
+        ({"d": collections.defaultdict(int)}, "state['d'] is a collections.defaultdict"),
+        ({"f": frozenset()}, "state['f'] is a builtins.frozenset"),
+        ({"f": print}, "state['f'] is a builtins.builtin_function_or_method"),
+        ({Colour.RED: 1}, "state.key(<Colour.RED: 1>) is a test_file.Colour"),
+        ({"t": tagged()}, "state['t'].tag['owner'] is a builtins.object"),
+        ({"b": b""}, "state['b'] is an empty bytes object"),
+        ({"i": -(1 << 2040)}, "state['i'] is an integer of more than 2032 bits"),
+        ({"r": range(3)}, "state['r'] is a builtins.range"),
+        (torch.nn.Linear(1, 1), "state is a torch.nn.modules.linear.Linear"),
+        (nested(MAX_DEPTH + 1), f"{'[0]' * MAX_DEPTH} is nested deeper than {MAX_DEPTH} levels"),
+        (endless(), "state['again'][0] contains itself"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path, state, sentence):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, "old")
+    with pytest.raises(CheckpointError) as refused:
+        save_checkpoint(path, state)
+    assert f"{path} was not written: " in str(refused.value)
+    assert sentence in str(refused.value)
+    assert load_checkpoint(path) == "old"
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_the_refused_leaves_are_what_torch_cannot_read(tmp_path):
+    """If torch learns to read one of them, the rule is stricter than it must be."""
+    for at, leaf in enumerate([b"", 1 << 2040, frozenset(), range(3), Pair(1, 2), Colour.RED]):
+        torch.save(leaf, tmp_path / f"{at}.pt")
+        assert why_unsavable(leaf)
+        with pytest.raises(Exception, match="Weights only"):
+            torch.load(tmp_path / f"{at}.pt", weights_only=True)
+
+
+dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(1 << 2000, (1 << 2032) - 1),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(),
+    st.binary(min_size=1),
+    st.builds(
+        lambda shape, dtype: torch.ones(shape).to(dtype),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from(dtypes),
+    ),
+    st.builds(lambda: torch.nn.Parameter(torch.ones(2))),
+    st.sampled_from([torch.Size([2, 3]), torch.float16, torch.device("cpu"), {1, "a"}, set()]),
+)
+keys = st.one_of(st.text(max_size=5), st.integers(), st.none(), st.tuples(st.integers()))
+states = st.recursive(
+    leaves,
+    lambda part: st.one_of(
+        st.lists(part, max_size=3),
+        st.lists(part, max_size=3).map(tuple),
+        st.dictionaries(keys, part, max_size=3),
+        st.dictionaries(keys, part, max_size=3).map(collections.OrderedDict),
+        part.map(lambda shared: [shared, shared]),
+    ),
+    max_leaves=8,
+)
+
+
+@given(states)
+@settings(deadline=None, max_examples=150)
+def test_whatever_is_accepted_is_read_back_equal(tmp_path_factory, state):
+    path = tmp_path_factory.getbasetemp() / "any.pt"
+    assert why_unsavable(state) is None
+    save_checkpoint(path, state)
+    assert same(load_checkpoint(path), state)
+
+
+def test_the_newest_by_number_is_the_latest(tmp_path):
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None
+    for step in (9, 10, 2):
+        save_checkpoint(tmp_path / f"step-{step}.pt", step)
+    save_checkpoint(tmp_path / "other-99.pt", 99)
+    assert latest_checkpoint(tmp_path, "step-*.pt") == tmp_path / "step-10.pt"
+
+
+def test_latest_falls_back_past_damage_and_says_why(tmp_path, caplog):
+    for step in (8, 9, 10, 11, 12):
+        save_checkpoint(tmp_path / f"step-{step}.pt", step)
+    (tmp_path / "step-12.pt").write_bytes(b"")
+    os.truncate(tmp_path / "step-11.pt", (tmp_path / "step-11.pt").stat().st_size - 1)
+    (tmp_path / "step-10.pt").unlink()
+    (tmp_path / "step-10.pt").mkdir()
+    with caplog.at_level(logging.WARNING, "elasticlib.checkpoint"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "step-9.pt"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    for step, (message, why) in zip(
+        (12, 11, 10),
+        zip(said, ("cut short", "cut short", "Is a directory"), strict=True),
+        strict=True,
+    ):
+        assert f"step-{step}.pt" in message
+        assert why in message
+
+
+def test_latest_is_none_when_none_is_whole(tmp_path):
+    (tmp_path / "a.pt").write_bytes(b"PK")
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_leftovers_are_never_latest_and_go_with_the_next_save_of_their_path(tmp_path):
+    save_checkpoint(tmp_path / "step-1.pt", 1)
+    whole = (tmp_path / "step-1.pt").read_bytes()
+    left = [tmp_path / aside_name(name, 7) for name in ("step-2.pt", "step-2.pt.pt", "2.pt")]
+    for path in left:
+        path.write_bytes(whole)
+    assert latest_checkpoint(tmp_path, "*") == tmp_path / "step-1.pt"
+    assert latest_checkpoint(tmp_path, "*.partial") is None
+    save_checkpoint(tmp_path / "step-2.pt", 2)
+    assert [path.exists() for path in left] == [False, True, True]
+
+
+WRITER = """
+import os, sys, torch
+from elasticlib import save_checkpoint
+for turn, _ in enumerate(sys.stdin):
+    child = os.fork()
+    step = turn * 10**6
+    while not child:
+        step += 1
+        save_checkpoint(sys.argv[1], {"step": step, "w": torch.full((1 << 15,), step)})
+        print("saved", step, flush=True)
+    print("child", child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", 0, flush=True)
+"""
+
+
+@pytest.mark.faults
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
+    path, partial, said = tmp_path / "step.pt", 0, {}
+
+    def listen(*wanted):
+        while not all(word in said for word in wanted):
+            word, number = writer.stdout.readline().split()
+            said[word] = int(number)
+
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen([sys.executable, "-c", WRITER, path], **pipes) as writer:
+        for turn in range(25):
+            said.clear()
+            writer.stdin.write("\n")
+            listen("child", "saved")
+            for _ in range(turn % 7):  # nothing here is in step with the writer
+                state = load_checkpoint(path)
+                assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
+            os.kill(said["child"], signal.SIGKILL)
+            listen("ended")
+            partial += len(os.listdir(tmp_path)) - 1
+            state = load_checkpoint(path)
+            assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
+            # A save that has returned is not undone, and at most the next one is in its place.
+            assert state["step"] in (said["saved"], said["saved"] + 1)
+            assert latest_checkpoint(tmp_path, "*") == path
+        writer.stdin.close()
+        assert writer.wait(timeout=30) == 0
+    assert partial, "no kill fell into a save: this test has shown nothing"
+    save_checkpoint(path, "after")
+    assert os.listdir(tmp_path) == ["step.pt"]
+
+
+FULL = """
+import resource, signal, sys, torch
+from elasticlib import save_checkpoint
+from elasticlib.errors import CheckpointError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+old = {"step": 1, "w": torch.zeros(4096)}
+save_checkpoint(sys.argv[1], old)
+for limit in (1, 100, 600, 2000, 10000, 16384, 17000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        save_checkpoint(sys.argv[1], {"step": 2, "w": torch.ones(8192)})
+        sys.exit("saved past the limit")
+    except CheckpointError as error:
+        assert "could not be written: [Errno 27] File too large" in str(error), error
+"""
+
+
+@pytest.mark.faults
+def test_a_write_that_fails_leaves_the_old_file_and_names_the_cause(tmp_path):
+    path = tmp_path / "a.pt"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, path], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_checkpoint(path)["step"] == 1
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/a\.pt could not be written: "):
+        save_checkpoint(tmp_path / "file" / "a.pt", 1)
+
+
+def test_of_many_saves_of_one_path_at_once_the_last_to_begin_is_kept(tmp_path):
+    path, failures = tmp_path / "a.pt", []
+
+    def save(number):
+        try:
+            save_checkpoint(path, {"number": number, "w": torch.full((10000,), number)})
+        except CheckpointError as error:
+            failures.append(str(error))
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    state = load_checkpoint(path)
+    assert torch.equal(state["w"], torch.full((10000,), state["number"]))
+    assert len(failures) < len(threads)
+    assert all("another save of the same path" in failure for failure in failures)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_file_that_is_whole_but_holds_what_torch_does_not_read_says_so(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save(Colour.RED, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: -len(NO_COMMENT)] + seal(Digest().over(data)))
+    with pytest.raises(CheckpointError, match=r"a\.pt is whole, but not readable: ") as refused:
+        load_checkpoint(path)
+    assert not isinstance(refused.value, CheckpointCorrupt)

@@ -1,0 +1,87 @@
+"""The proof that a history used each sample once: it must fail when one is lost or repeated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elasticlib.examples.trace import Trace, TraceError, survey
+
+
+def play(prefix, generation, world, resumed, steps):
+    """One generation: at each step k, rank r uses sample k * 2 + r (or both, alone)."""
+    for rank in range(world):
+        trace = Trace(str(prefix), generation, rank)
+        trace.resumed(resumed)
+        for step in steps:
+            pair = [2 * step - 2, 2 * step - 1]
+            trace.step(step, 0, pair if world == 1 else [pair[rank]], world, 1.0)
+
+
+def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
+    prefix = tmp_path / "run"
+    play(prefix, 1, 2, 0, range(1, 8))
+    play(prefix, 2, 1, 4, range(5, 7))
+    play(prefix, 10, 2, 6, range(7, 10))
+    told = survey(prefix)
+    assert told.exactly_once(18)
+    assert (told.steps, told.redone) == (9, 3)
+
+
+def test_a_restart_within_a_generation_counts_too(tmp_path):
+    prefix = tmp_path / "run"
+    play(prefix, 1, 2, 0, range(1, 8))
+    play(prefix, 1, 2, 4, range(5, 10))
+    told = survey(prefix)
+    assert told.exactly_once(18)
+    assert (told.steps, told.redone) == (9, 3)
+
+
+def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_path):
+    prefix = tmp_path / "run"
+    play(prefix, 1, 2, 0, range(1, 8))
+    play(prefix, 2, 2, 4, [])
+    play(prefix, 3, 2, 4, range(5, 10))
+    assert survey(prefix).exactly_once(18)
+
+
+def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
+    prefix = tmp_path / "run"
+    play(prefix, 1, 1, 0, range(1, 4))
+    assert survey(prefix).exactly_once(6)
+    assert not survey(prefix).exactly_once(7)
+    Trace(str(prefix), 1, 0).step(4, 0, [5], 1, 1.0)
+    assert not survey(prefix).exactly_once(6)
+
+
+def test_a_missing_step_and_a_missing_rank_are_errors(tmp_path):
+    play(tmp_path / "gap", 1, 1, 0, [1, 2, 4])
+    with pytest.raises(TraceError, match=r"need steps 1 to 3, got \[1, 2, 4\]"):
+        survey(tmp_path / "gap")
+    play(tmp_path / "rank", 1, 2, 0, [1])
+    (tmp_path / "rank.1.1.jsonl").unlink()
+    with pytest.raises(TraceError, match=r"step 1 has lines of 1 ranks, world \[2\]"):
+        survey(tmp_path / "rank")
+
+
+def test_the_lines_are_plain_json(tmp_path):
+    play(tmp_path / "run", 3, 1, 0, [1])
+    lines = [json.loads(line) for line in (tmp_path / "run.3.0.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"generation": 3, "resumed": 0},
+        {
+            "generation": 3,
+            "step": 1,
+            "epoch": 0,
+            "indices": [0, 1],
+            "world_size": 1,
+            "loss": 1.0,
+        },
+    ]
+
+
+def test_without_a_prefix_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Trace(None, 1, 0).resumed(3)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,173 @@
+"""The example with real processes, killed and resized: each sample once, the same weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elasticlib import latest_checkpoint, load_checkpoint
+from elasticlib.examples import train_text
+from elasticlib.examples.trace import survey
+
+SCRIPT = [sys.executable, "-m", "elasticlib.examples.train_text"]
+SAMPLES, BATCH = 206, 8  # 25 full steps an epoch, and one of 6 samples
+DONE = r"done: loss (\S+) steps (\d+) weights sha256 (\w{64})"
+
+
+def flags(folder, **options):
+    settings = {
+        "checkpoint-dir": folder / "checkpoints",
+        "trace": folder / "trace",
+        "samples": SAMPLES,
+        "global-batch": BATCH,
+        "save-every": 4,
+        "print-every": 1,
+        **{name.replace("_", "-"): value for name, value in options.items()},
+    }
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+@contextmanager
+def ranks(folder, world, generation=1, **options):
+    """Processes of one generation; the store is this test's, so its port is nobody else's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "ELASTICLIB_GENERATION": str(generation),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [*SCRIPT, *flags(folder, **options)],
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate(timeout=30)
+
+
+def run(folder, world, generation=1, **options):
+    """Train to the end; what rank 0 says last: (loss, steps, hash of the weights)."""
+    with ranks(folder, world, generation, **options) as processes:
+        said = [process.communicate(timeout=90)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * world, said
+    return re.search(DONE, said[0]).groups()
+
+
+def killed_at(folder, step, world, generation=1, **options):
+    """Train until rank 0 says that `step` is done, then SIGKILL all ranks."""
+    with ranks(folder, world, generation, **options) as processes:
+        for line in processes[0].stdout:
+            if f" step {step}/" in line:
+                break
+        for process in reversed(processes):
+            process.kill()
+        codes = [process.wait(timeout=30) for process in processes]
+    # The other ranks may have noticed before their own signal came.
+    assert codes[0] == -signal.SIGKILL
+
+
+@pytest.fixture
+def alone(monkeypatch, capfd):
+    """Trains in this process, without a launcher; gives what `run` does."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def train(folder, generation=1, **options):
+        monkeypatch.setenv("ELASTICLIB_GENERATION", str(generation))
+        train_text.main(train_text.parse(flags(folder, **options)))
+        return re.search(DONE, capfd.readouterr().out).groups()
+
+    return train
+
+
+@pytest.mark.faults
+def test_a_kill_and_a_resume_at_one_world_size_end_in_bitwise_the_same_weights(tmp_path):
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    expected = run(undisturbed, 2, epochs=2)
+    killed_at(disturbed, 31, 2, generation=1, epochs=2)
+    assert run(disturbed, 2, generation=2, epochs=2) == expected
+    assert expected[1] == "52"
+    for folder, redone in ((undisturbed, 0), (disturbed, 1)):
+        told = survey(folder / "trace")
+        assert told.exactly_once(SAMPLES)
+        assert (told.steps, set(told.uses)) == (52, {0, 1})
+        assert told.redone >= redone
+    weights = [
+        load_checkpoint(folder / "checkpoints" / "step-52.pt")["model"]
+        for folder in (undisturbed, disturbed)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.faults
+def test_every_sample_is_used_once_through_a_kill_and_a_resize(tmp_path, alone):
+    killed_at(tmp_path, 18, 3, generation=1)
+    loss, steps, _ = alone(tmp_path, generation=2)
+    told = survey(tmp_path / "trace")
+    assert told.exactly_once(SAMPLES)
+    assert (told.steps, steps) == (26, "26")
+    assert told.redone >= 1
+    assert float(loss) < 5.5  # a uniform guess is worth ln 256 = 5.55
+    assert latest_checkpoint(tmp_path / "checkpoints", "step-*.pt").name == "step-26.pt"
+    assert load_checkpoint(tmp_path / "checkpoints" / "step-26.pt")["sampler"]["consumed"] == 206
+
+
+def test_ranks_with_less_than_others_or_nothing_change_no_gradient(tmp_path, alone):
+    """Of 4 samples rank 0 of 3 has two, of the last 1 the others have none."""
+    folders = [tmp_path / "one", tmp_path / "three"]
+    for folder in folders:
+        folder.mkdir()
+    alone(folders[0], samples=9, global_batch=4)
+    run(folders[1], 3, samples=9, global_batch=4)
+    one, three = (load_checkpoint(folder / "checkpoints" / "step-3.pt") for folder in folders)
+    assert one["loss"] == pytest.approx(three["loss"], rel=1e-4)
+    for weight, adam in one["optimizer"]["state"].items():
+        other = three["optimizer"]["state"][weight]["exp_avg"]
+        torch.testing.assert_close(adam["exp_avg"], other, rtol=1e-2, atol=1e-5)
+    assert survey(folders[1] / "trace").exactly_once(9)
+
+
+LEFT = """
+import os, sys
+from elasticlib.examples import train_text
+train_text.main(train_text.parse(sys.argv[1:]))
+tasks = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+assert not [name for name in tasks if "gloo" in name], tasks
+"""
+
+
+def test_alone_and_without_a_launcher_it_trains_and_leaves_no_thread_behind(tmp_path):
+    """A gloo thread that outlives the group aborts the process now and then, at its very end."""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT, *flags(tmp_path, samples=16)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert re.search(DONE, done.stdout), done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.listdir(tmp_path / "checkpoints") == ["step-2.pt"]

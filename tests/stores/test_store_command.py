@@ -1,0 +1,55 @@
+"""`elasticlib store` serves until it is told to stop, and says what it cannot do."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from elasticlib.errors import StoreRefused
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.testing.store_process import said
+
+COMMAND = [sys.executable, "-m", "elasticlib.launch.commands"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_where_it_says_until_a_signal_ends_it_well(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "store", "--bind", "[::1]:0", "--job", "a"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            line = said(process)
+            port = int(line.split()[2].removeprefix("[::1]:"))
+            assert line == f"serving on [::1]:{port} for job 'a'"
+            with TcpStore("::1", port, job="a") as store:
+                assert store.set("key", b"").version == 1
+            refused = pytest.raises(StoreRefused, match="serves job 'a', not 'b'")
+            with TcpStore("::1", port, job="b") as store, refused:
+                store.get("key")
+            process.send_signal(number)
+            assert process.wait(10.0) == 0
+        finally:
+            process.kill()
+
+
+def test_an_address_in_use_is_a_sentence_and_exit_1() -> None:
+    with TcpStoreServer("127.0.0.1", 0) as server:
+        done = run("store", "--bind", server.address)
+    assert (done.returncode, done.stdout) == (1, "")
+    said_once = f"elasticlib store: cannot serve on {server.address}: Address already in use\n"
+    assert done.stderr == said_once
+
+
+@pytest.mark.parametrize("arguments", [(), ("store",), ("store", "--bind", "a:b"), ("nothing",)])
+def test_a_command_line_that_makes_no_sense_exits_2(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: elasticlib" in done.stderr

@@ -1,0 +1,264 @@
+"""The server goes on whatever one client sends, and ends leases when it should, not before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
+from elasticlib.stores.server import ServerLimits, TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.wire import PROTOCOL, Frame, FrameReader, encode
+from elasticlib.testing.store_process import ClientRecipe, said
+
+HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
+LIMITS = ServerLimits(frame_bytes=64 * 1024, handshake_seconds=0.3, unsent_bytes=100_000)
+
+
+@pytest.fixture
+def server() -> Iterator[TcpStoreServer]:
+    with TcpStoreServer("127.0.0.1", 0, limits=LIMITS) as server:
+        yield server
+
+
+def dial(server: TcpStoreServer) -> socket.socket:
+    connection = socket.create_connection((server.host, server.port), timeout=10.0)
+    connection.settimeout(10.0)
+    return connection
+
+
+def until_closed(connection: socket.socket) -> list[Frame]:
+    reader, frames = FrameReader(), []
+    while data := connection.recv(65536):
+        frames += reader.feed(data)
+    return frames
+
+
+def raw(header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack(">II", 4 + len(text), len(text)) + text
+
+
+BAD = {
+    "http": (b"GET / HTTP/1.1\r\n\r\n", "a frame is at most 65536 bytes"),
+    "huge length": (struct.pack(">II", 2**32 - 1, 10), "a frame is at most 65536 bytes"),
+    "huge header": (struct.pack(">II", 100, 2**32 - 1) + b"x" * 96, "does not fit a frame"),
+    "no json": (struct.pack(">II", 7, 3) + b"{{{", "header is JSON"),
+    "pickle": (struct.pack(">II", 6, 2) + b"N.", "header is JSON"),
+    "unknown op": (raw({"op": "exec", "id": 1}), "op is one of"),
+    "unknown field": (raw({"op": "get", "id": 1, "key": "a", "x": 1}), "has the fields"),
+    "wrong type": (raw({"op": "get", "id": 1, "key": ["a"]}), "key is text"),
+}
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_frame_is_answered_and_costs_its_own_connection_alone(
+    server: TcpStoreServer, what: str, greeted: bool
+) -> None:
+    data, rule = BAD[what]
+    with TcpStore(server.host, server.port) as other, dial(server) as connection:
+        other.set("key", b"value")
+        if greeted:
+            connection.sendall(encode(HELLO))
+            assert FrameReader().feed(connection.recv(1000))[0].op == "welcome"
+        connection.sendall(data)
+        error = until_closed(connection)[-1]
+        assert (error.op, error.id, error.fields["kind"]) == ("error", 0, "refused")
+        assert rule in error.fields["message"]
+        entry = other.get("key")
+        assert entry is not None
+        assert entry.value == b"value"
+
+
+@pytest.mark.parametrize("begun", [b"", encode(HELLO)[:-1], struct.pack(">I", 1000)])
+def test_who_does_not_finish_its_handshake_is_dropped(server: TcpStoreServer, begun: bytes) -> None:
+    with dial(server) as connection:
+        connection.sendall(begun)
+        assert until_closed(connection) == []
+        assert server.clients == 0
+
+
+def test_an_operation_before_the_handshake_is_refused(server: TcpStoreServer) -> None:
+    with dial(server) as connection:
+        connection.sendall(encode(Frame("get", 3, {"key": "a"})))
+        (error,) = until_closed(connection)
+    assert error.id == 3
+    assert error.fields["message"] == "a connection begins with hello, got get"
+
+
+def test_another_protocol_is_refused_by_number(server: TcpStoreServer) -> None:
+    with dial(server) as connection:
+        connection.sendall(encode(Frame("hello", 0, {**HELLO.fields, "protocol": 7})))
+        (error,) = until_closed(connection)
+    assert error.fields["message"] == f"speaks protocol {PROTOCOL}, not 7"
+
+
+def test_an_answer_sent_as_an_operation_is_refused_and_the_connection_stays(
+    server: TcpStoreServer,
+) -> None:
+    with dial(server) as connection:
+        connection.sendall(encode(HELLO) + encode(Frame("absent", 1)))
+        connection.sendall(encode(Frame("get", 2, {"key": "a"})))
+        reader, frames = FrameReader(), list[Frame]()
+        while len(frames) < 3:
+            frames += reader.feed(connection.recv(1000))
+    assert [frame.op for frame in frames] == ["welcome", "error", "absent"]
+    assert frames[1].fields["message"] == "absent is no operation here"
+
+
+def test_who_leaves_its_answers_unread_is_dropped(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port) as other, dial(server) as connection:
+        other.set("key", b"x" * 60_000)
+        connection.sendall(encode(HELLO))
+        requests = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(1, 100_000))
+        with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+            connection.sendall(requests)
+        assert other.get("key") is not None
+
+
+def test_more_clients_than_the_limit_are_refused_by_name() -> None:
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=ServerLimits(connections=1)) as server,
+        TcpStore(server.host, server.port) as first,
+        TcpStore(server.host, server.port) as second,
+    ):
+        first.set("key", b"")
+        with pytest.raises(StoreRefused, match="serves at most 1 connections"):
+            second.get("key")
+        assert first.get("key") is not None
+
+
+def test_another_job_is_refused_by_name() -> None:
+    with TcpStoreServer("127.0.0.1", 0, job="a") as server:
+        with (
+            TcpStore(server.host, server.port, job="b") as store,
+            pytest.raises(StoreRefused, match=f"127.0.0.1:{server.port} serves job 'a', not 'b'"),
+        ):
+            store.get("key")
+        with TcpStore(server.host, server.port, job="a") as store:
+            assert store.get("key") is None
+
+
+def test_a_server_without_a_job_serves_any(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port, job="any") as store:
+        assert store.get("key") is None
+
+
+def test_an_address_in_use_is_the_systems_own_error(server: TcpStoreServer) -> None:
+    with pytest.raises(OSError, match="in use") as raised:
+        TcpStoreServer(server.host, server.port).start()
+    assert raised.value.errno == errno.EADDRINUSE
+    with pytest.raises(OSError, match="assign") as raised:
+        TcpStoreServer("192.0.2.1", 0).start()
+    assert raised.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_no_address_is_not_every_address() -> None:
+    with pytest.raises(ConfigError, match="binds a named host"):
+        TcpStoreServer("", 0)
+
+
+def test_it_serves_ipv6_and_its_port_is_free_again_at_once() -> None:
+    with TcpStoreServer("::1", 0) as server:
+        assert server.address == f"[::1]:{server.port}"
+        with TcpStore("::1", server.port) as store:
+            store.set("key", b"")
+            assert store.local_address == "::1"
+    with TcpStoreServer("::1", server.port) as again:
+        assert again.port == server.port
+
+
+def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port) as store, ThreadPoolExecutor(1) as pool:
+        version = store.set("key", b"").version
+        waiting = pool.submit(store.wait, "key", after=version, timeout=30.0)
+        store.wait("nothing", after=version, timeout=0.05)
+        server.close()
+        server.close()
+        with pytest.raises(StoreUnavailable, match=server.address):
+            waiting.result()
+
+
+def test_it_can_be_waited_for_until_only_its_own_clients_remain(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port) as own, TcpStore(server.host, server.port) as other:
+        own.connect()
+        assert server.wait_alone([own.label], 0.0)
+        other.connect()
+        assert sorted(server.labels) == sorted([own.label, other.label])
+        assert not server.wait_alone([own.label], 0.05)
+        with ThreadPoolExecutor(1) as pool:
+            alone = pool.submit(server.wait_alone, [own.label], 20.0)
+            other.close()
+            assert alone.result() is True
+        assert server.clients == 1
+
+
+def test_a_killed_owners_lease_ends_at_once_however_long_its_ttl(server: TcpStoreServer) -> None:
+    recipe = ClientRecipe("elasticlib.stores.tcp:TcpStore", (server.host, server.port))
+    with (
+        TcpStore(server.host, server.port) as watcher,
+        recipe.start("hold", "lease", "1000") as owner,
+    ):
+        assert said(owner) == "done"
+        version = watcher.list("lease").version
+        owner.kill()
+        assert watcher.wait("lease", after=version, timeout=10.0)
+        assert watcher.get("lease") is None
+
+
+def test_a_stopped_clients_lease_ends_though_its_connection_stands(
+    server: TcpStoreServer,
+) -> None:
+    recipe = ClientRecipe("elasticlib.stores.tcp:TcpStore", (server.host, server.port))
+    with (
+        TcpStore(server.host, server.port) as watcher,
+        recipe.start("hold", "lease", "0.3") as owner,
+    ):
+        assert said(owner) == "done"
+        owner.send_signal(signal.SIGSTOP)
+        assert watcher.wait("lease", after=1, timeout=10.0)
+        assert watcher.get("lease") is None
+        assert server.clients == 2
+        owner.kill()
+
+
+def test_a_server_that_was_stopped_ends_nobodys_lease_on_waking() -> None:
+    ttl = 0.6
+    command = [sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind"]
+    with subprocess.Popen([*command, "127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(said(process).split()[2].rpartition(":")[2])
+            _stop_and_go_on(process, port, ttl)
+        finally:
+            process.kill()
+
+
+def _stop_and_go_on(process: subprocess.Popen[str], port: int, ttl: float) -> None:
+    clients = 20
+    with ThreadPoolExecutor(clients) as pool:
+        stores = [TcpStore("127.0.0.1", port) for _ in range(clients)]
+        leases = [s.set(f"lease/{i}", b"", ttl=ttl) for i, s in enumerate(stores)]
+        process.send_signal(signal.SIGSTOP)
+        refreshing = [
+            pool.submit(store.refresh, lease.key, lease.version)
+            for store, lease in zip(stores, leases, strict=True)
+        ]
+        # The length of the stop; nothing is synchronised by it.
+        threading.Event().wait(4 * ttl)
+        process.send_signal(signal.SIGCONT)
+        for done in refreshing:
+            done.result(10.0)
+        assert len(stores[0].list("lease/").entries) == clients
+        for store in stores:
+            store.close()

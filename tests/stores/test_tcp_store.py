@@ -1,0 +1,205 @@
+"""The client of the TCP store: it connects when needed, and names what it could not reach."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from elasticlib.errors import (
+    ConfigError,
+    LeaseLost,
+    StoreRefused,
+    StoreTimeout,
+    StoreUnavailable,
+)
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.state import MIB
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.wire import PROTOCOL, Frame, encode
+
+
+@pytest.fixture
+def server() -> Iterator[TcpStoreServer]:
+    with TcpStoreServer("127.0.0.1", 0) as server:
+        yield server
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[int]:
+    """The port of something that takes one connection and answers each message with bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(10.0)
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(10.0)
+                for answer in answers:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+                while connection.recv(4096):
+                    pass
+
+        serving = pool.submit(serve)
+        yield listener.getsockname()[1]
+        serving.result(10.0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_the_constructor_reaches_for_nothing() -> None:
+    before = threading.active_count()
+    store = TcpStore("no.such.host.invalid", 1)
+    assert (store.local_address, threading.active_count()) == (None, before)
+    store.close()
+
+
+@pytest.mark.parametrize(("host", "port"), [("", 1), ("a", 0), ("a", 65536)])
+def test_an_impossible_address_is_refused(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=r"a host and a port 1\.\.65535"):
+        TcpStore(host, port)
+
+
+def test_who_does_not_answer_is_named_with_the_seconds() -> None:
+    port = free_port()
+    with (
+        TcpStore("127.0.0.1", port, connect_timeout=0.2) as store,
+        pytest.raises(
+            StoreUnavailable, match=rf"127\.0\.0\.1:{port} was not reached within 0\.2 s.*refused"
+        ),
+    ):
+        store.get("key")
+
+
+def test_a_host_that_has_no_address_is_named() -> None:
+    named = pytest.raises(StoreUnavailable, match=r"no\.such\.host\.invalid:1 was not reached")
+    with TcpStore("no.such.host.invalid", 1, connect_timeout=0.1) as store, named:
+        store.get("key")
+
+
+def test_a_server_that_comes_later_is_found() -> None:
+    server = TcpStoreServer("127.0.0.1", free_port())
+    with TcpStore(server.host, server.port, timeout=20.0) as store, ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(store.get, "key")
+        # It has been refused at least once by now, most likely.
+        threading.Event().wait(0.1)
+        with server:
+            assert getting.result() is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"\0\0\0\x06\0\0\0\x02{}",
+        encode(Frame("absent", 0)),
+    ],
+)
+def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
+    with (
+        answering(answer) as port,
+        TcpStore("127.0.0.1", port) as store,
+        pytest.raises(
+            StoreRefused, match=rf"127\.0\.0\.1:{port} answers, but not as an elasticlib store"
+        ),
+    ):
+        store.get("key")
+
+
+def test_what_takes_the_connection_and_says_nothing_is_named_with_the_seconds() -> None:
+    named = pytest.raises(StoreTimeout, match=r"but not the handshake, within 0\.2 s")
+    with answering() as port, TcpStore("127.0.0.1", port, connect_timeout=0.2) as store, named:
+        store.get("key")
+
+
+def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
+    welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))
+    with answering(welcome) as port, TcpStore("127.0.0.1", port, timeout=0.2) as store:
+        with pytest.raises(StoreTimeout, match=rf":{port} did not answer get within 0\.2 s"):
+            store.get("key")
+        with pytest.raises(StoreTimeout, match=rf":{port} did not answer wait within 0\.3 s"):
+            store.wait("key", after=0, timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 500", encode(Frame("written", 1, {"version": 1})), b""]
+)
+def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
+    welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))
+    named = pytest.raises((StoreRefused, StoreTimeout), match=r"127\.0\.0\.1:\d+")
+    with answering(welcome, answer) as port, TcpStore("127.0.0.1", port, timeout=0.3) as store:
+        store.connect()
+        with named:
+            store.get("key")
+
+
+def test_a_broken_connection_ends_what_is_in_flight_and_the_next_operation_connects() -> None:
+    server = TcpStoreServer("127.0.0.1", 0).start()
+    with TcpStore(server.host, server.port, timeout=20.0) as store, ThreadPoolExecutor(4) as pool:
+        lease = store.set("lease", b"", ttl=1000.0)
+        waits = [
+            pool.submit(store.wait, "key", after=lease.version, timeout=30.0) for _ in range(4)
+        ]
+        store.wait("nothing", after=lease.version, timeout=0.05)
+        server.close()
+        for wait in waits:
+            with pytest.raises(StoreUnavailable, match=server.address):
+                wait.result()
+        with TcpStoreServer(server.host, server.port):
+            with pytest.raises(LeaseLost, match="the key is gone"):
+                store.refresh("lease", lease.version)
+            # Its versions begin anew; what was last seen of the old store counts as changed.
+            assert store.wait("", after=lease.version, timeout=0.0) is True
+            assert store.set("key", b"").version == 1
+
+
+def test_all_threads_share_one_connection(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port) as store, ThreadPoolExecutor(8) as pool:
+        numbers = range(200)
+        written = list(pool.map(lambda n: store.set(f"key/{n}", b"%d" % n), numbers))
+        read = list(pool.map(lambda n: store.get(f"key/{n}"), numbers))
+        assert read == written
+        assert server.labels == (store.label,)
+
+
+def test_every_address_of_a_name_is_tried(server: TcpStoreServer) -> None:
+    with TcpStore("localhost", server.port) as store:
+        assert store.get("key") is None
+        assert store.local_address == "127.0.0.1"
+
+
+def test_what_no_frame_can_carry_is_refused_and_the_connection_stays(
+    server: TcpStoreServer,
+) -> None:
+    with TcpStore(server.host, server.port) as store:
+        lease = store.set("lease", b"", ttl=1000.0)
+        with pytest.raises(StoreRefused, match=r"a value is at most .* got 9437184 for key 'key'"):
+            store.set("key", b"x" * (9 * MIB))
+        with pytest.raises(StoreRefused, match="a value is at most 4194304 bytes, got 5242880"):
+            store.set("key", b"x" * (5 * MIB))
+        with pytest.raises(StoreRefused, match="compare_set: expected is a whole number"):
+            store.compare_set("key", b"", expected=-1)
+        store.set("key/a", b"x" * (4 * MIB))
+        store.set("key/b", b"x" * (4 * MIB))
+        with pytest.raises(StoreRefused, match=r"a listing is at most .* 2 entries under 'key/'"):
+            store.list("key/")
+        store.refresh("lease", lease.version)
+
+
+def test_closing_ends_the_attempts_to_connect() -> None:
+    store = TcpStore("127.0.0.1", free_port(), timeout=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(store.get, "key")
+        threading.Event().wait(0.05)
+        store.close()
+        with pytest.raises(StoreUnavailable, match="this store is closed"):
+            getting.result(10.0)
