@@ -70,3 +70,8 @@ class CheckpointCorrupt(CheckpointError):
 
 class StateMismatch(ElasticError, ValueError):
     """A saved state belongs to something else: another length, seed or format."""
+
+
+def describe(error: BaseException) -> str:
+    """An error in one sentence: its own where it is one of ours, else with its class."""
+    return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"

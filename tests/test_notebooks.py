@@ -25,15 +25,24 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+
+
 def executed(path: Path, folder: Path) -> tuple[Any, int]:
     """The notebook with its outputs, and the process that ran it."""
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     resources = {"metadata": {"path": str(folder)}}
     client = nbclient.NotebookClient(
         notebook, timeout=100, kernel_name="python3", resources=resources
     )
     pids: list[int] = []
-    client.on_notebook_start = lambda **_: pids.append(client.km.provisioner.pid)
+
+    def note(**_: object) -> None:
+        manager: Any = client.km
+        pids.append(manager.provisioner.pid)
+
+    client.on_notebook_start = note
     client.execute()
     return notebook, pids[0]
 
@@ -53,7 +62,7 @@ def test_a_notebook_runs_shows_a_picture_and_leaves_no_process(path: Path, elsew
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
 def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code
     assert not any(cell.outputs or cell.execution_count for cell in code)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ElasticError, RendezvousClosed
+from ..errors import ElasticError, RendezvousClosed, describe
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 from ..workers.exits import WorkerExit
@@ -124,9 +124,10 @@ class LocalElasticAgent(ElasticAgent):
                 self._do(Join())
                 while self._now.state is not State.ENDED:
                     self._turn()
-            except ElasticError as error:
-                # A bug of ours or a promise broken by a part: still an end with a reason.
-                outcome = Outcome(OutcomeKind.FAILED, f"{type(error).__name__}: {error}")
+            except Exception as error:
+                # A bug of ours, or a promise broken by a part: still an end with a reason.
+                log.exception("the agent's loop broke")
+                outcome = Outcome(OutcomeKind.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
             finally:
                 self._workers.close()
@@ -267,7 +268,7 @@ class LocalElasticAgent(ElasticAgent):
         self._info = info
         return Settled(frozenset(range(info.members[info.rank].slots)))
 
-    def _ended(self, attempt: int, error: ElasticError) -> None:
+    def _ended(self, attempt: int, error: Exception) -> None:
         self._put(attempt, JoinEnded(_outcome_of(error)))
 
     def _changed(self, attempt: int, change: Change) -> None:
@@ -307,11 +308,11 @@ class LocalElasticAgent(ElasticAgent):
         )
 
 
-def _outcome_of(error: ElasticError) -> Outcome:
+def _outcome_of(error: Exception) -> Outcome:
     change = getattr(error, "change", None)
     if isinstance(error, RendezvousClosed) and isinstance(change, Change):
         return outcome_of(change)
-    return Outcome(OutcomeKind.FAILED, str(error))
+    return Outcome(OutcomeKind.FAILED, describe(error))
 
 
 def _summary(event: Event) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from ..errors import ElasticError
+from ..errors import describe
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 
@@ -33,7 +33,7 @@ class RendezvousObserver:
         interval: float,
         *,
         settled: Callable[[int, RendezvousInfo], None],
-        ended: Callable[[int, ElasticError], None],
+        ended: Callable[[int, Exception], None],
         changed: Callable[[int, Change], None],
     ) -> None:
         self._handler = handler
@@ -62,7 +62,9 @@ class RendezvousObserver:
         while attempt is not None:
             try:
                 info = self._handler.next_rendezvous()
-            except ElasticError as error:
+            except Exception as error:
+                # Somebody else's handler may raise anything; an agent that waits for an
+                # observer that is no more would wait for ever.
                 self._ended(attempt, error)
                 attempt = self._asked.get()
                 continue
@@ -74,8 +76,8 @@ class RendezvousObserver:
         while True:
             try:
                 change = self._handler.wait_for_change(self._interval)
-            except ElasticError as error:
-                change = Change(ChangeKind.LOST, str(error))
+            except Exception as error:
+                change = Change(ChangeKind.LOST, describe(error))
             if change is not None:
                 self._changed(attempt, change)
                 return self._asked.get()

@@ -59,7 +59,6 @@ class Stage:
         self._disturbed = self._began
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._nodes: list[subprocess.Popen[str]] = []
-        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
     def say(self, text: str) -> None:
         print(f"{monotonic() - self._began:5.1f} s  {text}", flush=True)
@@ -68,7 +67,6 @@ class Stage:
         """One node: an elasticrun of its own."""
         node = subprocess.Popen(
             [sys.executable, "-m", "elasticlib.launch", *arguments],
-            env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,7 +7,6 @@ What makes it elastic: restore first, `sampler.advance` after each step, save no
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,10 @@ def join_process_group() -> None:
 
 
 def leave_process_group() -> None:
-    dist.destroy_process_group()
     # If the group's threads still hold a tensor when Python ends, the process aborts, about once
-    # in 20 runs. So nothing may keep the group: not DDP, which is part of a cycle, nor
-    # torch.distributed.nn, whose functions have the group as a default if there is one already.
-    gc.collect()
+    # in 20 runs. They end here, if nothing else has the group any more: not DDP, which went with
+    # `train`, nor torch.distributed.nn, whose functions take a group that exists as a default.
+    dist.destroy_process_group()
 
 
 def restore(training: Training, folder: Path) -> None:

@@ -58,6 +58,9 @@ class Output:
         """After the worker and its session are gone: all that was written is in its place."""
         for pump in self._pumps:
             pump.join(seconds)
+        if any(pump.is_alive() for pump in self._pumps):
+            # Something that left the worker's session holds the pipe, and may yet write.
+            return
         for file in self._files:
             file.close()
 

@@ -156,3 +156,17 @@ def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Super
     result = supervised.run(line, grace=0.2)
     assert result.state is WorkerState.FAILED
     assert list(result.failures) == [0]
+
+
+class Broken(OneNode):
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise OSError("the network is on fire")
+
+
+def test_whatever_a_handler_raises_ends_the_run_with_its_words(supervised: Supervised) -> None:
+    supervised.handler = Broken()
+    result = supervised.run("exit 0")
+    assert (result.state, result.reason) == (
+        WorkerState.FAILED,
+        "OSError: the network is on fire",
+    )

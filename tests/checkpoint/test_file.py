@@ -152,6 +152,14 @@ def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path, st
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+def test_parts_that_are_shared_over_and_over_are_walked_once(tmp_path):
+    shared = [1]
+    for _ in range(MAX_DEPTH - 1):
+        shared = [shared, shared]
+    save_checkpoint(tmp_path / "a.pt", shared)
+    assert why_unsavable(shared) is None
+
+
 def test_the_refused_leaves_are_what_torch_cannot_read(tmp_path):
     """If torch learns to read one of them, the rule is stricter than it must be."""
     for at, leaf in enumerate([b"", 1 << 2040, frozenset(), range(3), Pair(1, 2), Colour.RED]):
@@ -246,6 +254,17 @@ def test_leftovers_are_never_latest_and_go_with_the_next_save_of_their_path(tmp_
     assert latest_checkpoint(tmp_path, "*.partial") is None
     save_checkpoint(tmp_path / "step-2.pt", 2)
     assert [path.exists() for path in left] == [False, True, True]
+
+
+def test_a_file_in_place_is_never_written_to_only_replaced(tmp_path):
+    """Who has the old one open reads it to its end; the window for a kill is that of a rename."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, {"step": 1})
+    before = path.read_bytes()
+    with open(path, "rb") as old:
+        save_checkpoint(path, {"step": 2})
+        assert old.read() == before
+    assert load_checkpoint(path) == {"step": 2}
 
 
 WRITER = """

@@ -127,6 +127,7 @@ def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
     handlers[1].report_failure("exit code 7")
+    assert all(change(h).kind is ChangeKind.REOPENED for h in handlers)
     for future in [cluster.join(h) for h in handlers]:
         with pytest.raises(RendezvousClosed, match="b: exit code 7"):
             future.result(20)
@@ -150,6 +151,18 @@ def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
     handler._timing = attrs.evolve(TIMING, join=0.3)
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
+
+
+def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) -> None:
+    first, spare = cluster.node("a", Limits(1, 1)), cluster.node("b", Limits(1, 1))
+    cluster.join(first).result(20)
+    spare._timing = attrs.evolve(TIMING, join=0.1)
+    waiting = cluster.join(spare)
+    assert first.wait_for_change(0.5) is None
+    assert first.num_nodes_waiting() == 1
+    assert not waiting.done()
+    first.shutdown()
+    assert waiting.result(20).generation == 2
 
 
 def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
