@@ -15,8 +15,12 @@ import torch.distributed as dist
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    names = ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION", "TORCHELASTIC_RESTART_COUNT")
+    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     place = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    # torchrun, which the benchmarks run beside ours, counts restarts alone.
+    place["ELASTICLIB_GENERATION"] = os.environ.get(
+        "ELASTICLIB_GENERATION", place["TORCHELASTIC_RESTART_COUNT"]
+    )
     told = torch.zeros(1)
     while not told:
         # All ranks must see the end in the same step.

@@ -1,0 +1,103 @@
+"""Everything in the README that can be run is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+SHELL = [
+    line.split("#")[0].strip()
+    for name, code in BLOCKS
+    if name == "sh"
+    for line in code.splitlines()
+]
+ELASTICRUN = [line for line in SHELL if line.startswith("elasticrun")]
+TARGETS = [line.removeprefix("make ") for line in SHELL if line.startswith("make")]
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder, with the script of the first section in it."""
+    (tmp_path / "train.py").write_text(PYTHON[0])
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    # A user has activated the environment; a test has not.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_every_shell_line_is_known_to_a_test() -> None:
+    assert len(ELASTICRUN) + len(TARGETS) == len([line for line in SHELL if line])
+    assert TARGETS == ["demo", "test"]
+
+
+@pytest.mark.parametrize("line", ELASTICRUN)
+def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: str) -> None:
+    done = run(folder, *shlex.split(line))
+    assert "SUCCEEDED" in done.stderr
+    assert sorted(p.name for p in folder.glob("checkpoints/*.pt")) == [
+        "epoch-0.pt",
+        "epoch-1.pt",
+        "epoch-2.pt",
+    ]
+
+
+def test_the_readmes_launcher_runs_the_readmes_script(folder: Path) -> None:
+    (folder / "launch.py").write_text(PYTHON[1])
+    done = run(folder, sys.executable, "launch.py")
+    assert "WorkerState.SUCCEEDED" in done.stdout
+    assert "writes job7/node/here-" in done.stdout
+
+
+def test_no_block_of_code_is_left_unrun() -> None:
+    assert len(PYTHON) == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("demo")
+def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
+    demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "1600")
+    said = run(tmp_path, *demo).stdout
+    assert "each sample of each epoch exactly once: yes" in said
+    assert "bitwise equal to the undisturbed run's: yes" in said
+
+
+@pytest.mark.parametrize("name", ["recovery", "startup"])
+def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> None:
+    once = {"recovery": ("--kills", "1"), "startup": ("--runs", "1")}[name]
+    path = f"tests/benchmarks/{name}.py"
+    assert f"python {path}" in TEXT
+    assert "torchrun" in run(tmp_path, sys.executable, str(ROOT / path), *once).stdout
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    for path in re.findall(r"\]\(([\w/.]+)\)", TEXT):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_quotes_numbers_and_no_placeholders() -> None:
+    assert not re.findall(r"\b[A-Z]+_[A-Z]+ s\b", TEXT)
