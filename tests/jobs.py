@@ -51,7 +51,8 @@ class Node:
     def __init__(self, job: Job, name: str, command: list[str], extra: Mapping[str, str]) -> None:
         self.name = name
         self.log = job.folder / f"{name}.log"
-        environment = {**os.environ, TAG: job.tag, "NODE": name, **extra}
+        own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.temporary)}
+        environment = {**os.environ, **own, **extra}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -92,6 +93,8 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
         self.tag = uuid.uuid4().hex
         self.nodes: list[Node] = []
 
@@ -168,11 +171,12 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    """A job of which nothing is left, whatever its test did."""
+    """A job of which nothing is left, no process and no temporary file, however it ended."""
     job = Job(tmp_path)
     yield job
     job.close()
     job.gone()
+    assert not list(job.temporary.iterdir())
 
 
 def generation_of(places: list[dict[str, Any]]) -> int:

@@ -1,13 +1,15 @@
-"""A small process that outlives its agent by one act: ending the sessions of its workers.
+"""A small process that outlives its agent by one act: clearing up what the agent could not.
 
-It reads which sessions there are from a pipe that only the agent holds; when the pipe ends, be
-it that the agent finished or was killed, whatever sessions are still listed end with it.
+It reads which sessions of workers there are, and which temporary folders, from a pipe that only
+the agent holds; when the pipe ends, be it that the agent finished or was killed, whatever is
+still listed goes with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,17 +27,31 @@ class Guardian:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._sessions: set[int] = set()
+        self._listed: set[str] = set()
 
     def add(self, pid: int) -> None:
         """From now on the session of this leader ends with the agent."""
-        self._sessions.add(pid)
-        self._say(f"+{pid}\n")
+        self._list(str(pid))
 
     def remove(self, pid: int) -> None:
         """The session has been dealt with."""
-        self._sessions.discard(pid)
-        self._say(f"-{pid}\n")
+        self._strike(str(pid))
+
+    def add_folder(self, path: str) -> None:
+        """This folder (an absolute path) goes with the agent."""
+        self._list(path)
+
+    def remove_folder(self, path: str) -> None:
+        """The folder is gone already."""
+        self._strike(path)
+
+    def _list(self, name: str) -> None:
+        self._listed.add(name)
+        self._say(f"+{name}\n")
+
+    def _strike(self, name: str) -> None:
+        self._listed.discard(name)
+        self._say(f"-{name}\n")
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -46,7 +62,7 @@ class Guardian:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = _spawn()
-            line = "".join(f"+{pid}\n" for pid in self._sessions)
+            line = "".join(f"+{name}\n" for name in self._listed)
         pipe = self._process.stdin
         assert pipe is not None
         # A guardian that was killed is replaced when there is next something to say; until then
@@ -71,12 +87,16 @@ def watch(lines: IO[str]) -> None:
     """The guardian's whole life."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    sessions: set[int] = set()
+    listed: set[str] = set()
     for line in lines:
-        pid = int(line[1:])
+        name = line[1:].rstrip("\n")
         if line.startswith("+"):
-            sessions.add(pid)
+            listed.add(name)
         else:
-            sessions.discard(pid)
-    for leader in sessions:
-        session.end(leader)
+            listed.discard(name)
+    # Sessions first: their processes may still write into the folders.
+    for name in sorted(listed, key=str.isdigit, reverse=True):
+        if name.isdigit():
+            session.end(int(name))
+        else:
+            shutil.rmtree(name, ignore_errors=True)

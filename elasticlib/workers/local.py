@@ -87,7 +87,14 @@ class LocalWorkers(Workers):
             safe = self._run_id.replace(os.sep, "_")
             made = tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
             self._folder = Path(made)
+            if not self._kept:
+                self._guardian.add_folder(made)
         return self._folder
+
+    @property
+    def _kept(self) -> bool:
+        """Whether the folder is somebody's to look at when the run is over."""
+        return self._log_dir is not None or self._output.redirect.any or self._output.tee.any
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         self._processes = {}
@@ -182,11 +189,11 @@ class LocalWorkers(Workers):
         self.kill()
         for local_rank in list(self._processes):
             self.collect(local_rank)
-        self._guardian.close()
-        kept = self._log_dir is not None or self._output.redirect.any or self._output.tee.any
-        if self._folder is not None and not kept:
+        if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._guardian.remove_folder(str(self._folder))
             self._folder = None
+        self._guardian.close()
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
