@@ -26,12 +26,15 @@ from ..errors import (
     describe,
 )
 from ..stores.interface import Store
+from .decide import Decision
 from .document import Document, Limits, Node, Phase
 from .intent import Intent
 from .participant import Participant, Snapshot
 from .timing import Timing
 
 log = logging.getLogger("elasticlib.rendezvous")
+
+REMIND_SECONDS = 10.0
 
 Answer = TypeVar("Answer")
 
@@ -75,6 +78,7 @@ class Keeper:
         self._stopping = False
         self._stood_at = float("-inf")
         self._reason = "the store has not answered"
+        self._explained = float("-inf")
 
     # -- for callers --------------------------------------------------------------------------
 
@@ -224,19 +228,35 @@ class Keeper:
         if not self._watching:
             self._watching = True
             self._fences.put(snapshot.version)
-        if self._closing is not None and not self._stopping:
-            if self._participant.close(snapshot, Phase.ABORTED, self._closing):
-                self._closing = None
-            return 0.0 if self._closing else self._timing.refresh
+        if self._closing is not None:
+            if not self._participant.close(snapshot, Phase.ABORTED, self._closing):
+                return 0.01
+            self._closing = None
+            return 0.0
         decision, won = self._participant.act(snapshot)
-        if decision.reason != self._reason:
-            self._reason = decision.reason
-            # What a waiting node waits for is news; the rest its agent tells.
-            news = self._intent.joining and decision.write is None and not _settled(snapshot)
-            log.log(logging.INFO if news else logging.DEBUG, "%s", decision.reason)
+        self._explain(decision, snapshot)
         if decision.write is not None:
             return 0.0 if won else 0.01
         return min(self._timing.refresh, decision.again or self._timing.refresh)
+
+    def _explain(self, decision: Decision, snapshot: Snapshot) -> None:
+        """Say what a waiting node waits for, when that changes and every so often."""
+        now, same = self._clock(), decision.reason == self._reason
+        # The rest its agent tells.
+        waiting = self._intent.joining and decision.write is None and not _settled(snapshot)
+        if same and not (waiting and now - self._explained >= REMIND_SECONDS):
+            return
+        self._reason, self._explained = decision.reason, now
+        if not waiting:
+            log.debug("%s", decision.reason)
+            return
+        here = ", ".join(sorted(node.host for node in snapshot.view.live))
+        log.info(
+            "%s; here: %s; join_timeout=%g s ends the wait",
+            decision.reason,
+            here or "nobody",
+            self._timing.join,
+        )
 
     def _speak(self) -> None:
         """Keep the lease, and say what callers want said."""

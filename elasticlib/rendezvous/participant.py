@@ -117,10 +117,10 @@ class Participant:
         return decision, self._write(decision.write, snapshot.document_version)
 
     def close(self, snapshot: Snapshot, phase: Phase, cause: str) -> bool:
-        """End the job, unless it has ended; whether this call did."""
+        """End the job, unless it has ended; False if it has to be tried on a newer snapshot."""
         document = snapshot.document or Document(self.limits)
         if document.phase.terminal:
-            return False
+            return True
         return self._write(end(document, phase, cause), snapshot.document_version)
 
     def publish_master(self, generation: int, endpoint: str) -> None:

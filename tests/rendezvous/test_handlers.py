@@ -179,6 +179,16 @@ def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> Non
         cluster.join(cluster.node("b", Limits(1, 3))).result(20)
 
 
+def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(1, 1))
+    cluster.join(handler).result(20)
+    handler.report_done()
+    assert change(handler).kind is ChangeKind.SUCCEEDED
+    handler.set_closed()
+    assert change(handler).kind is ChangeKind.SUCCEEDED
+    assert handler.shutdown()
+
+
 def test_closing_ends_the_job_for_all(cluster: Cluster) -> None:
     limits = Limits(1, 2)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
