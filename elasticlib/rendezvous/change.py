@@ -55,13 +55,15 @@ def final_change(document: Document | None, me: str) -> Change | None:
     return None
 
 
-def change_since(document: Document | None, me: str, held: int) -> Change | None:
+def change_since(document: Document | None, me: str, held: int, incarnation: str) -> Change | None:
     """What has become of generation `held`, whose member `me` is; None while it stands."""
     final = final_change(document, me)
     if final is not None:
         return final
     if document is None:
         return Change(ChangeKind.REOPENED, "the store has forgotten the job")
+    if document.incarnation != incarnation:
+        return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
     if document.generation == held and document.phase is Phase.SETTLED:
         return None
     return Change(ChangeKind.REOPENED, document.cause)

@@ -41,6 +41,7 @@ _FAILURE: _Fields = {"node": (str,), "reason": (str,)}
 _DOCUMENT: _Fields = {
     "format": (int,),
     "limits": (dict,),
+    "incarnation": (str,),
     "phase": (str,),
     "generation": (int,),
     "members": (list,),
@@ -81,6 +82,7 @@ def decode_document(data: bytes) -> Document:
     failure = fields["failure"]
     return Document(
         limits=Limits(**_checked(fields["limits"], _LIMITS, "limits")),
+        incarnation=fields["incarnation"],
         phase=Phase(fields["phase"]),
         generation=fields["generation"],
         members=tuple(Node(**_checked(m, _NODE, "a member")) for m in fields["members"]),

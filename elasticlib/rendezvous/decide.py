@@ -30,7 +30,7 @@ class View:
 
     live: those whose lease stands, in the order in which they last spoke. done: ids of members
     that finished the document's generation. quiet: seconds, on the reader's own clock, since it
-    last saw a node arrive.
+    last saw a node arrive. fresh: the incarnation of a document that this node would begin.
     """
 
     me: str
@@ -39,6 +39,7 @@ class View:
     live: tuple[Node, ...]
     done: frozenset[str] = frozenset()
     quiet: float = 0.0
+    fresh: str = ""
 
 
 @attrs.frozen
@@ -63,7 +64,7 @@ def _unfixed(limits: Limits) -> Limits:
 
 def decide(view: View) -> Decision:
     """The next step of the job's membership, if it is mine to take."""
-    document = Document(view.limits) if view.document is None else view.document
+    document = Document(view.limits, view.fresh) if view.document is None else view.document
     if document.phase.terminal:
         return Decision(f"the job has {document.phase.value}: {document.cause}")
     first = coordinator(document, view.live)
@@ -159,7 +160,8 @@ def _candidates(view: View, document: Document) -> list[Node]:
 def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
     for node in live:
-        if node.claim is not None and node.claim_generation == document.generation:
+        member = node.id in document.member_ids
+        if member and node.claim is not None and node.claim_generation == document.generation:
             return Failure(node.id, node.claim)
     return None
 

@@ -94,12 +94,15 @@ class Failure:
 class Document:
     """One job's membership. A member's index is its group rank.
 
+    incarnation names this document as against one that another store, or the same one emptied, may
+    hold for the same run id: the node that began it, and which of its beginnings this was.
     generation counts settled memberships from 1 (0: none yet); cause says why the last one ended
     or the next is sought; failure is the claim that is to be charged when the next one settles;
     expelled nodes have used up the budget and must leave.
     """
 
     limits: Limits
+    incarnation: str = ""
     phase: Phase = Phase.OPEN
     generation: int = 0
     members: tuple[Node, ...] = ()

@@ -6,8 +6,8 @@ itself, so a store that is away blocks nobody for longer than the caller's own t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import partial
 
 import attrs
 
@@ -57,6 +57,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._backend = backend
         self._open_bootstrap = open_bootstrap
         self._clock = clock
+        self._opening = threading.Lock()
         self._bootstrap: BootstrapStore | None = None
         self._keeper = Keeper(
             store,
@@ -83,10 +84,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 return info
 
     def wait_for_change(self, timeout: float) -> Change | None:
-        held = self._keeper.intent.held
+        held = self._keeper.intent
 
         def change(snapshot: Snapshot) -> Change | None:
-            return change_since(snapshot.document, snapshot.view.me, held)
+            me = snapshot.view.me
+            return change_since(snapshot.document, me, held.held, held.incarnation)
 
         try:
             return self._keeper.wait_for(change, self._clock() + timeout)
@@ -127,30 +129,40 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _join(self) -> tuple[Snapshot, int]:
         """Wait to be a member; the join timeout runs while no generation stands, so that a spare
         waits for as long as one does."""
-        answer = partial(_entered, self._keeper.seek())
+        self._keeper.seek()
         began = self._clock()
         deadline = began + self._timing.join
         while True:
             try:
-                return self._keeper.wait_for(answer, deadline)
+                return self._keeper.wait_for(self._entered, deadline)
             except RendezvousTimeout as error:
                 deadline = max(began, self._keeper.stood_at) + self._timing.join
                 if self._clock() >= deadline:
                     raise RendezvousTimeout(self._waited_for(error)) from None
 
+    def _entered(self, snapshot: Snapshot) -> tuple[Snapshot, int] | None:
+        """The snapshot in which this node is a member of a new generation, and its rank."""
+        document, me = snapshot.document, snapshot.view.me
+        held = self._keeper.intent.held
+        final = final_change(document, me)
+        if final is not None:
+            raise ClosedBecause(final, never_in=held == 0)
+        rank = entered(document, me, held)
+        return None if rank is None else (snapshot, rank)
+
     def _enter(self, snapshot: Snapshot, rank: int) -> RendezvousInfo | None:
         """Meet at torch's store; None if the generation ended before its workers began."""
         document = snapshot.document
         assert document is not None
-        generation = document.generation
+        generation, incarnation = document.generation, document.incarnation
         self._keeper.enter(generation)
         if rank == 0:
             address = self._keeper.intent.node.address
-            self._bootstrap = self._open_at(address)
-            self._keeper.publish(generation, join_endpoint(address, self._bootstrap.port))
+            port = self._open_at(address)
+            self._keeper.publish(generation, join_endpoint(address, port))
 
         def met(now: Snapshot) -> tuple[str | None] | None:
-            if change_since(now.document, now.view.me, generation) is not None:
+            if change_since(now.document, now.view.me, generation, incarnation) is not None:
                 return (None,)
             return None if now.master is None else (now.master,)
 
@@ -178,19 +190,28 @@ class DynamicRendezvousHandler(RendezvousHandler):
             f"here: {names}; at least {self._limits.min_nodes} nodes are needed (--nnodes)"
         )
 
-    def _open_at(self, address: str) -> BootstrapStore:
+    def _open_at(self, address: str) -> int:
+        """Serve torch's store there; returns its port."""
         try:
-            return self._open_bootstrap(address)
+            bootstrap = self._open_bootstrap(address)
         except OSError as error:
             raise RendezvousError(
                 f"cannot serve torch's store at {address}, this node's own address: {error}; "
                 "name another with --local-addr"
             ) from error
+        with self._opening:
+            # Opening takes seconds the first time, in which we may have been shut down.
+            if self._keeper.stopping:
+                bootstrap.close()
+                raise RendezvousClosed("this node has left the rendezvous")
+            self._bootstrap = bootstrap
+        return bootstrap.port
 
     def _close_bootstrap(self) -> None:
-        if self._bootstrap is not None:
-            self._bootstrap.close()
-            self._bootstrap = None
+        with self._opening:
+            bootstrap, self._bootstrap = self._bootstrap, None
+        if bootstrap is not None:
+            bootstrap.close()
 
 
 class ClosedBecause(RendezvousClosed):
@@ -202,13 +223,3 @@ class ClosedBecause(RendezvousClosed):
             change = attrs.evolve(change, reason=told)
         super().__init__(f"{change.kind.value}: {change.reason}")
         self.change = change
-
-
-def _entered(after: int, snapshot: Snapshot) -> tuple[Snapshot, int] | None:
-    """The snapshot in which this node is a member of a generation past `after`, and its rank."""
-    document, me = snapshot.document, snapshot.view.me
-    final = final_change(document, me)
-    if final is not None:
-        raise ClosedBecause(final, never_in=after == 0)
-    rank = entered(document, me, after)
-    return None if rank is None else (snapshot, rank)

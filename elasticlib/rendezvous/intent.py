@@ -18,11 +18,19 @@ class Intent:
     node: Node
     held: int = 0
     joining: bool = True
+    incarnation: str = ""
 
     def seek(self) -> Intent:
         """Our workers are gone; we want the generation after the one that we held."""
         node = attrs.evolve(self.node, after=self.held, holds=self.held)
         return attrs.evolve(self, node=node, joining=True)
+
+    def meet(self, document: Document | None) -> Intent:
+        """While joining, whatever was held in another incarnation counts for nothing."""
+        if document is None or not self.joining or document.incarnation == self.incarnation:
+            return self
+        node = attrs.evolve(self.node, after=0, holds=0, claim=None, claim_generation=0)
+        return Intent(node, incarnation=document.incarnation)
 
     def enter(self, generation: int) -> Intent:
         """We are a member of this generation and may run its workers."""
@@ -37,7 +45,10 @@ class Intent:
         """What should stand in the store for this node; None for nothing."""
         if self.joining:
             return self._waiting(document)
-        if document is not None and document.generation != self.held:
+        if document is not None and (document.incarnation, document.generation) != (
+            self.incarnation,
+            self.held,
+        ):
             return None
         return attrs.evolve(self.node, holds=self.held)
 

@@ -66,7 +66,8 @@ class Keeper:
         self._inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._fences: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._watching = False
-        self._away_since: float | None = None
+        self._away = False
+        self._answered = clock()
         # All below is shared with callers, under the condition.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
@@ -202,12 +203,12 @@ class Keeper:
         while not self._stopping:
             try:
                 pause = self._round()
-                self._away_since = None
+                self._away = False
             except (StoreRefused, RendezvousMismatch) as error:
                 self._fail(error)
                 break
             except StoreError as error:
-                pause = self._away(error)
+                pause = self._miss(error)
             except Exception as error:
                 # Callers wait on this thread: it must not end without telling them.
                 log.exception("the rendezvous broke")
@@ -222,9 +223,13 @@ class Keeper:
 
     def _round(self) -> float:
         """One turn; how many seconds may pass until the next if nothing happens."""
+        if self._snapshot is None:
+            # Whoever is going to be refused must not be let in first.
+            self._tell(self._participant.read(self._clock()))
         self._speak()
         snapshot = self._participant.read(self._clock())
         self._tell(snapshot)
+        self._answered = self._clock()
         if not self._watching:
             self._watching = True
             self._fences.put(snapshot.version)
@@ -288,6 +293,7 @@ class Keeper:
             if self._snapshot is not None and _settled(self._snapshot):
                 self._stood_at = self._clock()
             self._snapshot = snapshot
+            self._intent = self._intent.meet(snapshot.document)
             self._changed.notify_all()
 
     def _fail(self, error: ElasticError) -> None:
@@ -295,15 +301,16 @@ class Keeper:
             self._error = error
             self._changed.notify_all()
 
-    def _away(self, error: StoreError) -> float:
+    def _miss(self, error: StoreError) -> float:
         """The store does not answer: how long to pause, or the end of our patience."""
         now = self._clock()
         first = self._snapshot is None
         grace = self._timing.join if first else self._timing.store_grace
-        if self._away_since is None:
-            self._away_since = now
+        self._reason = str(error)
+        if not self._away:
+            self._away = True
             log.warning("the store is away, trying for %g s: %s", grace, error)
-        if now - self._away_since >= grace:
+        if now - self._answered >= grace:
             self._fail(error)
             self._stopping = True
         return 0.2

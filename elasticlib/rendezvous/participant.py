@@ -6,6 +6,7 @@ supplies the time and chooses when each step happens, so that both run the very 
 
 from __future__ import annotations
 
+import logging
 from urllib.parse import quote
 
 import attrs
@@ -16,6 +17,8 @@ from .codec import decode_document, decode_node, encode_document, encode_node
 from .decide import Decision, View, decide
 from .document import Document, Limits, Node, Phase, end
 from .intent import Intent
+
+log = logging.getLogger("elasticlib.rendezvous")
 
 
 @attrs.frozen
@@ -48,6 +51,8 @@ class Participant:
         self._lease_version = ABSENT
         self._known: frozenset[str] = frozenset()
         self._last_arrival: float | None = None
+        self._foreign: set[str] = set()
+        self._begun = 0
 
     def speak(self, intent: Intent, document: Document | None) -> None:
         """Keep the lease, and have what the intent wants stand under it."""
@@ -101,6 +106,7 @@ class Participant:
             live=live,
             done=frozenset(k.removeprefix(done) for k in entries if k.startswith(done)),
             quiet=quiet,
+            fresh=self._fresh,
         )
         return Snapshot(
             view=view,
@@ -116,9 +122,13 @@ class Participant:
             return decision, False
         return decision, self._write(decision.write, snapshot.document_version)
 
+    @property
+    def _fresh(self) -> str:
+        return f"{self._me}/{self._begun}"
+
     def close(self, snapshot: Snapshot, phase: Phase, cause: str) -> bool:
         """End the job, unless it has ended; False if it has to be tried on a newer snapshot."""
-        document = snapshot.document or Document(self.limits)
+        document = snapshot.document or Document(self.limits, self._fresh)
         if document.phase.terminal:
             return True
         return self._write(end(document, phase, cause), snapshot.document_version)
@@ -138,13 +148,24 @@ class Participant:
 
     def _write(self, document: Document, expected: int) -> bool:
         value = encode_document(document)
+        self._begun += expected == ABSENT
         return self._store.compare_set(self._document_key, value, expected=expected).won
 
     def _live(self, entries: tuple[Entry, ...]) -> tuple[Node, ...]:
         spoken = sorted(
             (e for e in entries if e.key.startswith(self._node_prefix)), key=lambda e: e.version
         )
-        return tuple(decode_node(entry.value) for entry in spoken)
+        return tuple(node for entry in spoken if (node := self._decoded(entry)) is not None)
+
+    def _decoded(self, entry: Entry) -> Node | None:
+        """A node, or None for one that speaks another version's language: it is not let in."""
+        try:
+            return decode_node(entry.value)
+        except RendezvousMismatch as error:
+            if entry.key not in self._foreign:
+                self._foreign.add(entry.key)
+                log.warning("%s is passed over: %s", entry.key, error)
+            return None
 
     def _listen(self, live: tuple[Node, ...], now: float) -> None:
         ids = frozenset(node.id for node in live)

@@ -36,6 +36,7 @@ class Faults:
     leaves: int = 1
     worker_failures: int = 2
     stalls: int = 2
+    forgets: int = 0
     span: float = 30.0
 
 
@@ -49,6 +50,7 @@ class Mark(enum.Enum):
     STALLS = "stands still"
     CRASHES = "crashes"
     LEAVES = "leaves"
+    FORGETS = "comes back empty"
     WRITES = "writes the document"
     LOSES = "loses the race to write it"
 
@@ -158,15 +160,18 @@ class SimulatedNode:
 
     def _heed(self, snapshot: Snapshot) -> None:
         document = snapshot.document
+        self.intent = self.intent.meet(document)
         if final_change(document, self.id) is not None:
             self.leave()
         elif self.intent.joining:
             rank = entered(document, self.id, self.intent.held)
             if rank is not None and document is not None:
                 self._start(document, rank)
-        elif not self._stopping and change_since(document, self.id, self.intent.held) is not None:
-            self._stopping = True
-            self._simulation.after(self._simulation.random.uniform(0.0, 2.0), self._stopped)
+        elif not self._stopping:
+            held = self.intent
+            if change_since(document, self.id, held.held, held.incarnation) is not None:
+                self._stopping = True
+                self._simulation.after(self._simulation.random.uniform(0.0, 2.0), self._stopped)
 
     def _start(self, document: Document, rank: int) -> None:
         generation = document.generation
@@ -179,6 +184,12 @@ class SimulatedNode:
             self._simulation.tell(self.name, Mark.STOPS, f"has stopped those of {self.training}")
             self._stopping = False
             self.intent = self.intent.seek()
+
+    def forget(self) -> None:
+        """The store is emptied, as by a restart without its memory."""
+        self._simulation.tell("store", Mark.FORGETS, "comes back empty")
+        for entry in self._simulation.store.list("").entries:
+            self._simulation.store.delete(entry.key)
 
     def crash(self) -> None:
         self._simulation.tell(self.name, Mark.CRASHES, "crashes")
@@ -270,6 +281,7 @@ class Simulation:
             (faults.worker_failures, SimulatedNode.fail_workers),
             (faults.stalls, lambda node: node.stall(self.random.uniform(0.0, 3 * self.lease))),
         ]
+        plan.append((faults.forgets, SimulatedNode.forget))
         for count, fault in plan:
             for _ in range(count):
                 self.after(self.random.uniform(0.0, faults.span), partial(self._strike, fault))
@@ -327,7 +339,7 @@ class Simulation:
     def _watch(self, document: Document) -> None:
         last = self.written[-1].document if self.written else None
         self.written.append(Written(round(self.now, 3), document))
-        if last is None:
+        if last is None or last.incarnation != document.incarnation:
             return
         if document.generation < last.generation:
             self._broken(f"generation {last.generation} was followed by {document.generation}")

@@ -236,7 +236,7 @@ class StoreContract:
         with ThreadPoolExecutor(1) as pool:
             waiting = self._start_waiting(pool, one, "watched/", entry.version)
             changes[change]()
-            assert waiting.result() is True
+            assert waiting.result(self.patience) is True
 
     def test_a_waiter_does_not_hold_up_other_threads(self, connect: Connect) -> None:
         store = connect()
@@ -248,7 +248,7 @@ class StoreContract:
                 assert store.get("key") == store.list("key").entries[0]
             assert not waiting.done()
             store.set("quiet", b"")
-            assert waiting.result() is True
+            assert waiting.result(self.patience) is True
 
     def test_who_lists_and_waits_misses_nothing(self, connect: Connect) -> None:
         writer, watcher = connect(), connect()
@@ -382,7 +382,8 @@ class StoreContract:
     def _start_waiting(
         self, pool: ThreadPoolExecutor, store: Store, prefix: str, version: int
     ) -> Future[bool]:
-        waiting = pool.submit(store.wait, prefix, after=version, timeout=self.patience)
+        # Twice as long as the test waits for it: a wait that sees the change at its end is late.
+        waiting = pool.submit(store.wait, prefix, after=version, timeout=2 * self.patience)
         # Most likely it is asleep by then. If not, it must see the change all the same.
         store.wait("nothing is ever written here", after=version, timeout=0.05)
         return waiting

@@ -35,6 +35,13 @@ def test_seed_75_a_member_that_slept_through_its_generation_says_that_it_is_free
     simulation(75).run()
 
 
+def test_a_store_that_comes_back_empty_is_a_new_incarnation_for_all() -> None:
+    """A generation's number alone says nothing there: it counts from 1 again."""
+    for seed in range(150):
+        faults = Faults(forgets=2)
+        Simulation(seed, Limits(1, 4, max_restarts=100), nodes=3, faults=faults).run()
+
+
 def test_the_same_seed_is_the_same_story() -> None:
     assert simulation(7).run().story == simulation(7).run().story
 
