@@ -24,6 +24,7 @@ _HOMES = {
     "stores.file": ("FileStore",),
     "stores.tcp": ("TcpStore",),
     "stores.server": ("TcpStoreServer",),
+    "stores.etcd": ("EtcdStore",),
     "rendezvous.interface": (
         "RendezvousHandler",
         "RendezvousInfo",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.static import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.timing import Timing as Timing
+    from .stores.etcd import EtcdStore as EtcdStore
     from .stores.file import FileStore as FileStore
     from .stores.interface import ABSENT as ABSENT
     from .stores.interface import CompareSet as CompareSet

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .errors import ConfigError
 
+STORE_PORT = 29400
+"""Where a store listens unless told otherwise, as torch's c10d backend does."""
+
 
 def join_endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -50,6 +50,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",
+    # Between two execs: it takes out what Python put in, and reads nothing.
+    "workers/enter.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
 }

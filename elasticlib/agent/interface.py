@@ -32,10 +32,6 @@ class RunResult:
     signal: int = 0
 
     @property
-    def is_failed(self) -> bool:
-        return self.state is WorkerState.FAILED
-
-    @property
     def exit_code(self) -> int:
         """0 for success, 1 for failure, 128 + n after signal n."""
         if self.state is WorkerState.STOPPED:

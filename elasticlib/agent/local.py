@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ElasticError, RendezvousClosed, describe
+from ..errors import ConfigError, ElasticError, RendezvousClosed, describe
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 from ..workers.exits import WorkerExit
@@ -73,7 +73,7 @@ class LocalElasticAgent(ElasticAgent):
         spec: what to run.
         handler: how the node meets the others; shut down when the run is over.
         workers: runs the processes (`elasticlib.workers.local.LocalWorkers`).
-        max_restarts: of a handler that keeps no budget for the job; else only told to workers.
+        max_restarts: of a handler that keeps no budget for the job.
         ladder: how workers are stopped, on every path.
         interval: seconds between looks at a handler that cannot push.
         signals: which of them end the run; those ignored on entry stay ignored.
@@ -129,11 +129,16 @@ class LocalElasticAgent(ElasticAgent):
                 log.exception("the agent's loop broke")
                 outcome = Outcome(OutcomeKind.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
-            finally:
-                self._workers.close()
-                self._handler.shutdown()
-                self._observer.stop(seconds=5.0)
+            # Each is done whatever became of the one before.
+            for close in (self._workers.close, self._handler.shutdown, self._stop_observing):
+                try:
+                    close()
+                except Exception:
+                    log.exception("the end of the run was not clean")
         return self._result()
+
+    def _stop_observing(self) -> None:
+        self._observer.stop(seconds=5.0)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -221,7 +226,8 @@ class LocalElasticAgent(ElasticAgent):
             master_addr=store.master_addr,
             master_port=store.master_port,
             restarts=info.restarts + self._own_restarts,
-            max_restarts=self._max_restarts,
+            max_restarts=self._budget(info),
+            use_agent_store=self._handler.use_agent_store,
             attempt=self._started,
         )
         self._started += 1
@@ -231,6 +237,10 @@ class LocalElasticAgent(ElasticAgent):
             self._workers.start(self._group, lambda local: self._worker_ended(attempt, local))
         except ElasticError as error:
             self._put(attempt, StartFailed(str(error)))
+
+    def _budget(self, info: RendezvousInfo) -> int:
+        """The job's where its rendezvous keeps one, else our own."""
+        return self._max_restarts if info.max_restarts is None else info.max_restarts
 
     def _tell_start(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         ranks = f"{group.workers[0].rank}-{group.workers[-1].rank}"
@@ -243,7 +253,7 @@ class LocalElasticAgent(ElasticAgent):
             ranks,
             group.workers[0].world_size,
             group.restarts,
-            self._max_restarts,
+            group.max_restarts,
             info.cause,
         )
 
@@ -266,7 +276,13 @@ class LocalElasticAgent(ElasticAgent):
 
     def _take(self, info: RendezvousInfo) -> Event:
         self._info = info
-        return Settled(frozenset(range(info.members[info.rank].slots)))
+        slots = info.members[info.rank].slots
+        if slots != self._spec.local_world_size:
+            raise ConfigError(
+                f"the rendezvous has this node with {slots} slots, and its worker spec "
+                f"has {self._spec.local_world_size} workers: give both the same number"
+            )
+        return Settled(frozenset(range(slots)))
 
     def _ended(self, attempt: int, error: Exception) -> None:
         self._put(attempt, JoinEnded(_outcome_of(error)))

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+from ..clock import monotonic
 from ..errors import describe
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
-
-Report = Callable[[object], None]
 
 
 class RendezvousObserver:
@@ -74,6 +73,7 @@ class RendezvousObserver:
     def _watch(self, attempt: int) -> int | None:
         """Report the one change that ends this generation; returns what is asked next."""
         while True:
+            began = monotonic()
             try:
                 change = self._handler.wait_for_change(self._interval)
             except Exception as error:
@@ -82,8 +82,9 @@ class RendezvousObserver:
                 self._changed(attempt, change)
                 return self._asked.get()
             try:
-                # Handlers that cannot push are polled; the others have waited already.
-                return self._asked.get(timeout=self._interval)
+                # A handler that cannot push answers at once, and is polled.
+                rest = self._interval - (monotonic() - began)
+                return self._asked.get(timeout=rest) if rest > 0 else self._asked.get_nowait()
             except queue.Empty:
                 continue
 

@@ -79,11 +79,23 @@ def _add_rendezvous_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         "--rdzv-backend",
         choices=BACKENDS,
-        help="where nodes meet (c10d is another name for tcp); static with --master-addr",
+        help="where nodes meet (c10d is another name for tcp, and etcd-v2 for etcd, which speaks "
+        "its version 3); static with --master-addr",
     )
-    _flag(parser, "--rdzv-endpoint", default="", help="HOST[:29400], or a folder (file)")
+    _flag(
+        parser,
+        "--rdzv-endpoint",
+        default="",
+        help="HOST[:29400], a folder (file), or HOST[:2379],HOST... (etcd)",
+    )
     _flag(parser, "--rdzv-id", default="none", help="the job's name, the same on all nodes")
-    _flag(parser, "--rdzv-conf", default="", help="k=v,k=v: join_timeout, last_call_timeout, ...")
+    _flag(
+        parser,
+        "--rdzv-conf",
+        action="append",
+        default=[],
+        help="k=v,k=v: join_timeout, last_call_timeout, ...; may be given again",
+    )
     _flag(parser, "--node-rank", type=int, help="this node's rank (static), or a wish (others)")
     _flag(parser, "--master-addr", help="static: where node 0 is (default 127.0.0.1)")
     _flag(parser, "--master-port", type=int, help=f"static: its port (default {MASTER_PORT})")
@@ -138,7 +150,7 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
         log_dir=given.log_dir,
         redirects=parse_streams(given.redirects, "--redirects"),
         tee=parse_streams(given.tee, "--tee"),
-        rdzv_configs=_pairs(given.rdzv_conf),
+        rdzv_configs=_pairs(",".join(given.rdzv_conf)),
         **_meeting_place(given, high),
     )
     return config, _entrypoint(given)
@@ -146,6 +158,8 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
 
 def _entrypoint(given: argparse.Namespace) -> Entrypoint:
     args = tuple(given.training_script_args)
+    if not given.training_script:
+        raise ConfigError("what is to be run has an empty name")
     if given.module and given.no_python:
         raise ConfigError("-m runs a Python module and --no-python a program: give one of them")
     if given.module:
@@ -187,11 +201,10 @@ def _meeting_place(given: argparse.Namespace, nodes: int) -> dict[str, Any]:
             f"{' and '.join(master)} belong to the static backend; "
             "the others meet at --rdzv-endpoint"
         )
-    backend = given.rdzv_backend or "tcp"
     alone = not given.rdzv_endpoint and nodes == 1
     return {
         "run_id": _own_id(given) if alone else given.rdzv_id,
-        "rdzv_backend": "tcp" if alone else backend,
+        "rdzv_backend": given.rdzv_backend or "tcp",
         "rdzv_endpoint": given.rdzv_endpoint,
         "node_rank": given.node_rank,
     }
@@ -222,9 +235,9 @@ def _own_id(given: argparse.Namespace) -> str:
 
 
 def _node_range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
+    low, colon, high = text.partition(":")
     try:
-        least, most = int(low), int(high or low)
+        least, most = int(low), int(high if colon else low)
     except ValueError:
         raise ConfigError(f"--nnodes is N or MIN:MAX, got {text!r}") from None
     if not 1 <= least <= most:

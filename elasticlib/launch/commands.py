@@ -7,17 +7,19 @@ it cannot be done, 2 for a command line that makes no sense.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import queue
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from ..endpoint import join_endpoint, split_endpoint
+from ..agent.observers import SignalObserver
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.server import TcpStoreServer
 
-DEFAULT_STORE_PORT = 29400
+LOOK_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_endpoint,
         required=True,
         metavar="HOST[:PORT]",
-        help=f"the address to serve on; IPv6 in brackets, port {DEFAULT_STORE_PORT} by default, "
+        help=f"the address to serve on; IPv6 in brackets, port {STORE_PORT} by default, "
         "0 for any free one",
     )
     store.add_argument("--job", default="", help="serve this job only, refuse others by name")
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _endpoint(text: str) -> tuple[str, int]:
     try:
-        return split_endpoint(text, DEFAULT_STORE_PORT)
+        return split_endpoint(text, STORE_PORT)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -58,8 +60,8 @@ def _endpoint(text: str) -> tuple[str, int]:
 def _serve_store(chosen: argparse.Namespace) -> int:
     host, port = chosen.bind
     _allow_many_descriptors()
-    # Blocked before the server's thread starts, which inherits it: only `sigwait` sees them.
-    with _blocked(signal.SIGTERM, signal.SIGINT) as awaited:
+    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with SignalObserver((signal.SIGTERM, signal.SIGINT), heard.put):
         try:
             server = TcpStoreServer(host, port, job=chosen.job).start()
         except OSError as error:
@@ -69,19 +71,12 @@ def _serve_store(chosen: argparse.Namespace) -> int:
         with server:
             job = f"job {chosen.job!r}" if chosen.job else "any job"
             print(f"serving on {server.address} for {job}", flush=True)
-            signal.sigwait(awaited)
-    return 0
-
-
-@contextmanager
-def _blocked(*signals: signal.Signals) -> Iterator[set[signal.Signals]]:
-    # What was ignored when we started (nohup) stays ignored.
-    awaited = {number for number in signals if signal.getsignal(number) != signal.SIG_IGN}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    try:
-        yield awaited
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            while server.serving:
+                with contextlib.suppress(queue.Empty):
+                    heard.get(timeout=LOOK_SECONDS)
+                    return 0
+    print("elasticlib store: the server broke, see above", file=sys.stderr)
+    return 1
 
 
 def _allow_many_descriptors() -> None:

@@ -10,15 +10,18 @@ from typing import Any
 
 import attrs
 
-from ..endpoint import split_endpoint
+from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
 from ..workers.streams import StreamChoice
+from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 
-STORE_PORT = 29400
 MASTER_PORT = 29500
-BACKENDS = ("tcp", "c10d", "file", "static")
+LONGEST = 1e6
+"""Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
+LONGEST_RUN_ID = 256
+BACKENDS = ("tcp", "c10d", "file", "static", *ETCD_BACKENDS)
 
 
 @attrs.frozen
@@ -59,6 +62,8 @@ def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
     """
     found: dict[str, Any] = {}
     for key, value in conf.items():
+        if key in ETCD_KEYS:  # read with the endpoint
+            continue
         if key in _ELSEWHERE:
             raise ConfigError(
                 f"--rdzv-conf {key} is not an option of elasticlib: {_ELSEWHERE[key]}"
@@ -80,8 +85,10 @@ def _seconds(key: str, value: Any) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = -1.0
-    if not 0 <= seconds < float("inf") or (seconds == 0 and key != "last_call_timeout"):
-        raise ConfigError(f"--rdzv-conf {key} is a positive number of seconds, got {value!r}")
+    if not 0 <= seconds <= LONGEST or (seconds == 0 and key != "last_call_timeout"):
+        raise ConfigError(
+            f"--rdzv-conf {key} is a positive number of seconds up to {LONGEST:g}, got {value!r}"
+        )
     return seconds
 
 
@@ -115,7 +122,8 @@ _READERS = {
 class LaunchConfig:
     """One node's part in a job.
 
-    rdzv_endpoint: `host:port`, a folder for the file backend, or empty for one node alone.
+    rdzv_endpoint: `host:port`, a folder for the file backend, `host:port,host:port` for etcd, or
+    empty for one node alone.
     rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
     static backend. shutdown_timeout: seconds between SIGTERM and SIGKILL.
     """
@@ -142,28 +150,72 @@ class LaunchConfig:
             raise ConfigError(
                 f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
             )
-        if not self.run_id:
-            raise ConfigError("--rdzv-id names the job on all its nodes, got an empty one")
+        if not 0 < len(self.run_id.encode()) <= LONGEST_RUN_ID:
+            raise ConfigError(
+                f"--rdzv-id names the job in 1 to {LONGEST_RUN_ID} bytes, got {self.run_id[:40]!r}"
+            )
         if self.nproc_per_node < 1:
             raise ConfigError(f"--nproc-per-node is at least 1, got {self.nproc_per_node}")
-        if not 0 < self.monitor_interval < float("inf"):
-            raise ConfigError(f"--monitor-interval is positive, got {self.monitor_interval}")
-        if not 0 <= self.shutdown_timeout < float("inf"):
-            raise ConfigError(f"--shutdown-timeout is seconds >= 0, got {self.shutdown_timeout}")
-        if self.node_rank is not None and self.node_rank < 0:
-            raise ConfigError(f"--node-rank is at least 0, got {self.node_rank}")
+        if not 0 < self.monitor_interval <= LONGEST:
+            raise ConfigError(
+                f"--monitor-interval is positive, up to {LONGEST:g} s, got {self.monitor_interval}"
+            )
+        if not 0 <= self.shutdown_timeout <= LONGEST:
+            raise ConfigError(
+                f"--shutdown-timeout is seconds from 0 to {LONGEST:g}, got {self.shutdown_timeout}"
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
+            raise ConfigError(
+                f"need 0 <= --node-rank < {self.max_nodes} nodes, got {self.node_rank}"
+            )
+        self._check_streams()
+        self._check_place()
+        # Read for its errors, so that a bad value is named before anything starts.
+        assert self.options
+        assert self.limits
+        check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
+        if self.etcd is None and not self.alone and self.rdzv_backend != "file":
+            self._check_endpoint()
+        if self.rdzv_backend == "static":
+            self._check_static()
+        if self.rdzv_backend in ("file", *ETCD_BACKENDS) and self.run_id == "none":
+            raise ConfigError(
+                f"the {self.rdzv_backend} backend remembers how a job ended: name each job with "
+                "an --rdzv-id of its own"
+            )
+
+    def _check_streams(self) -> None:
+        for flag, choice in (("--redirects", self.redirects), ("--tee", self.tee)):
+            strays = sorted(rank for rank in choice.by_rank if rank >= self.nproc_per_node)
+            if strays:
+                raise ConfigError(
+                    f"{flag} names local rank {strays[0]}, and there are {self.nproc_per_node} "
+                    "workers a node"
+                )
+
+    def _check_place(self) -> None:
         if self.alone and self.max_nodes > 1:
             raise ConfigError(
                 f"{self.max_nodes} nodes need a place to meet: give --rdzv-endpoint HOST:PORT, "
                 "or --node-rank, --master-addr and --master-port"
             )
-        # Read for its errors, so that a bad value is named before anything starts.
-        assert self.options
-        assert self.limits
-        if not self.alone and self.rdzv_backend != "file":
-            split_endpoint(self.rdzv_endpoint, STORE_PORT)
-        if self.rdzv_backend == "static":
-            self._check_static()
+        if self.alone and self.rdzv_backend not in ("tcp", "c10d"):
+            raise ConfigError(f"--rdzv-backend {self.rdzv_backend} needs an --rdzv-endpoint")
+        hosted = not self.alone and self.rdzv_backend in ("tcp", "c10d", "static")
+        if self.options.is_host is not None and not hosted:
+            raise ConfigError("--rdzv-conf is_host means the store at a tcp --rdzv-endpoint")
+
+    def _check_endpoint(self) -> None:
+        host, port = split_endpoint(self.rdzv_endpoint, STORE_PORT)
+        if port == 0:
+            raise ConfigError(
+                f"nodes cannot meet at port 0, got --rdzv-endpoint {self.rdzv_endpoint}; "
+                "--standalone takes a free port for one node"
+            )
+        if host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
+            )
 
     def _check_static(self) -> None:
         if self.min_nodes != self.max_nodes:
@@ -171,16 +223,20 @@ class LaunchConfig:
                 f"the static backend has a fixed number of nodes, got "
                 f"{self.min_nodes}:{self.max_nodes}; use --rdzv-backend tcp"
             )
-        if self.node_rank is None or self.node_rank >= self.max_nodes:
-            raise ConfigError(
-                f"the static backend needs 0 <= --node-rank < {self.max_nodes}, "
-                f"got {self.node_rank}"
-            )
+        if self.node_rank is None:
+            raise ConfigError("the static backend needs a --node-rank on each node")
 
     @property
     def alone(self) -> bool:
         """Whether this node needs nobody, and no place to meet."""
         return not self.rdzv_endpoint
+
+    @property
+    def etcd(self) -> EtcdPlace | None:
+        """The etcd to meet in, if it is one."""
+        if self.alone or self.rdzv_backend not in ETCD_BACKENDS:
+            return None
+        return read_etcd_place(self.rdzv_endpoint, self.rdzv_configs)
 
     @property
     def options(self) -> RendezvousOptions:

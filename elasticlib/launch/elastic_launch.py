@@ -17,8 +17,9 @@ import attrs
 from ..agent.interface import RunResult
 from ..agent.local import SIGNALS, LocalElasticAgent
 from ..agent.observers import SignalObserver
-from ..errors import ElasticError
+from ..errors import ConfigError, ElasticError
 from ..workers.exits import WorkerExit
+from ..workers.function import pickled
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
 from ..workers.output import OutputPlan
@@ -62,6 +63,8 @@ class elastic_launch:
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint = _with_args(self._entrypoint, args)
+        if isinstance(entrypoint, Function):
+            pickled(entrypoint)
         result = run_node(self._config, entrypoint)
         if result.state is not WorkerState.SUCCEEDED:
             raise ChildFailedError(_name(entrypoint), result)
@@ -84,6 +87,7 @@ def _name(entrypoint: Entrypoint) -> str:
 
 def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was."""
+    _check_log_dir(config.log_dir)
     meeting = open_meeting(config)
     try:
         agent = LocalElasticAgent(
@@ -107,6 +111,17 @@ def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
         return result
     finally:
         meeting.close()
+
+
+def _check_log_dir(path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {path!r} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {path!r} cannot be written to")
 
 
 @contextlib.contextmanager

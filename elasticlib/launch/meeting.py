@@ -12,20 +12,22 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 
-from ..endpoint import join_endpoint, split_endpoint
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
 from ..rendezvous.document import Node
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.participant import node_prefix
 from ..rendezvous.static import StaticRendezvousHandler
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.server import TcpStoreServer
 from ..stores.tcp import TcpStore
-from .config import STORE_PORT, LaunchConfig
+from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -35,22 +37,26 @@ CONNECT_SECONDS = 2.0
 
 @attrs.frozen
 class Meeting:
-    """What is open while a node takes part in a job."""
+    """What is open while a node takes part in a job; `nodes` is where its nodes' keys are."""
 
     handler: RendezvousHandler
     store: Store
     server: TcpStoreServer | None
+    nodes: str
 
     def serve_others(self, stopped: Callable[[], bool]) -> None:
-        """Keep serving the store until no other node needs it, or until told to stop."""
-        if self.server is None or not isinstance(self.store, TcpStore):
+        """Keep serving the store while other nodes of the job live, or until told to stop.
+
+        A node that stands still is waited for until its lease ends, and no longer.
+        """
+        if self.server is None:
             return
-        own = [self.store.label]
         told = False
-        while not self.server.wait_alone(own, 0.5) and not stopped():
+        while not stopped() and (living := self.store.list(self.nodes)).entries:
             if not told:
                 told = True
-                log.info("still serving the store to %d nodes", self.server.clients - 1)
+                log.info("still serving the store to %d nodes", len(living.entries))
+            self.store.wait(self.nodes, after=living.version, timeout=0.5)
 
     def close(self) -> None:
         self.store.close()
@@ -68,10 +74,14 @@ def open_meeting(config: LaunchConfig) -> Meeting:
     if config.rdzv_backend == "file":
         store: Store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
         find_address = _outward_address
+    elif (etcd := config.etcd) is not None:
+        store = etcd.open(config.options.read_timeout)
+        find_address = partial(etcd.find_address, _outward_address)
     else:
         server, tcp = _open_tcp(config)
         store, find_address = tcp, lambda: _address_towards(tcp)
-    return Meeting(_handler(config, store, find_address), store, server)
+    handler = _handler(config, store, find_address)
+    return Meeting(handler, store, server, node_prefix(config.run_id))
 
 
 def _handler(

@@ -177,6 +177,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             members=document.members,
             bootstrap_store_info=BootstrapStoreInfo(*split_endpoint(master)),
             restarts=document.restarts,
+            max_restarts=document.limits.max_restarts,
             cause=document.cause,
             store=self._store,
         )

@@ -29,8 +29,8 @@ class RendezvousInfo:
     """One settled generation, as one of its nodes sees it.
 
     rank and world_size count nodes (workers' ranks follow from the members' slots); members
-    stand in rank order. restarts: how many of the job's restarts are used. cause: why this
-    generation was sought.
+    stand in rank order. restarts and max_restarts: the job's budget, None where the rendezvous
+    keeps none. cause: why this generation was sought.
     """
 
     run_id: str
@@ -39,6 +39,7 @@ class RendezvousInfo:
     members: tuple[Node, ...]
     bootstrap_store_info: BootstrapStoreInfo
     restarts: int = 0
+    max_restarts: int | None = None
     cause: str = ""
     store: Store | None = None
 

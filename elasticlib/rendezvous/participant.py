@@ -21,6 +21,16 @@ from .intent import Intent
 log = logging.getLogger("elasticlib.rendezvous")
 
 
+def job_prefix(run_id: str) -> str:
+    """What all keys of a job begin with."""
+    return f"{quote(run_id, safe='')}/"
+
+
+def node_prefix(run_id: str) -> str:
+    """Where the leased keys of a job's living nodes are."""
+    return f"{job_prefix(run_id)}node/"
+
+
 @attrs.frozen
 class Snapshot:
     """What was read at one moment: the view to decide on, and the fences for what follows."""
@@ -40,12 +50,12 @@ class Participant:
 
     def __init__(self, store: Store, run_id: str, node: Node, limits: Limits, lease: float):
         self.limits = limits
-        self.prefix = f"{quote(run_id, safe='')}/"
+        self.prefix = job_prefix(run_id)
         self._store = store
         self._lease = lease
         self._me = node.id
         self._document_key = f"{self.prefix}document"
-        self._node_prefix = f"{self.prefix}node/"
+        self._node_prefix = node_prefix(run_id)
         self._node_key = f"{self._node_prefix}{node.id}"
         self._said: Node | None = None
         self._lease_version = ABSENT

@@ -11,7 +11,7 @@ import itertools
 import queue
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..clock import monotonic
@@ -25,10 +25,12 @@ LONGEST_WAIT = 1e6
 """Seconds; a lock or a queue cannot wait for much longer than this."""
 
 
-def dial(host: str, port: int, timeout: float) -> socket.socket:
+def dial(
+    host: str, port: int, timeout: float, resolve: Callable[..., Any] = socket.getaddrinfo
+) -> socket.socket:
     """A connection to the first address of the host that takes one. Raises OSError."""
     deadline = monotonic() + timeout
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = resolve(host, port, type=socket.SOCK_STREAM)
     failure: OSError | None = None
     for tried, (family, kind, proto, _, address) in enumerate(addresses):
         # A silent address must leave time for those behind it.

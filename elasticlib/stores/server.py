@@ -7,7 +7,7 @@ ends nobody's lease on waking; a lease whose owner's connection ends, ends with 
 from __future__ import annotations
 
 import contextlib
-import errno
+import logging
 import selectors
 import socket
 import threading
@@ -22,6 +22,8 @@ from .peer import Peer, keep_honest
 from .service import StoreService, error_frame
 from .state import Limits
 from .wire import MAX_FRAME_BYTES, Frame
+
+log = logging.getLogger("elasticlib.stores")
 
 
 @attrs.frozen
@@ -65,6 +67,11 @@ class TcpStoreServer:
             self._loop = _Loop(listener, self.job, self._limits)
             self._loop.start()
         return self
+
+    @property
+    def serving(self) -> bool:
+        """Whether the server's thread lives."""
+        return self._loop is not None and self._loop.serving
 
     @property
     def address(self) -> str:
@@ -142,6 +149,10 @@ class _Loop:
                 self._woken.send(b"!")
         self._thread.join()
 
+    @property
+    def serving(self) -> bool:
+        return self._thread.is_alive()
+
     def labels(self) -> tuple[str, ...]:
         with self._labels_changed:
             return tuple(self._labels.values())
@@ -156,6 +167,8 @@ class _Loop:
         try:
             while not self._stopping.is_set():
                 self._turn()
+        except Exception:
+            log.exception("the store's server broke: its clients are cut off")
         finally:
             for peer in list(self._peers.values()):
                 self._drop(peer)
@@ -204,9 +217,9 @@ class _Loop:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    raise
-                # Out of descriptors: the listener would be ready for ever, so look away a while.
+                # Out of descriptors, say, or a network that is down: the listener may be ready
+                # for ever, and those who are connected already must not pay. Look away a while.
+                log.warning("cannot accept a connection just now: %s", error)
                 self._selector.unregister(self._listener)
                 self._accept_again = monotonic() + 0.5
                 return

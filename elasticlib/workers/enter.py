@@ -24,10 +24,19 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def undo_python(lc_ctype: str) -> None:
+    """Take back what Python did to this process for itself, which an exec would hand on."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    if not lc_ctype:
+        os.environ.pop("LC_CTYPE", None)
+
+
 def main(argv: list[str]) -> None:
-    """`enter.py AGENT_PID PROGRAM ARGS...`"""
+    """`enter.py AGENT_PID LC_CTYPE PROGRAM ARGS...`, an empty LC_CTYPE for none."""
     die_with(int(argv[1]))
-    program = argv[2:]
+    program = argv[3:]
+    undo_python(argv[2])
     try:
         os.execvp(program[0], program)
     except OSError as error:

@@ -32,7 +32,10 @@ SIGNALS = {
 
 @attrs.frozen
 class WorkerExit:
-    """How one worker ended. returncode is negative for a signal, as in subprocess."""
+    """How one worker ended. returncode is negative for a signal, as in subprocess.
+
+    unreadable: why the value that a function returned cannot be had here; empty if it can.
+    """
 
     local_rank: int
     rank: int
@@ -41,10 +44,11 @@ class WorkerExit:
     message: str = ""
     traceback: str = ""
     value: Any = None
+    unreadable: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.returncode == 0
+        return self.returncode == 0 and not self.unreadable
 
     @property
     def signal(self) -> str:
@@ -55,9 +59,11 @@ class WorkerExit:
 
     def describe(self) -> str:
         """One sentence: who, how, and why if known."""
-        how = (
-            f"was killed by {self.signal}" if self.signal else f"exited with code {self.returncode}"
-        )
+        how = f"exited with code {self.returncode}"
+        if self.signal:
+            how = f"was killed by {self.signal}"
+        elif self.unreadable:
+            how = f"returned a value that cannot be read here: {self.unreadable}"
         why = f": {self.message}" if self.message else ""
         return f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid}) {how}{why}"
 

@@ -17,9 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from ..clock import wall
-from ..errors import ConfigError
+from ..errors import ConfigError, describe
 from .exits import failure_record
 from .spec import Function
+
+
+def pickled(function: Function) -> bytes:
+    """The function and its arguments, as another interpreter can read them.
+
+    Raises:
+        ConfigError: they cannot be sent to another process.
+    """
+    try:
+        return bytes(ForkingPickler.dumps((function.target, function.args)))
+    except Exception as error:
+        # Whatever an argument's own __reduce__ raises, the cause is the same to the caller.
+        raise ConfigError(
+            f"cannot send {function.target!r} to a worker: {describe(error)}; "
+            "it and its arguments must be picklable (a function at the top level of a module)"
+        ) from error
 
 
 def write_payload(path: Path, function: Function) -> None:
@@ -28,19 +44,18 @@ def write_payload(path: Path, function: Function) -> None:
     # Only what concerns the interpreter: the rest describes multiprocessing's own children.
     for name in ("authkey", "log_to_stderr", "log_level", "start_method"):
         preparation.pop(name, None)
+    path.write_bytes(pickle.dumps((preparation, pickled(function))))
+
+
+def read_result(path: Path) -> tuple[Any, str]:
+    """The value that the function returned (None without one), and why it is unreadable."""
+    if not path.exists():
+        return None, ""
     try:
-        work = bytes(ForkingPickler.dumps((function.target, function.args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"cannot send {function.target!r} to a worker: {error}; "
-            "it and its arguments must be picklable (a function at the top level of a module)"
-        ) from error
-    path.write_bytes(pickle.dumps((preparation, work)))
-
-
-def read_result(path: Path) -> Any:
-    """The value that the function returned, or None without a result."""
-    return pickle.loads(path.read_bytes()) if path.exists() else None
+        return pickle.loads(path.read_bytes()), ""
+    except Exception as error:
+        # A value's own code runs here, and may raise anything.
+        return None, f"{type(error).__name__}: {error}"
 
 
 def main(payload: str, result: str, error_file: str) -> int:

@@ -23,9 +23,10 @@ _CALL = "watch(sys.stdin)"
 
 
 class Guardian:
-    """The agent's end of the pipe."""
+    """The agent's end of the pipe; `patience` is how many seconds its end may take."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 5.0) -> None:
+        self._patience = patience
         self._process: subprocess.Popen[bytes] | None = None
         self._listed: set[str] = set()
 
@@ -53,22 +54,38 @@ class Guardian:
         self._listed.discard(name)
         self._say(f"-{name}\n")
 
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.communicate()
-
-    def _say(self, line: str) -> None:
+    def open(self) -> None:
+        """Be there, so that what is started next can be listed. Raises OSError."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = _spawn()
-            line = "".join(f"+{name}\n" for name in self._listed)
-        pipe = self._process.stdin
-        assert pipe is not None
+            for name in self._listed:
+                self._write(f"+{name}\n")
+
+    def close(self) -> None:
+        """The agent is done. A guardian that does not end by itself in time is killed."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(self._patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _say(self, line: str) -> None:
+        self.open()
+        self._write(line)
+
+    def _write(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
         # A guardian that was killed is replaced when there is next something to say; until then
         # the workers' own death signal holds.
         with contextlib.suppress(BrokenPipeError):
-            pipe.write(line.encode())
+            self._process.stdin.write(line.encode())
 
 
 def _spawn() -> subprocess.Popen[bytes]:

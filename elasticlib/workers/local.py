@@ -6,7 +6,9 @@ unreaped, so that its number cannot pass to another before its session has been 
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -38,6 +40,9 @@ from .spec import (
 )
 from .streams import Streams
 
+log = logging.getLogger("elasticlib.workers")
+
+REAP_SECONDS = 5.0
 _ENTER = str(Path(__file__).with_name("enter.py"))
 
 
@@ -94,48 +99,62 @@ class LocalWorkers(Workers):
     @property
     def _kept(self) -> bool:
         """Whether the folder is somebody's to look at when the run is over."""
-        return self._log_dir is not None or self._output.redirect.any or self._output.tee.any
+        return self._log_dir is not None or self._output.any
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        _heed_children()
         self._processes = {}
         for worker in group.workers:
-            process = self._spawn(group, worker)
-            self._processes[worker.local_rank] = process
-            self._guardian.add(process.popen.pid)
-            args = (process.popen.pid, worker.local_rank, ended)
-            name = f"worker-{worker.local_rank}-end"
-            threading.Thread(target=_await_end, args=args, name=name, daemon=True).start()
+            try:
+                self._start_one(group, worker, ended)
+            except OSError as error:
+                raise WorkerStartError(
+                    f"cannot start the worker of rank {worker.rank}: {error}"
+                ) from error
+
+    def _start_one(self, group: WorkerGroup, worker: Worker, ended: Callable[[int], None]) -> None:
+        self._guardian.open()
+        process = self._spawn(group, worker)
+        pid = process.popen.pid
+        self._processes[worker.local_rank] = process
+        self._guardian.add(pid)
+        args = (pid, worker.local_rank, ended)
+        name = f"worker-{worker.local_rank}-end"
+        threading.Thread(target=_await_end, args=args, name=name, daemon=True).start()
+        process.output.attach(process.popen)
 
     def _spawn(self, group: WorkerGroup, worker: Worker) -> _Process:
         folder = self.folder / f"attempt_{group.attempt}" / str(worker.local_rank)
         folder.mkdir(parents=True, exist_ok=True)
-        error_file = folder / "error.json"
         environment = worker_environment(
             group,
             worker,
             self._environment,
-            error_file=str(error_file),
+            error_file=str(folder / "error.json"),
             cores=len(os.sched_getaffinity(0)),
         )
-        prefix = f"[{group.spec.role}{worker.rank}]:"
-        output = Output(self._output, worker.local_rank, folder, prefix)
         program = self._program(group.spec.entrypoint, worker.local_rank, folder)
+        prefix = f"[{group.spec.role}{worker.rank}]:"
+        output = Output(self._output, worker.local_rank, folder, prefix).open()
         try:
             popen = subprocess.Popen(
-                [self._python, "-I", "-S", _ENTER, str(os.getpid()), *program],
+                self._entered(environment, program),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output.target(Streams.OUT),
                 stderr=output.target(Streams.ERR),
                 start_new_session=True,
             )
-        except OSError as error:
-            output.close()
-            raise WorkerStartError(
-                f"cannot start the worker of rank {worker.rank}: {error}"
-            ) from error
-        output.attach(popen)
+        except OSError:
+            output.abandon()
+            raise
         return _Process(worker, popen, output, folder)
+
+    def _entered(self, environment: Mapping[str, str], program: tuple[str, ...]) -> list[str]:
+        """The program behind the one that ties it to this process's life."""
+        # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
+        locale = environment.get("LC_CTYPE", "")
+        return [self._python, "-I", "-S", _ENTER, str(os.getpid()), locale, *program]
 
     def _program(self, entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
         if isinstance(entrypoint, Function):
@@ -158,19 +177,15 @@ class LocalWorkers(Workers):
         returncode = process.popen.wait()
         self._guardian.remove(pid)
         process.output.close()
-        message, trace = "", ""
+        found = WorkerExit(local_rank, process.worker.rank, pid, returncode)
         error_file = process.folder / "error.json"
-        if returncode != 0 and error_file.exists():
+        if returncode == 0:
+            value, unreadable = read_result(process.folder / "result.pickle")
+            return attrs.evolve(found, value=value, unreadable=unreadable)
+        if error_file.exists():
             message, trace = read_failure(error_file.read_bytes())
-        return WorkerExit(
-            local_rank=local_rank,
-            rank=process.worker.rank,
-            pid=pid,
-            returncode=returncode,
-            message=message,
-            traceback=trace,
-            value=read_result(process.folder / "result.pickle") if returncode == 0 else None,
-        )
+            return attrs.evolve(found, message=message, traceback=trace)
+        return found
 
     def running(self) -> dict[int, str]:
         return {local: f"pid {p.popen.pid}" for local, p in self._processes.items()}
@@ -187,8 +202,13 @@ class LocalWorkers(Workers):
 
     def close(self) -> None:
         self.kill()
-        for local_rank in list(self._processes):
-            self.collect(local_rank)
+        for local_rank, process in list(self._processes.items()):
+            if _ends_within(process.popen.pid, REAP_SECONDS):
+                self.collect(local_rank)
+            else:
+                # The guardian has it listed, and goes on trying when we are gone.
+                log.error("pid %d would not die, even of SIGKILL", process.popen.pid)
+                del self._processes[local_rank]
         if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._guardian.remove_folder(str(self._folder))
@@ -197,6 +217,30 @@ class LocalWorkers(Workers):
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
-    # WNOWAIT leaves the zombie, which keeps the pid and with it the session's number.
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    ended(local_rank)
+    try:
+        # WNOWAIT leaves the zombie, which keeps the pid and with it the session's number.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    finally:
+        ended(local_rank)
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Whether a child of ours, which nobody has reaped, ends in time; it is not reaped here."""
+    handle = os.pidfd_open(pid)
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+def _heed_children() -> None:
+    """Where SIGCHLD is ignored, which is inherited, the kernel tells nobody how a child ended."""
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        return
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError as error:
+        raise WorkerStartError(
+            "SIGCHLD is ignored in this process, so no worker's end can be learnt, and only the "
+            "main thread can change that: set it to SIG_DFL there"
+        ) from error

@@ -67,17 +67,11 @@ class WorkerSpec:
 
 
 class WorkerState(enum.Enum):
-    """Where a worker, or a whole group, stands."""
+    """How a run ended."""
 
-    INIT = "init"
-    HEALTHY = "healthy"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
-
-    @property
-    def is_running(self) -> bool:
-        return self in (WorkerState.INIT, WorkerState.HEALTHY)
 
 
 @attrs.frozen
@@ -105,6 +99,7 @@ class WorkerGroup:
     master_port: int
     restarts: int = 0
     max_restarts: int = 0
+    use_agent_store: bool = True
     attempt: int = 0
 
     def worker(self, local_rank: int) -> Worker:
@@ -162,7 +157,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": group.run_id,
         "TORCHELASTIC_RESTART_COUNT": group.restarts,
         "TORCHELASTIC_MAX_RESTARTS": group.max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_USE_AGENT_STORE": group.use_agent_store,
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
     }

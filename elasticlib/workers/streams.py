@@ -43,6 +43,8 @@ def parse_streams(text: str, option: str) -> StreamChoice:
         if ":" not in text:
             return StreamChoice(everywhere=_streams(text))
         pairs = [part.split(":") for part in text.split(",")]
+        if len({_number(rank) for rank, _ in pairs}) < len(pairs):
+            raise ValueError(text)
         return StreamChoice(by_rank={_number(rank): _streams(which) for rank, which in pairs})
     except ValueError as error:
         raise ConfigError(

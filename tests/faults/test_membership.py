@@ -45,7 +45,8 @@ def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> Non
 @pytest.mark.parametrize("backend", ["tcp", "file"])
 def test_a4_the_death_of_a_busy_node_is_noticed(job: Job, tmp_path: Path, backend: str) -> None:
     endpoint = job.store() if backend == "tcp" else str(tmp_path / "meeting")
-    flags = ("--nnodes", "1:3", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
+    place = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
+    flags = ("--nnodes", "1:3", *place)
     nodes = {name: job.run(name, *flags) for name in "ab"}
     before = job.settled(2)
     dead, alive = before[1]["node"], before[0]["node"]

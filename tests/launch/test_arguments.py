@@ -9,6 +9,8 @@ import pytest
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_parser, parse
 from elasticlib.launch.config import LaunchConfig, read_options
+from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
+from elasticlib.stores.etcd_access import Member
 from elasticlib.workers.spec import Command, Module, Script
 
 
@@ -65,7 +67,7 @@ REFUSED = [
     ("--nnodes 0 SCRIPT", "1 <= MIN <= MAX"),
     ("--nnodes 2 SCRIPT", "2 nodes need a place to meet"),
     ("--nnodes 1:2 --master-addr h SCRIPT", "fixed number of nodes, got 1:2"),
-    ("--nnodes 2 --node-rank 2 --master-addr h SCRIPT", "0 <= --node-rank < 2, got 2"),
+    ("--nnodes 2 --node-rank 2 --master-addr h SCRIPT", "0 <= --node-rank < 2 nodes, got 2"),
     ("--rdzv-endpoint h:1 --master-port 2 SCRIPT", "--master-port belong to the static"),
     ("--rdzv-backend static --rdzv-endpoint h:1 --master-addr h SCRIPT", "same place"),
     ("--standalone --nnodes 2 SCRIPT", "--standalone is one node"),
@@ -78,19 +80,48 @@ REFUSED = [
     ("--nproc-per-node gpu SCRIPT", "torch sees no GPU"),
     ("--max-restarts=-1 SCRIPT", "max_restarts >= 0, got -1"),
     ("--monitor-interval 0 SCRIPT", "--monitor-interval is positive"),
-    ("--shutdown-timeout=-1 SCRIPT", "--shutdown-timeout is seconds >= 0, got -1.0"),
+    ("--shutdown-timeout=-1 SCRIPT", "--shutdown-timeout is seconds from 0 to 1e+06, got -1.0"),
+    ("--shutdown-timeout=1e10 SCRIPT", "--shutdown-timeout is seconds from 0 to 1e+06"),
+    ("--monitor-interval 1e10 SCRIPT", "--monitor-interval is positive, up to 1e+06 s"),
+    ("--rdzv-conf close_timeout=1e10 SCRIPT", "up to 1e+06, got '1e10'"),
+    ("--nnodes 1: SCRIPT", "--nnodes is N or MIN:MAX, got '1:'"),
+    ("--node-rank 3 --rdzv-endpoint h:1 SCRIPT", "0 <= --node-rank < 1 nodes, got 3"),
+    ("-t 5:3 SCRIPT", "--tee names local rank 5, and there are 1 workers a node"),
+    ("-t 0:1,0:2 SCRIPT", "--tee is 0, 1, 2 or 3"),
+    ("--rdzv-backend file SCRIPT", "--rdzv-backend file needs an --rdzv-endpoint"),
+    (
+        "--rdzv-backend file --rdzv-endpoint meet SCRIPT",
+        "name each job with an --rdzv-id",
+    ),
+    ("--rdzv-backend file --rdzv-endpoint m --rdzv-id j --rdzv-conf is_host=1 SCRIPT", "is_host"),
+    ("--nnodes 2 --rdzv-endpoint localhost:0 SCRIPT", "nodes cannot meet at port 0"),
+    ("--nnodes 2 --rdzv-endpoint 0.0.0.0:1 SCRIPT", "an address that the other nodes reach"),
+    ("--rdzv-conf colour=red --rdzv-conf join_timeout=2 SCRIPT", "no key 'colour'"),
     ("-r 7 SCRIPT", "--redirects is 0, 1, 2 or 3"),
     ("-t 0:7 SCRIPT", "--tee is 0, 1, 2 or 3"),
     ("--rdzv-conf nonsense SCRIPT", "k=v,k=v"),
     ("--rdzv-conf a=1,a=2 SCRIPT", "each key once"),
     ("--rdzv-conf colour=red SCRIPT", "no key 'colour'; it takes close_timeout"),
-    ("--rdzv-conf join_timeout=soon SCRIPT", "positive number of seconds, got 'soon'"),
-    ("--rdzv-conf join_timeout=nan SCRIPT", "positive number of seconds, got 'nan'"),
+    ("--rdzv-conf join_timeout=soon SCRIPT", "number of seconds up to 1e+06, got 'soon'"),
+    ("--rdzv-conf join_timeout=nan SCRIPT", "number of seconds up to 1e+06, got 'nan'"),
     ("--rdzv-conf timeout=1,join_timeout=2 SCRIPT", "got both"),
     ("--rdzv-conf keep_alive_max_attempt=1 SCRIPT", "whole number from 2"),
     ("--rdzv-conf is_host=maybe SCRIPT", "true or false, got 'maybe'"),
     ("--rdzv-conf heartbeat_timeout=5 SCRIPT", "keep_alive_interval"),
     ("--rdzv-conf store_type=file SCRIPT", "use --rdzv-backend file"),
+    ("--rdzv-backend etcd --rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
+    ("--rdzv-backend etcd --rdzv-endpoint h:1, SCRIPT", "HOST:PORT"),
+    ("--rdzv-backend etcd --rdzv-endpoint h --rdzv-conf protocol=ftp SCRIPT", "got 'ftp'"),
+    ("--rdzv-backend etcd --rdzv-endpoint h --rdzv-conf cert=c SCRIPT", "cert and key go together"),
+    ("--rdzv-backend etcd --rdzv-endpoint h --rdzv-conf user=u SCRIPT", "user and password_file"),
+    (
+        "--rdzv-backend etcd-v2 --rdzv-endpoint h --rdzv-conf protocol=http,ca_cert=c SCRIPT",
+        "protocol=http contradicts",
+    ),
+    (
+        "--rdzv-backend etcd-v2 --rdzv-endpoint h --rdzv-conf cacert=a,ca_cert=b SCRIPT",
+        "ca_cert in two spellings",
+    ),
     ("-m --no-python x", "give one of them"),
     ("no-such-script.py", "no script 'no-such-script.py' here"),
 ]
@@ -104,8 +135,40 @@ def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, s
 
 
 def test_an_unknown_backend_is_refused_by_the_config_too() -> None:
-    with pytest.raises(ConfigError, match="one of tcp, c10d, file, static, got 'zk'"):
+    with pytest.raises(
+        ConfigError, match="one of tcp, c10d, file, static, etcd, etcd-v2, got 'zk'"
+    ):
         LaunchConfig(rdzv_backend="zk")
+
+
+def test_etcd_is_found_by_all_of_torchs_spellings(script: str) -> None:
+    old = "protocol=https,ssl_cert=c,ssl_cert_key=k,ca_cert=a,etcd_prefix=/p"
+    new = "cert=c,key=k,cacert=a,etcd_prefix=/p"
+    for backend, conf in (("etcd-v2", old), ("etcd", new)):
+        flags = ["--rdzv-backend", backend, "--rdzv-id", "j", "--rdzv-conf", conf]
+        place = parse([*flags, "--rdzv-endpoint", "h,[::1]:7", script])[0].etcd
+        assert place is not None
+        assert place.members == (Member("https", "h", 2379), Member("https", "::1", 7))
+        assert (place.cacert, place.cert, place.key, place.prefix) == ("a", "c", "k", "/p")
+
+
+@pytest.mark.parametrize("key", sorted(ETCD_KEYS))
+@pytest.mark.parametrize("backend", ["tcp", "file", "static"])
+def test_etcds_keys_are_refused_beside_other_backends(backend: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} belong to --rdzv-backend etcd, not to {backend}"):
+        LaunchConfig(
+            run_id="job",
+            rdzv_backend=backend,
+            rdzv_endpoint="h:1",
+            node_rank=0,
+            rdzv_configs={key: "x"},
+        )
+
+
+def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    place = EtcdPlace("h", user="u", password_file=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"password_file cannot be read: .*none"):
+        place.open(1.0)
 
 
 def test_conf_values_may_be_numbers_or_text() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
+from elasticlib.errors import ConfigError
 
 pytestmark = pytest.mark.faults
 
@@ -59,5 +60,26 @@ def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_sent_to_a_worker_is_refused() -> None:
-    with pytest.raises(ChildFailedError, match="must be picklable"):
-        elastic_launch(LaunchConfig(max_restarts=0), lambda: 1)()
+    with pytest.raises(ConfigError, match="must be picklable"):
+        elastic_launch(LaunchConfig(), lambda: 1)()
+
+
+class Unreadable:
+    """Its pickle is written well in the worker, and cannot be read anywhere."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def give_unreadable() -> Unreadable:
+    return Unreadable()
+
+
+def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:
+    with pytest.raises(ChildFailedError, match=r"cannot be read here: ValueError: invalid literal"):
+        elastic_launch(LaunchConfig(max_restarts=0), give_unreadable)()
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--log-dir '/dev/null/x' cannot be made"):
+        elastic_launch(LaunchConfig(log_dir="/dev/null/x"), rank_times)(1)

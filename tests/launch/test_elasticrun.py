@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from etcd_server import EtcdServer, needs_etcd
 from jobs import Job, check_one_world, until
+
+from elasticlib.stores.etcd import EtcdStore
 
 pytestmark = pytest.mark.faults
 
@@ -169,6 +172,36 @@ def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> N
     job.finish()
     assert guest.exit_code() == 0
     assert host.exit_code() == 1
+
+
+@needs_etcd
+def test_nodes_meet_in_an_etcd_and_leave_only_records_there(job: Job, tmp_path: Path) -> None:
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        dead = f"127.0.0.1:{free_port()}"
+        flags = ("--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-id", "job")
+        place = ("--rdzv-endpoint", f"{dead},{etcd.endpoint}")
+        nodes = [job.run(name, *flags, *place) for name in "ab"]
+        check_one_world(job.settled(2))
+        job.finish()
+        assert [node.exit_code() for node in nodes] == [0, 0]
+        with EtcdStore(etcd.endpoint) as store:
+            assert store.list("").entries
+        assert not etcd.post("lease/leases").get("leases")
+
+
+@needs_etcd
+def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: Path) -> None:
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        place = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", etcd.endpoint)
+        flags = ("--nnodes", "1:2", "--rdzv-id", "job", *place)
+        conf = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=4,etcd_prefix=/jobs")
+        nodes = {name: job.run(name, *flags, *conf) for name in "ab"}
+        job.settled(2)
+        nodes["a"].kill()
+        (alone,) = job.settled(1, after=1)
+        assert alone["node"] == "b"
+        job.finish()
+        assert nodes["b"].exit_code() == 0
 
 
 def free_port() -> int:

@@ -277,16 +277,26 @@ def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
     assert name == name.lower()
 
 
-@given(st.lists(st.text("ab", max_size=2), max_size=600), st.integers(0, 700), st.text("ab"))
+@given(st.integers(0, 3 * REMEMBERED), st.integers(0, 3 * REMEMBERED), st.integers(1, 400))
 def test_no_change_is_forgotten_without_being_called_changed(
-    keys: list[str], after: int, prefix: str
+    count: int, after: int, each: int
 ) -> None:
     changes = Changes()
+    keys = ["rare" if number % each == 0 else "often" for number in range(count)]
     for key in keys:
         changes = changes.claim(key)
-    assert changes.version == len(keys)
+    assert changes.version == count
     assert len(changes.recent) <= REMEMBERED
-    if any(key.startswith(prefix) for key in keys[after:]):
-        assert changes.touched(prefix, after)
-    elif len(keys) - REMEMBERED <= after <= len(keys):
-        assert not changes.touched(prefix, after)
+    for prefix in ("rare", "often", ""):
+        if any(key.startswith(prefix) for key in keys[after:]):
+            assert changes.touched(prefix, after)
+        elif count - REMEMBERED <= after <= count:
+            assert not changes.touched(prefix, after)
+
+
+def test_who_is_further_behind_than_is_remembered_is_woken() -> None:
+    changes = Changes().claim("rare")
+    for _ in range(REMEMBERED):
+        changes = changes.claim("often")
+    assert changes.touched("rare", 0)
+    assert not changes.touched("rare", 1)

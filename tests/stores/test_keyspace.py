@@ -148,11 +148,12 @@ def test_a_store_that_stood_still_gives_the_owners_their_chance() -> None:
     assert clock.look(3600.6) == ["dead"]
 
 
-def test_a_clock_that_goes_back_ends_nothing() -> None:
+def test_a_clock_that_goes_back_neither_ends_a_lease_nor_prolongs_it() -> None:
     clock = LeaseClock()
     clock.hear("lease", 1.0, 100.0)
-    for now in (50.0, 0.0, -100.0):
+    for now in (50.0, 0.0, -100.0, -99.75, -99.5, -99.25):
         assert clock.look(now) == []
+    assert clock.look(-99.0) == ["lease"]
 
 
 def test_looks_follow_the_shortest_lease() -> None:

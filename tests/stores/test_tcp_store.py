@@ -17,6 +17,7 @@ from elasticlib.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
+from elasticlib.stores.link import dial
 from elasticlib.stores.server import TcpStoreServer
 from elasticlib.stores.state import MIB
 from elasticlib.stores.tcp import TcpStore
@@ -172,6 +173,19 @@ def test_all_threads_share_one_connection(server: TcpStoreServer) -> None:
 
 
 def test_every_address_of_a_name_is_tried(server: TcpStoreServer) -> None:
+    addresses = [("127.0.0.1", free_port()), ("127.0.0.1", server.port)]
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+
+    with dial("two-addresses", 1, 10.0, resolve) as connection:
+        assert connection.getpeername()[1] == server.port
+    addresses.pop()
+    with pytest.raises(ConnectionRefusedError):
+        dial("one-address", 1, 10.0, resolve)
+
+
+def test_a_host_name_will_do_and_the_literal_address_is_known(server: TcpStoreServer) -> None:
     with TcpStore("localhost", server.port) as store:
         assert store.get("key") is None
         assert store.local_address == "127.0.0.1"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -207,6 +209,14 @@ def test_the_guardian_ends_what_is_listed_when_its_pipe_ends(run: Run) -> None:
     assert run.end().signal == "SIGKILL"
 
 
+def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
+    guardian = Guardian(patience=0.2)
+    guardian.open()
+    assert guardian._process is not None
+    guardian._process.send_signal(signal.SIGSTOP)
+    guardian.close()
+
+
 def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
     run.start(shell("while :; do sleep 1; done"))
     (name,) = run.workers.running().values()
@@ -218,6 +228,59 @@ def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
     guardian.remove(1)
     guardian.close()
     assert run.end().signal == "SIGKILL"
+
+
+def test_ends_are_learnt_where_children_were_ignored_on_entry(tmp_path: Path) -> None:
+    code = (
+        "import os, queue, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
+        "from test_local import Run, shell;"
+        "run = Run(Path(sys.argv[2])).start(shell('exit 4'));"
+        "code = run.end().returncode; run.workers.close(); sys.exit(code)"
+    )
+    here = str(Path(__file__).parent)
+    inner = (sys.executable, "-c", code, here, str(tmp_path))
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
+    command = (sys.executable, "-c", f"{ignoring} os.execv(sys.argv[1], sys.argv[1:])", *inner)
+    assert subprocess.run(command, timeout=60, check=False).returncode == 4
+
+
+def test_a_program_finds_its_signals_and_locale_as_a_shell_would_leave_them(run: Run) -> None:
+    run.workers = LocalWorkers(
+        {"PATH": os.environ["PATH"]},
+        output=OutputPlan(parse_streams("1", "-r")),
+        log_dir=str(run.folder),
+    )
+    run.start(shell("yes | head -n 1; grep SigIgn /proc/self/status; echo LC=$LC_CTYPE"))
+    assert run.end().ok
+    said = run.file("stdout.log").split()
+    assert said[0] == "y"
+    ignored = int(said[said.index("SigIgn:") + 1], 16)
+    assert not ignored & (1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1))
+    assert said[-1] == "LC="
+
+
+def test_a_console_that_is_gone_costs_its_worker_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as console:
+        monkeypatch.setattr(sys, "stdout", console)
+        run.writing("0", "1").start(shell("seq 1 100000"))
+        assert run.end().ok
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            console.close()
+    assert run.file("stdout.log").endswith("100000\n")
+
+
+def test_what_left_the_session_with_a_pipe_is_not_waited_for(run: Run) -> None:
+    up = run.folder / "up"
+    stray = f"setsid -f sh -c 'echo $$; touch {up}; exec sleep 60'"
+    run.writing("0", "3").start(shell(f"{stray}; until [ -e {up} ]; do :; done"))
+    assert run.end().ok
+    # It is still there, and holds the pipes, when we are done with its worker.
+    os.kill(int(run.file("stdout.log")), signal.SIGKILL)
 
 
 def test_a_temporary_folder_is_gone_afterwards(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""A real etcd on loopback, with its data in the test's folder, that can be killed and come back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import until
+
+BINARY = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd here: install etcd-server")
+
+# It ends with the test's process, even if that is killed.
+_BOOT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class EtcdServer:
+    """One etcd of one member; starts when entered, and is gone when left."""
+
+    def __init__(self, folder: Path, *flags: str, protocol: str = "http") -> None:
+        with socket.create_server(("127.0.0.1", 0)) as chosen:
+            self.endpoint = f"127.0.0.1:{chosen.getsockname()[1]}"
+        self._folder = folder
+        self._flags = flags
+        self._url = f"{protocol}://{self.endpoint}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> EtcdServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def log(self) -> Path:
+        return self._folder / "etcd.log"
+
+    def start(self) -> None:
+        """Start on the data that is there; answers when this returns."""
+        assert BINARY is not None
+        peer = "http://127.0.0.1:1"
+        flags = {
+            "data-dir": str(self._folder / "data"),
+            "listen-client-urls": self._url,
+            "advertise-client-urls": self._url,
+            # Any port, as no other member will ever look for it.
+            "listen-peer-urls": "http://127.0.0.1:0",
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"default={peer}",
+            # Short, for then it grants leases of one second.
+            "heartbeat-interval": "10",
+            "election-timeout": "100",
+            "logger": "zap",
+        }
+        command = [BINARY, *(f"--{name}={value}" for name, value in flags.items()), *self._flags]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *command], stdout=log, stderr=log
+            )
+        try:
+            until("etcd to serve", self._serves, 30.0)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _serves(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log.read_text()
+        return "serving client traffic" in self.log.read_text()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(10.0)
+            self._process = None
+
+    def post(self, path: str, token: str = "", **body: Any) -> Mapping[str, Any]:
+        """A request by hand, for what the store does not do."""
+        headers = {"Authorization": token} if token else {}
+        request = urllib.request.Request(
+            f"{self._url}/v3/{path}", json.dumps(body).encode(), headers
+        )
+        with urllib.request.urlopen(request, timeout=10.0) as response:
+            answer: Mapping[str, Any] = json.load(response)
+        return answer

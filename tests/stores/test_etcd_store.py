@@ -1,0 +1,164 @@
+"""The store in a real etcd: the contract, and what happens when etcd dies, refuses or is silent."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from etcd_server import EtcdServer, needs_etcd
+from jobs import until
+
+from elasticlib.errors import (
+    ConfigError,
+    LeaseLost,
+    StoreRefused,
+)
+from elasticlib.stores.etcd import EtcdStore
+from elasticlib.stores.etcd_access import Member, read_members
+from elasticlib.stores.interface import Store
+from elasticlib.testing.store_contract import StoreContract
+from elasticlib.testing.store_process import ClientRecipe
+
+pytestmark = [pytest.mark.xdist_group("etcd"), needs_etcd]
+
+
+class TestEtcdStore(StoreContract):
+    ttl = 1.0  # the least that etcd grants
+    examples = 15
+
+    @pytest.fixture
+    def make_store(self, etcd: EtcdServer, room: str) -> Callable[[], Store]:
+        return lambda: EtcdStore(etcd.endpoint, prefix=room, timeout=self.patience)
+
+    @pytest.fixture
+    def client_recipe(self, etcd: EtcdServer, room: str) -> ClientRecipe:
+        options = {"prefix": room, "timeout": self.patience}
+        return ClientRecipe("elasticlib.stores.etcd:EtcdStore", (etcd.endpoint,), options)
+
+
+def test_the_constructor_reaches_for_nothing() -> None:
+    before = threading.active_count()
+    store = EtcdStore("no.such.host.invalid:1")
+    assert threading.active_count() == before
+    store.close()
+
+
+def test_endpoints_are_read_in_every_form() -> None:
+    assert read_members("a, [::1]:7,https://b:1/") == (
+        Member("http", "a", 2379),
+        Member("http", "::1", 7),
+        Member("https", "b", 1),
+    )
+    assert read_members(["a:1"], secure=True) == (Member("https", "a", 1),)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "options", "sentence"),
+    [
+        ("", {}, "HOST:PORT"),
+        ([], {}, "at least one endpoint"),
+        ("a:0", {}, r"port 1\.\.65535, got 'a:0'"),
+        ("unix://a", {}, "http or https, got 'unix://a'"),
+        ("http://a", {"ca_cert": "ca.pem"}, "is for https, and the endpoint is 'http://a'"),
+        ("a", {"cert": "c.pem"}, "cert and key go together"),
+        ("a", {"password": "x"}, "user and password go together"),
+        ("a", {"timeout": 0.0}, "positive number of seconds, got 0"),
+        ("a", {"prefix": "a\0"}, "a key is 1 to 1024 bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    endpoints: str, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        EtcdStore(endpoints, **options)
+
+
+def test_without_its_library_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['etcd3gw'] = None\n"
+        "import elasticlib\n"
+        "try: elasticlib.EtcdStore('a')\n"
+        "except elasticlib.ElasticError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert "EtcdStore needs etcd3gw: install the extra" in done.stdout, done.stderr
+    assert "elasticlib[etcd]" in done.stdout
+
+
+def test_stores_of_different_prefixes_do_not_see_each_other(etcd: EtcdServer, room: str) -> None:
+    with EtcdStore(etcd.endpoint, prefix=room) as one, EtcdStore(etcd.endpoint, prefix="/te") as te:
+        entry = one.set("key", b"")
+        te.set("st/key", b"")
+        assert one.list("").entries == (entry,)
+        assert [entry.key for entry in te.list("").entries] == ["st/key"]
+        assert te.delete("st/key") is True
+
+
+def test_a_wait_knows_what_came_and_went_before_it(etcd: EtcdServer, room: str) -> None:
+    with EtcdStore(etcd.endpoint, prefix=room) as store:
+        before = store.set("other", b"").version
+        assert store.wait("key", after=before, timeout=0.0) is False
+        store.set("key", b"")
+        store.delete("key")
+        assert store.wait("key", after=before, timeout=0.0) is True
+        assert store.wait("other", after=before, timeout=0.0) is False
+        assert store.wait("", after=store.list("").version + 1000, timeout=0.0) is True
+
+
+def test_what_etcd_has_forgotten_counts_as_a_change(etcd: EtcdServer, room: str) -> None:
+    with EtcdStore(etcd.endpoint, prefix=room) as store:
+        before = store.set("other", b"").version
+        last = [store.set("other", b"%d" % number).version for number in range(3)][-1]
+        assert store.wait("key", after=before, timeout=0.0) is False
+        etcd.post("kv/compaction", revision=str(last))
+        assert store.wait("key", after=before, timeout=0.0) is True
+        assert store.wait("key", after=last, timeout=0.0) is False
+        far = [store.set("other", b"").version for number in range(40)][-1]
+        assert store.wait("key", after=last, timeout=0.0) is True
+        assert store.wait("key", after=far, timeout=0.0) is False
+
+
+def test_many_ranges_are_watched_with_few_threads(etcd: EtcdServer, room: str) -> None:
+    before = threading.active_count()
+    with EtcdStore(etcd.endpoint, prefix=room) as store:
+        version = store.set("key", b"").version
+        for number in range(20):
+            assert store.wait(f"{number}/", after=version, timeout=0.01) is False
+        until("unused watches to end", lambda: threading.active_count() <= before + 8, 10.0)
+    until("all watches to end", lambda: threading.active_count() == before, 10.0)
+
+
+def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:
+    def leases() -> int:
+        return len(own_etcd.post("lease/leases").get("leases", ()))
+
+    with EtcdStore(own_etcd.endpoint) as one, EtcdStore(own_etcd.endpoint) as other:
+        first = one.set("key", b"1", ttl=1000.0)
+        second = one.set("key", b"2", ttl=1000.0)
+        assert leases() == 1
+        assert one.compare_set("key", b"3", expected=first.version, ttl=1000.0).won is False
+        assert leases() == 1
+        assert other.delete("key", expected=second.version) is True
+        with pytest.raises(LeaseLost, match="the key is gone"):
+            one.refresh("key", second.version)
+        assert leases() == 0
+        one.set("key", b"", ttl=1000.0)
+        assert one.delete("key") is True
+        assert leases() == 0
+        one.set("key", b"", ttl=1000.0)
+    assert leases() == 0
+
+
+def test_what_etcd_refuses_is_named(etcd: EtcdServer, room: str) -> None:
+    with EtcdStore(etcd.endpoint, prefix=room) as store:
+        with pytest.raises(StoreRefused, match=r"would not set 'key': .*too large"):
+            store.set("key", b"x" * 2_000_000)
+        raw = base64.b64encode(f"{room}/\xff".encode("latin-1")).decode()
+        etcd.post("kv/put", key=raw)
+        with pytest.raises(StoreRefused, match="a key that is no text"):
+            store.list("")
