@@ -1,0 +1,30 @@
+"""Row A7: an epoch of 1,000 samples goes on at 400, at other world sizes, to a short tail."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+
+import pytest
+from jobs import PROGRAMS, Job
+
+pytestmark = pytest.mark.faults
+
+SCRIPT = str(PROGRAMS / "deal_samples.py")
+
+
+@pytest.mark.parametrize("worlds", [(2, 3, 1), (1, 3, 2)], ids=str)
+def test_a7_each_sample_once_through_two_changes_of_world_size(
+    job: Job, worlds: tuple[int, ...]
+) -> None:
+    for world, (start, until) in zip(worlds, itertools.pairwise((0, 400, 993, 1000)), strict=True):
+        if start:
+            (job.folder / f"state.{start}.json").rename(job.folder / "state.json")
+        flags = ("--standalone", "--nproc-per-node", str(world))
+        command = (sys.executable, "-m", "elasticlib.launch", *flags)
+        run = job.start("run", *command, SCRIPT, str(job.folder), str(until), "8")
+        assert run.exit_code() == 0, run.text
+    lines = (job.folder / "used.jsonl").read_text().splitlines()
+    used = [index for line in lines for index in json.loads(line)]
+    assert sorted(used) == list(range(1000))
