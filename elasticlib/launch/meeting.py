@@ -31,6 +31,7 @@ from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
+ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 """For one attempt: the handler goes on trying, and can be told to stop in between."""
 
@@ -132,7 +133,8 @@ def _open_tcp(config: LaunchConfig) -> tuple[TcpStoreServer | None, TcpStore]:
         host,
         port,
         job=config.run_id,
-        timeout=config.options.read_timeout,
+        # A store that hangs is noticed within a lease; how long it may is the keeper's affair.
+        timeout=min(config.options.read_timeout, max(config.options.timing.lease, ANSWER_SECONDS)),
         connect_timeout=CONNECT_SECONDS,
     )
     return server, store
