@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import attrs
 
 from ..errors import StoreRefused
-from .interface import Entry
+from .state import Entry
 
 CHANGES_FILE = "changes"
 KEY_PREFIX = "k."

@@ -13,8 +13,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError, ElasticError, LeaseLost, StoreRefused
-from .interface import check_key, check_ttl
-from .state import KeySpace, Lease, Limits
+from .state import KeySpace, Lease, Limits, check_key, check_ttl
 from .wire import MAX_FRAME_BYTES, PROTOCOL, Frame
 
 MAX_WAITS = 1000

@@ -6,11 +6,7 @@ does not end is cut when it has grown too long, so memory stays bounded.
 
 from __future__ import annotations
 
-import re
-
 LONGEST = 1 << 16
-
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=[^\n]))")
 
 
 class Lines:
@@ -23,10 +19,10 @@ class Lines:
     def feed(self, chunk: bytes) -> bytes:
         """The lines that are whole with this chunk."""
         text = self._half + chunk
-        shown, end = [], 0
-        for line in _LINE.finditer(text):
-            shown.append(self._prefix + line[0])
-            end = line.end()
+        # A carriage return at the very end may be half of a pair.
+        sure = len(text) - text.endswith(b"\r")
+        end = 1 + max(text.rfind(b"\n", 0, sure), text.rfind(b"\r", 0, sure))
+        shown = [self._prefix + line for line in text[:end].splitlines(keepends=True)]
         self._half = text[end:]
         if len(self._half) > LONGEST:
             shown.append(self.rest())

@@ -1,0 +1,36 @@
+"""A stream cut into lines: nothing lost, nothing late, nothing that grows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.workers.lines import LONGEST, Lines
+
+pieces = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b""]), max_size=30)
+
+
+@given(pieces)
+def test_what_is_shown_does_not_depend_on_where_chunks_end(chunks: list[bytes]) -> None:
+    piecewise, whole = Lines(b"> "), Lines(b"> ")
+    shown = b"".join(piecewise.feed(chunk) for chunk in chunks) + piecewise.rest()
+    assert shown == whole.feed(b"".join(chunks)) + whole.rest()
+
+
+@given(pieces)
+def test_no_byte_of_a_stream_that_ends_its_line_is_lost(chunks: list[bytes]) -> None:
+    lines = Lines(b"")
+    text = b"".join(chunks) + b"end\n"
+    assert lines.feed(text) + lines.rest() == text
+
+
+def test_a_progress_bar_is_shown_as_it_moves() -> None:
+    lines = Lines(b"[0]:")
+    assert lines.feed(b"10%\r20%") == b"[0]:10%\r"
+    assert lines.feed(b"\r30%\n") == b"[0]:20%\r[0]:30%\n"
+
+
+def test_a_line_without_an_end_is_cut_before_it_grows_for_ever() -> None:
+    lines = Lines(b"")
+    shown = b"".join(lines.feed(b"x" * 1000) for _ in range(1000))
+    assert len(shown) >= 1_000_000 - LONGEST - 1000
