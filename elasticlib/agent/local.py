@@ -6,6 +6,7 @@ its commands. Nothing else starts, stops or reports.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import signal
@@ -129,16 +130,17 @@ class LocalElasticAgent(ElasticAgent):
                 log.exception("the agent's loop broke")
                 outcome = Outcome(OutcomeKind.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
-            # Each is done whatever became of the one before.
-            for close in (self._workers.close, self._handler.shutdown, self._stop_observing):
-                try:
-                    close()
-                except Exception:
-                    log.exception("the end of the run was not clean")
+            finally:
+                self._clean_up()
         return self._result()
 
-    def _stop_observing(self) -> None:
-        self._observer.stop(seconds=5.0)
+    def _clean_up(self) -> None:
+        """Each part is closed, whatever became of the one before."""
+        with contextlib.ExitStack() as stack:
+            # Called in reverse order.
+            stack.callback(_closed, lambda: self._observer.stop(seconds=5.0))
+            stack.callback(_closed, self._handler.shutdown)
+            stack.callback(_closed, self._workers.close)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -322,6 +324,14 @@ class LocalElasticAgent(ElasticAgent):
             restarts=0 if group is None else group.restarts,
             signal=outcome.signal,
         )
+
+
+def _closed(close: Callable[[], object]) -> None:
+    try:
+        close()
+    except Exception:
+        # How the run ended is known by now, and must still be told.
+        log.exception("the end of the run was not clean")
 
 
 def _outcome_of(error: Exception) -> Outcome:

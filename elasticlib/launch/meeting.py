@@ -17,7 +17,7 @@ from functools import partial
 import attrs
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError, StoreUnavailable
+from ..errors import ConfigError, StoreError, StoreUnavailable
 from ..rendezvous.document import Node
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
@@ -53,14 +53,21 @@ class Meeting:
         if self.server is None:
             return
         told = False
-        while not stopped() and (living := self.store.list(self.nodes)).entries:
-            if not told:
-                told = True
-                log.info("still serving the store to %d nodes", len(living.entries))
-            self.store.wait(self.nodes, after=living.version, timeout=0.5)
+        try:
+            while not stopped() and (living := self.store.list(self.nodes)).entries:
+                if not told:
+                    told = True
+                    log.info("still serving the store to %d nodes", len(living.entries))
+                self.store.wait(self.nodes, after=living.version, timeout=0.5)
+        except StoreError as error:
+            # How this node's run ended is known by now, and a broken server takes nothing of it.
+            log.warning("no longer serving the store: %s", error)
 
     def close(self) -> None:
-        self.store.close()
+        try:
+            self.store.close()
+        except StoreError as error:
+            log.warning("the store was not left cleanly: %s", error)
         if self.server is not None:
             self.server.close()
 

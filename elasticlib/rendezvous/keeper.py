@@ -127,11 +127,6 @@ class Keeper:
         return None if snapshot is None else snapshot.document
 
     @property
-    def reason(self) -> str:
-        """The last decision's sentence."""
-        return self._reason
-
-    @property
     def stood_at(self) -> float:
         """When a settled generation was last seen to stand, on the keeper's clock."""
         with self._changed:
