@@ -29,6 +29,8 @@ _HOMES = {
         "RendezvousHandler",
         "RendezvousInfo",
         "BootstrapStoreInfo",
+        "Seat",
+        "deal_seats",
     ),
     "rendezvous.document": (
         "Limits",
@@ -88,6 +90,8 @@ if TYPE_CHECKING:
     from .rendezvous.interface import BootstrapStoreInfo as BootstrapStoreInfo
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
+    from .rendezvous.interface import Seat as Seat
+    from .rendezvous.interface import deal_seats as deal_seats
     from .rendezvous.static import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.timing import Timing as Timing
     from .stores.etcd import EtcdStore as EtcdStore

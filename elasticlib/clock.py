@@ -20,3 +20,8 @@ def monotonic() -> float:
 def wall() -> float:
     """Seconds since 1970 by this machine's wall clock: to show to people, never to decide."""
     return time.time()
+
+
+def today() -> str:
+    """The date and time in UTC by this machine's wall clock, for people to read."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

@@ -25,6 +25,7 @@ PURE = {
     "workers/lines.py",
     "rendezvous/timing.py",
     "rendezvous/document.py",
+    "rendezvous/ranks.py",
     "rendezvous/decide.py",
     "rendezvous/codec.py",
     "rendezvous/change.py",

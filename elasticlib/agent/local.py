@@ -220,7 +220,7 @@ class LocalElasticAgent(ElasticAgent):
         store = info.bootstrap_store_info
         self._group = WorkerGroup(
             spec=self._spec,
-            workers=deal_ranks(info.members, info.rank),
+            workers=deal_ranks(info.seat),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -278,7 +278,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _take(self, info: RendezvousInfo) -> Event:
         self._info = info
-        slots = info.members[info.rank].slots
+        slots = info.seat.slots
         if slots != self._spec.local_world_size:
             raise ConfigError(
                 f"the rendezvous has this node with {slots} slots, and its worker spec "

@@ -21,7 +21,7 @@ from ..errors import ConfigError, StoreError, StoreUnavailable
 from ..rendezvous.document import Node
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.participant import node_prefix
+from ..rendezvous.keys import Keys
 from ..rendezvous.static import StaticRendezvousHandler
 from ..stores.file import FileStore
 from ..stores.interface import Store
@@ -89,7 +89,7 @@ def open_meeting(config: LaunchConfig) -> Meeting:
         server, tcp = _open_tcp(config)
         store, find_address = tcp, lambda: _address_towards(tcp)
     handler = _handler(config, store, find_address)
-    return Meeting(handler, store, server, node_prefix(config.run_id))
+    return Meeting(handler, store, server, Keys(config.run_id).node())
 
 
 def _handler(

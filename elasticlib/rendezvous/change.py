@@ -1,4 +1,4 @@
-"""What a document means to a node that holds one of its generations.
+"""What a head means to a node that holds one of its generations.
 
 A node compares the generation it holds with the current one, and nothing else: whatever is
 cached belongs to the generation whose number it carries.
@@ -10,7 +10,10 @@ import enum
 
 import attrs
 
-from .document import Document, Phase
+from .decide import gives_way
+from .document import Head, Phase
+from .intent import Intent
+from .ranks import Seat
 
 
 class ChangeKind(enum.Enum):
@@ -41,36 +44,44 @@ class Change:
     node: str = ""
 
 
-def final_change(document: Document | None, me: str) -> Change | None:
+def final_change(head: Head | None, intent: Intent) -> Change | None:
     """Why this node has nothing left to wait for, if so."""
-    if document is None:
+    if head is None:
         return None
-    if document.phase.terminal:
-        node = "" if document.failure is None else document.failure.node
-        return Change(ChangeKind(document.phase.value), document.cause, node)
-    if me in document.expelled:
-        spent = f"{document.restarts} of {document.limits.max_restarts} restarts used"
+    me = intent.node.id
+    if head.phase.terminal and intent.node.beyond != head.incarnation:
+        node = "" if head.failure is None else head.failure.node
+        return Change(ChangeKind(head.phase.value), head.cause, node)
+    if me in head.expelled:
+        spent = f"{head.restarts} of {head.limits.max_restarts} restarts used"
         reason = f"this node's workers failed and the job goes on without it ({spent})"
         return Change(ChangeKind.EXPELLED, reason, me)
+    if me in head.refused:
+        wanted = f"{head.limits.max_nodes} nodes and {head.limits.spares} spares (--spares)"
+        return Change(ChangeKind.EXPELLED, f"the job has all that it wants, {wanted}", me)
     return None
 
 
-def change_since(document: Document | None, me: str, held: int, incarnation: str) -> Change | None:
-    """What has become of generation `held`, whose member `me` is; None while it stands."""
-    final = final_change(document, me)
-    if final is not None:
+def change_since(head: Head | None, intent: Intent) -> Change | None:
+    """What has become of the generation that this node is in; None while it stands.
+
+    A store that has forgotten it is no news: those who remember are going to say it again.
+    """
+    final = final_change(head, intent)
+    if final is not None or head is None or gives_way(head, intent.incarnation):
         return final
-    if document is None:
-        return Change(ChangeKind.REOPENED, "the store has forgotten the job")
-    if document.incarnation != incarnation:
+    if head.incarnation != intent.incarnation:
         return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
-    if document.generation == held and document.phase is Phase.SETTLED:
+    if head.roll == intent.node.roll and head.phase is Phase.SETTLED:
         return None
-    return Change(ChangeKind.REOPENED, document.cause)
+    return Change(ChangeKind.REOPENED, head.cause)
 
 
-def entered(document: Document | None, me: str, after: int) -> int | None:
-    """This node's rank in a settled generation later than `after`, if there is one."""
-    if document is None or document.phase is not Phase.SETTLED or document.generation <= after:
-        return None
-    return document.rank_of(me)
+def has_entered(head: Head | None, seat: Seat | None, intent: Intent) -> bool:
+    """Whether this node has a seat in a settled generation that it has not been in yet."""
+    return (
+        head is not None
+        and seat is not None
+        and head.phase is Phase.SETTLED
+        and head.roll != intent.node.roll
+    )

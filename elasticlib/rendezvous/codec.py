@@ -1,4 +1,4 @@
-"""Documents and nodes as JSON, read strictly.
+"""Heads, rolls and nodes as JSON, read strictly.
 
 Whatever does not have exactly the fields and types of its format is refused with a sentence that
 names the field; nothing that comes off a store is ever executed.
@@ -7,14 +7,17 @@ names the field; nothing that comes off a store is ever executed.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from ..errors import RendezvousMismatch
-from .document import Document, Failure, Limits, Node, Phase
+from .document import Ending, Failure, Head, Limits, Node, Phase
+from .intent import Leader
+from .ranks import Row, Seat
 
-FORMAT = 1
+FORMAT = 2
 
 _Fields = dict[str, tuple[type, ...]]
 _OPTIONAL_STR = (str, type(None))
@@ -24,6 +27,9 @@ _LIMITS: _Fields = {
     "max_restarts": (int,),
     "last_call": (int, float),
     "fixed_ranks": (bool,),
+    "spares": (int, type(None)),
+    "quorum": (bool,),
+    "launch": (str,),
 }
 _NODE: _Fields = {
     "id": (str,),
@@ -32,24 +38,46 @@ _NODE: _Fields = {
     "slots": (int,),
     "role": (str,),
     "hint": (int, type(None)),
-    "after": (int,),
-    "holds": (int,),
+    "topology": (str,),
+    "roll": (str,),
+    "rank": (int,),
+    "runs": (bool,),
+    "left": (str,),
+    "beyond": (str,),
     "claim": _OPTIONAL_STR,
-    "claim_generation": (int,),
+    "claim_roll": (str,),
 }
 _FAILURE: _Fields = {"node": (str,), "reason": (str,)}
-_DOCUMENT: _Fields = {
+_ENDING: _Fields = {"by": (str,), "at": (str,)}
+_LEADER: _Fields = {"id": (str,), "host": (str,), "beyond": (str,)}
+_SEAT: _Fields = dict.fromkeys(attrs.fields_dict(Seat), (int,))
+_HEAD: _Fields = {
     "format": (int,),
     "limits": (dict,),
     "incarnation": (str,),
     "phase": (str,),
     "generation": (int,),
-    "members": (list,),
+    "roll": (str,),
+    "nodes": (int,),
     "restarts": (int,),
     "cause": (str,),
     "failure": (dict, type(None)),
     "expelled": (list,),
+    "refused": (list,),
+    "ending": (dict, type(None)),
 }
+_NOTE: _Fields = {"reason": (str,), "here": (list,), "count": (int,), "waiting": (int,)}
+
+
+@attrs.frozen
+class Note:
+    """What the node that leads tells those who wait: why, who is here (the first names of
+    `count`), and how many wait to be let in."""
+
+    reason: str = ""
+    here: tuple[str, ...] = ()
+    count: int = 0
+    waiting: int = 0
 
 
 def encode_node(node: Node) -> bytes:
@@ -60,48 +88,89 @@ def decode_node(data: bytes) -> Node:
     return Node(**_checked(_load(data, "a node"), _NODE, "a node"))
 
 
-def encode_document(document: Document) -> bytes:
-    fields = attrs.asdict(document)
-    fields["phase"] = document.phase.value
-    return _dump({"format": FORMAT, **fields})
+def encode_leader(leader: Leader) -> bytes:
+    return _dump(attrs.asdict(leader))
 
 
-def decode_document(data: bytes) -> Document:
-    """The document, or RendezvousMismatch if this is none of ours or of another format."""
+def decode_leader(data: bytes) -> Leader:
+    return Leader(**_checked(_load(data, "the leader"), _LEADER, "the leader"))
+
+
+def encode_note(note: Note) -> bytes:
+    return _dump(attrs.asdict(note))
+
+
+def decode_note(data: bytes) -> Note:
+    fields = _checked(_load(data, "the note"), _NOTE, "the note")
+    _check_strings(fields, "here", "the note")
+    return Note(**{**fields, "here": tuple(fields["here"])})
+
+
+def encode_shard(rows: Iterable[Row]) -> bytes:
+    """Some of a roll's members, each with its seat."""
+    return _dump([[attrs.asdict(node), attrs.asdict(seat)] for node, seat in rows])
+
+
+def decode_shard(data: bytes) -> tuple[Row, ...]:
+    rows = _parse(data, "a roll")
+    if not isinstance(rows, list) or any(not isinstance(r, list) or len(r) != 2 for r in rows):
+        raise RendezvousMismatch("a roll in the store is no list of nodes and seats")
+    return tuple(
+        (Node(**_checked(node, _NODE, "a member")), Seat(**_checked(seat, _SEAT, "a seat")))
+        for node, seat in rows
+    )
+
+
+def encode_head(head: Head) -> bytes:
+    fields = {name: getattr(head, name) for name in attrs.fields_dict(Head)}
+    for name in ("limits", "failure", "ending"):
+        fields[name] = None if fields[name] is None else attrs.asdict(fields[name])
+    return _dump({"format": FORMAT, **fields, "phase": head.phase.value})
+
+
+def decode_head(data: bytes) -> Head:
+    """The head, or RendezvousMismatch if this is none of ours or of another format."""
     raw = _load(data, "the document")
     if raw.get("format") != FORMAT:
         raise RendezvousMismatch(
             f"the document has format {raw.get('format')!r}, this elasticlib reads {FORMAT}: "
             "start all nodes with the same version"
         )
-    fields = _checked(raw, _DOCUMENT, "the document")
-    if not all(isinstance(name, str) for name in fields["expelled"]):
-        raise RendezvousMismatch("the document's expelled nodes are not all strings")
+    fields = _checked(raw, _HEAD, "the document")
+    for name in ("expelled", "refused"):
+        _check_strings(fields, name, "the document")
     if fields["phase"] not in {phase.value for phase in Phase}:
         raise RendezvousMismatch(f"the document has the unknown phase {fields['phase']!r}")
-    failure = fields["failure"]
-    return Document(
-        limits=Limits(**_checked(fields["limits"], _LIMITS, "limits")),
-        incarnation=fields["incarnation"],
-        phase=Phase(fields["phase"]),
-        generation=fields["generation"],
-        members=tuple(Node(**_checked(m, _NODE, "a member")) for m in fields["members"]),
-        restarts=fields["restarts"],
-        cause=fields["cause"],
-        failure=None if failure is None else Failure(**_checked(failure, _FAILURE, "failure")),
-        expelled=tuple(fields["expelled"]),
-    )
+    failure, ending = fields["failure"], fields["ending"]
+    read: dict[str, Any] = {name: fields[name] for name in _HEAD if name != "format"}
+    read["limits"] = Limits(**_checked(fields["limits"], _LIMITS, "limits"))
+    read["phase"] = Phase(fields["phase"])
+    read["expelled"], read["refused"] = tuple(fields["expelled"]), tuple(fields["refused"])
+    if failure is not None:
+        read["failure"] = Failure(**_checked(failure, _FAILURE, "failure"))
+    if ending is not None:
+        read["ending"] = Ending(**_checked(ending, _ENDING, "ending"))
+    return Head(**read)
 
 
-def _dump(fields: dict[str, Any]) -> bytes:
+def _check_strings(fields: dict[str, Any], name: str, what: str) -> None:
+    if not all(isinstance(text, str) for text in fields[name]):
+        raise RendezvousMismatch(f"{what}: field {name!r} is not all strings")
+
+
+def _dump(fields: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
 
 
-def _load(data: bytes, what: str) -> dict[str, Any]:
+def _parse(data: bytes, what: str) -> Any:
     try:
-        raw = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise RendezvousMismatch(f"{what} in the store is not JSON: {error}") from error
+
+
+def _load(data: bytes, what: str) -> dict[str, Any]:
+    raw = _parse(data, what)
     if not isinstance(raw, dict):
         raise RendezvousMismatch(f"{what} in the store is {type(raw).__name__}, not an object")
     return raw

@@ -12,25 +12,32 @@ import attrs
 
 from .document import (
     Document,
+    Ending,
     Failure,
+    Head,
     Limits,
     Node,
     Phase,
     end,
     expel,
-    in_rank_order,
+    of_members,
+    refuse,
     reopen,
     settle,
 )
+from .ranks import in_rank_order
 
 
 @attrs.frozen
 class View:
-    """One node's snapshot of its job.
+    """What the node that leads has read of its job.
 
     live: those whose lease stands, in the order in which they last spoke. done: ids of members
-    that finished the document's generation. quiet: seconds, on the reader's own clock, since it
-    last saw a node arrive. fresh: the incarnation of a document that this node would begin.
+    that finished the document's generation. memory: what a node that was in it says of a job
+    that the store has forgotten. quiet: seconds, on the reader's own clock, since it last saw a
+    node arrive. patience: seconds for which others may still be missing because the store was
+    away. mark: a name that nobody has used. beyond: the incarnation that had ended before this
+    node came. today: the date and time, for people to read.
     """
 
     me: str
@@ -38,8 +45,12 @@ class View:
     document: Document | None
     live: tuple[Node, ...]
     done: frozenset[str] = frozenset()
+    memory: Head | None = None
     quiet: float = 0.0
-    fresh: str = ""
+    patience: float = 0.0
+    mark: str = ""
+    beyond: str = ""
+    today: str = ""
 
 
 @attrs.frozen
@@ -51,39 +62,74 @@ class Decision:
     again: float | None = None
 
 
-def coordinator(document: Document, live: Iterable[Node]) -> str | None:
-    """The first live member; without any, the first of those who came."""
-    candidates = [node for node in live if node.id not in document.expelled]
-    ordered = in_rank_order(attrs.evolve(document, limits=_unfixed(document.limits)), candidates)
-    return ordered[0].id if ordered else None
-
-
-def _unfixed(limits: Limits) -> Limits:
-    return attrs.evolve(limits, fixed_ranks=False)
-
-
 def decide(view: View) -> Decision:
-    """The next step of the job's membership, if it is mine to take."""
-    document = Document(view.limits, view.fresh) if view.document is None else view.document
+    """The next step of the job's membership, which is for the node that leads to take."""
+    document = view.document
+    recalled = _recall(view)
+    if recalled is not None:
+        return recalled
+    if document is None:
+        begun = Document(view.limits, view.mark)
+        return Decision("the job's first node writes its limits", write=begun)
     if document.phase.terminal:
-        return Decision(f"the job has {document.phase.value}: {document.cause}")
-    first = coordinator(document, view.live)
-    if first != view.me:
-        return Decision(f"{_name_of(first or 'nobody', view)} decides, and this node waits")
-    if view.document is None:
-        return Decision("the job's first node writes its limits", write=document)
+        return _begin_anew(view, document)
     if document.phase is Phase.SETTLED:
         return _watch(view, document)
     return _gather(view, document)
 
 
+def gives_way(head: Head | None, incarnation: str) -> bool:
+    """Whether nothing has come yet of what the store holds, so that a job which it has forgotten
+    may take its place."""
+    return head is None or (
+        head.generation == 0 and not head.phase.terminal and head.incarnation != incarnation
+    )
+
+
+def _recall(view: View) -> Decision | None:
+    """The last generation as those remember who were in it, where the store has forgotten it."""
+    memory = view.memory
+    if memory is None or not gives_way(view.document, memory.incarnation):
+        return None
+    here = sorted((n for n in view.live if n.roll == memory.roll), key=lambda n: n.rank)
+    if not here:
+        return None
+    job, count = of_members(memory, here), f"{len(here)} of {memory.nodes}"
+    forgot = f"the store has forgotten generation {memory.generation}"
+    if len(here) == memory.nodes:
+        return Decision(f"{forgot}, and all of its nodes remember it", write=job)
+    if memory.limits.quorum and len(here) * 2 <= memory.nodes:
+        return Decision(
+            f"{forgot}: {count} of its nodes are here, and more than half must be "
+            "(or --rdzv-conf quorum=any)"
+        )
+    if view.patience > 0:
+        return Decision(f"{forgot}: {count} of its nodes are here", again=view.patience)
+    if memory.phase is not Phase.SETTLED:
+        return Decision(f"{forgot}: {count} of its nodes remember it", write=job)
+    cause = f"{memory.nodes - len(here)} of {memory.nodes} nodes were lost with the store"
+    return Decision(cause, write=reopen(job, cause))
+
+
+def _begin_anew(view: View, document: Document) -> Decision:
+    over = f"the job has {document.phase.value}: {document.cause}"
+    if view.beyond != document.incarnation:
+        return Decision(over)
+    old = [n for n in view.live if n.beyond != document.incarnation]
+    if old:
+        return Decision(f"{over}; it begins anew once {_names(old, view)} have left")
+    return Decision(f"{over}; it begins anew", write=Document(view.limits, view.mark))
+
+
 def _watch(view: View, document: Document) -> Decision:
     members = document.member_ids
     if members <= view.done:
-        count = len(members)
-        return Decision("all are done", write=end(document, Phase.SUCCEEDED, f"{count} nodes done"))
+        cause = f"{len(members)} nodes done"
+        return Decision("all are done", write=_over(view, document, Phase.SUCCEEDED, cause))
     live = {node.id: node for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.done]
+    if lost and view.patience > 0:
+        return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
     if lost:
         cause = f"{_names(lost, view)} left"
         return Decision(cause, write=reopen(document, cause, _claim(document, view.live)))
@@ -91,7 +137,7 @@ def _watch(view: View, document: Document) -> Decision:
     if failure is not None:
         cause = f"{_name_of(failure.node, view)}: {failure.reason}"
         return Decision(cause, write=reopen(document, cause, failure))
-    again = [n for n in view.live if n.id in members and n.after >= document.generation]
+    again = [n for n in view.live if n.id in members and n.left == document.roll]
     if again:
         cause = f"{_names(again, view)} asked for a new generation"
         return Decision(cause, write=reopen(document, cause))
@@ -105,7 +151,12 @@ def _admit(view: View, document: Document) -> Decision:
     limits = document.limits
     newcomers = [n for n in _candidates(view, document) if n.id not in document.member_ids]
     room = limits.max_nodes - len(document.members)
-    ready = [n for n in newcomers if n.idle]
+    surplus = [] if limits.spares is None else newcomers[room + limits.spares :]
+    if surplus:
+        there = [n.id for n in view.live if n.id in document.refused]
+        write = refuse(document, (*there, *(n.id for n in surplus)))
+        return Decision(f"{_names(surplus, view)} are more spares than are wanted", write=write)
+    ready = [n for n in newcomers if not n.runs]
     if not ready or not room:
         spare = f", {len(newcomers)} spare" if newcomers else ""
         return Decision(f"generation {document.generation} stands{spare}")
@@ -119,24 +170,35 @@ def _gather(view: View, document: Document) -> Decision:
     limits = document.limits
     candidates = _candidates(view, document)
     members = document.member_ids
-    busy = [n for n in candidates if n.id in members and n.after < document.generation]
+    busy = [n for n in candidates if n.id in members and n.left != document.roll]
     if busy:
         names = _names(busy, view)
         return Decision(f"{names} to stop the workers of generation {document.generation}")
-    candidates = [n for n in candidates if n.id in members or n.idle]
+    candidates = [n for n in candidates if n.id in members or not n.runs]
     here = {n.id for n in candidates}
+    if view.patience > 0 and not members <= here:
+        return Decision("the store was away, some nodes are to come", again=view.patience)
     charged = document.failure is not None and members <= here
     if charged and document.restarts >= limits.max_restarts:
         return _spent(view, document, candidates)
     ordered = in_rank_order(document, candidates)
+    missing = _missing_ranks(ordered, limits)
     if len(ordered) < limits.min_nodes:
-        return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here")
+        return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here{missing}")
     newcomers = here - members
     if newcomers and len(ordered) < limits.max_nodes and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
     chosen = ordered[: limits.max_nodes]
     reason = f"generation {document.generation + 1} of {len(chosen)} nodes: {document.cause}"
-    return Decision(reason, write=settle(document, chosen, charged=charged))
+    return Decision(reason, write=settle(document, chosen, charged=charged, mark=view.mark))
+
+
+def _missing_ranks(here: Iterable[Node], limits: Limits) -> str:
+    if not limits.fixed_ranks:
+        return ""
+    missing = sorted(set(range(limits.max_nodes)) - {node.hint for node in here})
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return f"; missing: node ranks {', '.join(map(str, missing[:8]))}{more}"
 
 
 def _spent(view: View, document: Document, candidates: list[Node]) -> Decision:
@@ -150,18 +212,26 @@ def _spent(view: View, document: Document, candidates: list[Node]) -> Decision:
     if len(others) >= limits.min_nodes:
         return Decision(f"{name} must leave: {budget}", write=expel(document, failure.node))
     cause = f"{name}: {failure.reason} ({budget})"
-    return Decision(cause, write=end(document, Phase.FAILED, cause, failure))
+    return Decision(cause, write=_over(view, document, Phase.FAILED, cause, failure))
+
+
+def _over(
+    view: View, document: Document, phase: Phase, cause: str, failure: Failure | None = None
+) -> Document:
+    ending = Ending(_name_of(view.me, view), view.today)
+    return end(document, phase, cause, ending=ending, failure=failure)
 
 
 def _candidates(view: View, document: Document) -> list[Node]:
-    return [n for n in view.live if n.id not in document.expelled]
+    turned_away = {*document.expelled, *document.refused}
+    return [n for n in view.live if n.id not in turned_away]
 
 
 def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
     for node in live:
         member = node.id in document.member_ids
-        if member and node.claim is not None and node.claim_generation == document.generation:
+        if member and node.claim is not None and node.claim_roll == document.roll:
             return Failure(node.id, node.claim)
     return None
 

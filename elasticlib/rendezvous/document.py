@@ -1,14 +1,14 @@
 """The membership of a job as values, and the verbs that change it.
 
-A document is changed by these verbs alone, and each returns a new one. What follows from it
-(ranks, world sizes, who decides) is derived, never stored beside it.
+A document is changed by these verbs alone, and each returns a new one. Every node reads its head;
+the members are for the one that decides, and for each member there is a seat (`ranks.py`).
 """
 
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Iterable
+from typing import TypeVar
 
 import attrs
 
@@ -16,7 +16,7 @@ from ..errors import ConfigError
 
 
 class Phase(enum.Enum):
-    """Where a job's membership stands; all but the first two are for ever."""
+    """Where a job's membership stands; all but the first two are the end of it."""
 
     OPEN = "open"
     SETTLED = "settled"
@@ -35,7 +35,10 @@ class Limits:
 
     last_call: seconds without a new arrival, once min_nodes are there, before newcomers are
     let in. max_restarts: restarts after a failure, over the whole job. fixed_ranks: each node
-    takes the rank that it asks for, as in torchrun's static rendezvous.
+    takes the rank that it asks for, as in torchrun's static rendezvous. spares: how many nodes
+    beyond max_nodes may wait (None: any). quorum: whether a store that has forgotten the job
+    needs more than half of the last generation to remember it. launch: names one start of the
+    job, where whoever starts it has a name for that.
     """
 
     min_nodes: int
@@ -43,6 +46,9 @@ class Limits:
     max_restarts: int = 0
     last_call: float = 2.0
     fixed_ranks: bool = False
+    spares: int | None = None
+    quorum: bool = False
+    launch: str = ""
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -54,15 +60,20 @@ class Limits:
             raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
         if not 0 <= self.last_call < float("inf"):
             raise ConfigError(f"need 0 <= last_call seconds, got {self.last_call}")
+        if self.spares is not None and self.spares < 0:
+            raise ConfigError(f"need spares >= 0, got {self.spares}")
 
 
 @attrs.frozen
 class Node:
     """What one agent says of itself, under its lease.
 
-    after: it waits for a generation later than this one, and has no workers of it left.
-    holds: a generation whose workers it may be running though nobody counts on it any more.
-    claim: why its workers failed in generation `claim_generation`.
+    topology: nodes with the same one get adjacent ranks. roll and rank: the last generation that
+    it was in, and where; runs: whether it may be running workers of it. left: the generation that
+    it has no workers of, and waits for a later one. beyond: the incarnation that was over when it
+    came, and that it is no part of. claim: why its workers failed in generation `claim_roll`.
+
+    Generations are named by their rolls here: a number comes again if a store has forgotten it.
     """
 
     id: str
@@ -71,15 +82,14 @@ class Node:
     slots: int
     role: str = "default"
     hint: int | None = None
-    after: int = 0
-    holds: int = 0
+    topology: str = ""
+    roll: str = ""
+    rank: int = 0
+    runs: bool = False
+    left: str = ""
+    beyond: str = ""
     claim: str | None = None
-    claim_generation: int = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether no workers of its own can be running."""
-        return self.after >= self.holds
+    claim_roll: str = ""
 
 
 @attrs.frozen
@@ -91,25 +101,49 @@ class Failure:
 
 
 @attrs.frozen
-class Document:
-    """One job's membership. A member's index is its group rank.
+class Ending:
+    """Which node wrote down that the job is over, and when, by its own wall clock: for people."""
 
-    incarnation names this document as against one that another store, or the same one emptied, may
-    hold for the same run id: the node that began it, and which of its beginnings this was.
-    generation counts settled memberships from 1 (0: none yet); cause says why the last one ended
-    or the next is sought; failure is the claim that is to be charged when the next one settles;
-    expelled nodes have used up the budget and must leave.
+    by: str
+    at: str
+
+
+@attrs.frozen
+class Head:
+    """What every node reads of a job: small, however many nodes there are.
+
+    incarnation names this run of the job as against one that ended before it, or one that another
+    store, or the same one emptied, may hold. generation counts settled memberships from 1 (0:
+    none yet), and roll names the list of its members, of whom there are `nodes`. cause says why
+    the last generation ended or the next is sought; failure is the claim that is to be charged
+    when the next one settles; expelled nodes have used up the budget and must leave; refused ones
+    are more spares than are wanted.
     """
 
     limits: Limits
     incarnation: str = ""
     phase: Phase = Phase.OPEN
     generation: int = 0
-    members: tuple[Node, ...] = ()
+    roll: str = ""
+    nodes: int = 0
     restarts: int = 0
     cause: str = "the job starts"
     failure: Failure | None = None
     expelled: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    ending: Ending | None = None
+
+
+@attrs.frozen
+class Document(Head):
+    """All of one job's membership: a head with its members. A member's index is its group rank."""
+
+    members: tuple[Node, ...] = ()
+
+    @property
+    def head(self) -> Head:
+        """The document without its members."""
+        return Head(**{name: getattr(self, name) for name in attrs.fields_dict(Head)})
 
     @property
     def member_ids(self) -> frozenset[str]:
@@ -123,24 +157,33 @@ class Document:
         return None
 
 
+def of_members(head: Head, members: Iterable[Node]) -> Document:
+    """The whole document of which this is the head."""
+    fields = {name: getattr(head, name) for name in attrs.fields_dict(Head)}
+    return Document(**fields, members=tuple(members))
+
+
 def reopen(document: Document, cause: str, failure: Failure | None = None) -> Document:
     """The generation is over; its members keep their order for the next one."""
     return attrs.evolve(document, phase=Phase.OPEN, cause=cause, failure=failure)
 
 
-def settle(document: Document, members: Iterable[Node], *, charged: bool) -> Document:
-    """The next generation, of these members in this order."""
+def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: str) -> Document:
+    """The next generation, of these members in this order; `mark` is used for no other."""
     chosen = tuple(members)
     limits = document.limits
     if not limits.min_nodes <= len(chosen) <= limits.max_nodes:
         raise ConfigError(
             f"a generation has {limits.min_nodes} to {limits.max_nodes} nodes, got {len(chosen)}"
         )
+    generation = document.generation + 1
     return attrs.evolve(
         document,
         phase=Phase.SETTLED,
-        generation=document.generation + 1,
-        members=tuple(attrs.evolve(node, claim=None, claim_generation=0) for node in chosen),
+        generation=generation,
+        roll=f"{generation}.{mark}",
+        nodes=len(chosen),
+        members=tuple(attrs.evolve(node, claim=None, claim_roll="") for node in chosen),
         restarts=document.restarts + charged,
         failure=None,
     )
@@ -151,38 +194,23 @@ def expel(document: Document, node_id: str) -> Document:
     return attrs.evolve(document, expelled=(*document.expelled, node_id), failure=None)
 
 
-def end(document: Document, phase: Phase, cause: str, failure: Failure | None = None) -> Document:
-    """The job is over, for ever."""
+def refuse(document: Document, node_ids: Iterable[str]) -> Document:
+    """These are too many to wait, and no others are."""
+    return attrs.evolve(document, refused=tuple(node_ids))
+
+
+AnyHead = TypeVar("AnyHead", bound=Head)
+
+
+def end(
+    document: AnyHead,
+    phase: Phase,
+    cause: str,
+    *,
+    ending: Ending,
+    failure: Failure | None = None,
+) -> AnyHead:
+    """The job is over, for as long as this incarnation lasts."""
     if document.phase.terminal or not phase.terminal:
         raise ConfigError(f"a job ends once, got {document.phase.value} -> {phase.value}")
-    return attrs.evolve(document, phase=phase, cause=cause, failure=failure)
-
-
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key that puts node2 before node10."""
-    parts = re.split(r"(\d+)", name)
-    return tuple((0, int(p), p) if p.isdigit() else (1, 0, p) for p in parts if p)
-
-
-def in_rank_order(document: Document, candidates: Iterable[Node]) -> tuple[Node, ...]:
-    """Survivors in their order, then newcomers by hint and natural name.
-
-    With fixed ranks each node stands at the rank it asked for, and of two that ask for the same
-    the survivor stays.
-    """
-
-    def newcomer(node: Node) -> tuple[object, ...]:
-        hint = (1, 0) if node.hint is None else (0, node.hint)
-        return (hint, natural(node.host), natural(node.id))
-
-    nodes = {node.id: node for node in candidates}
-    survivors = [nodes[m.id] for m in document.members if m.id in nodes]
-    known = document.member_ids
-    arrived = sorted((n for n in nodes.values() if n.id not in known), key=newcomer)
-    ordered = (*survivors, *arrived)
-    if not document.limits.fixed_ranks:
-        return ordered
-    at_rank: dict[int, Node] = {}
-    for node in ordered:
-        at_rank.setdefault(-1 if node.hint is None else node.hint, node)
-    return tuple(at_rank[rank] for rank in sorted(at_rank) if rank >= 0)
+    return attrs.evolve(document, phase=phase, cause=cause, failure=failure, ending=ending)

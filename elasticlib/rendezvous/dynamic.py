@@ -16,11 +16,12 @@ from ..endpoint import join_endpoint, split_endpoint
 from ..errors import ElasticError, RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..stores.interface import Store
 from .bootstrap import BootstrapStore, open_torch_store
-from .change import Change, ChangeKind, change_since, entered, final_change
-from .document import Limits, Node, Phase
+from .change import Change, ChangeKind, change_since, final_change, has_entered
+from .document import Head, Limits, Node
 from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
 from .keeper import Keeper
 from .participant import Snapshot
+from .ranks import Seat
 from .timing import Timing
 
 
@@ -87,8 +88,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         held = self._keeper.intent
 
         def change(snapshot: Snapshot) -> Change | None:
-            me = snapshot.view.me
-            return change_since(snapshot.document, me, held.held, held.incarnation)
+            return change_since(snapshot.head, held)
 
         try:
             return self._keeper.wait_for(change, self._clock() + timeout)
@@ -108,25 +108,21 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        document = self._keeper.document
-        return self._keeper.stopping or (document is not None and document.phase.terminal)
+        head = self._keeper.head
+        return self._keeper.stopping or (head is not None and head.phase.terminal)
 
     def set_closed(self) -> None:
         self._keeper.close_job(f"closed by {self._keeper.intent.node.host}")
 
     def num_nodes_waiting(self) -> int:
-        snapshot = self._keeper.snapshot
-        document = None if snapshot is None else snapshot.document
-        if snapshot is None or document is None or document.phase is not Phase.SETTLED:
-            return 0
-        return sum(node.id not in document.member_ids for node in snapshot.view.live)
+        return self._keeper.note.waiting
 
     def shutdown(self) -> bool:
         ended = self._keeper.stop()
         self._close_bootstrap()
         return ended
 
-    def _join(self) -> tuple[Snapshot, int]:
+    def _join(self) -> tuple[Head, Seat]:
         """Wait to be a member; the join timeout runs while no generation stands, so that a spare
         waits for as long as one does."""
         self._keeper.seek()
@@ -140,29 +136,30 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 if self._clock() >= deadline:
                     raise RendezvousTimeout(self._waited_for(error)) from None
 
-    def _entered(self, snapshot: Snapshot) -> tuple[Snapshot, int] | None:
-        """The snapshot in which this node is a member of a new generation, and its rank."""
-        document, me = snapshot.document, snapshot.view.me
-        held = self._keeper.intent.held
-        final = final_change(document, me)
+    def _entered(self, snapshot: Snapshot) -> tuple[Head, Seat] | None:
+        """The generation that this node has become a member of, and its seat there."""
+        intent = self._keeper.intent
+        final = final_change(snapshot.head, intent)
         if final is not None:
-            raise ClosedBecause(final, never_in=held == 0)
-        rank = entered(document, me, held)
-        return None if rank is None else (snapshot, rank)
+            assert snapshot.head is not None
+            raise ClosedBecause(final if intent.held else _to_a_latecomer(final, snapshot.head))
+        if not has_entered(snapshot.head, snapshot.seat, intent):
+            return None
+        assert snapshot.head is not None
+        assert snapshot.seat is not None
+        return snapshot.head, snapshot.seat
 
-    def _enter(self, snapshot: Snapshot, rank: int) -> RendezvousInfo | None:
+    def _enter(self, head: Head, seat: Seat) -> RendezvousInfo | None:
         """Meet at torch's store; None if the generation ended before its workers began."""
-        document = snapshot.document
-        assert document is not None
-        generation, incarnation = document.generation, document.incarnation
-        self._keeper.enter(generation)
-        if rank == 0:
-            address = self._keeper.intent.node.address
+        self._keeper.enter(head, seat)
+        intent = self._keeper.intent
+        if seat.rank == 0:
+            address = intent.node.address
             port = self._open_at(address)
-            self._keeper.publish(generation, join_endpoint(address, port))
+            self._keeper.publish(head.roll, join_endpoint(address, port))
 
         def met(now: Snapshot) -> tuple[str | None] | None:
-            if change_since(now.document, now.view.me, generation, incarnation) is not None:
+            if change_since(now.head, intent) is not None:
                 return (None,)
             return None if now.master is None else (now.master,)
 
@@ -172,20 +169,17 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return None
         return RendezvousInfo(
             run_id=self._run_id,
-            generation=generation,
-            rank=rank,
-            members=document.members,
+            generation=head.generation,
+            seat=seat,
             bootstrap_store_info=BootstrapStoreInfo(*split_endpoint(master)),
-            restarts=document.restarts,
-            max_restarts=document.limits.max_restarts,
-            cause=document.cause,
+            restarts=head.restarts,
+            max_restarts=head.limits.max_restarts,
+            cause=head.cause,
             store=self._store,
         )
 
     def _waited_for(self, error: RendezvousTimeout) -> str:
-        snapshot = self._keeper.snapshot
-        here = () if snapshot is None else snapshot.view.live
-        names = ", ".join(sorted(node.host for node in here)) or "nobody"
+        names = ", ".join(self._keeper.note.here) or "nobody"
         return (
             f"no generation settled within join_timeout={self._timing.join:g} s: {error}; "
             f"here: {names}; at least {self._limits.min_nodes} nodes are needed (--nnodes)"
@@ -215,12 +209,17 @@ class DynamicRendezvousHandler(RendezvousHandler):
             bootstrap.close()
 
 
+def _to_a_latecomer(change: Change, head: Head) -> Change:
+    told = "nothing was run here"
+    if head.ending is not None:
+        told += f" (said by {head.ending.by} at {head.ending.at}; "
+        told += "to start it anew: another --rdzv-id, or --rdzv-conf launch=NAME on all nodes)"
+    return attrs.evolve(change, reason=f"{change.reason}; {told}")
+
+
 class ClosedBecause(RendezvousClosed):
     """There will be no further generation for this node; `change` says why."""
 
-    def __init__(self, change: Change, *, never_in: bool) -> None:
-        if never_in:
-            told = f"{change.reason}; nothing was run here (a new job needs another run id)"
-            change = attrs.evolve(change, reason=told)
+    def __init__(self, change: Change) -> None:
         super().__init__(f"{change.kind.value}: {change.reason}")
         self.change = change

@@ -8,53 +8,93 @@ from __future__ import annotations
 
 import attrs
 
-from .document import Document, Node, Phase
+from .decide import gives_way
+from .document import Head, Limits, Node, Phase
+from .ranks import Seat
+
+
+@attrs.frozen
+class Leader:
+    """Which node decides for now, and which incarnation had ended before it came."""
+
+    id: str
+    host: str
+    beyond: str = ""
 
 
 @attrs.frozen
 class Intent:
-    """The node's record, the generation whose workers it runs, and whether it seeks another."""
+    """The node's record, whether it seeks another generation than the one in it, and what it
+    remembers of that: the last head of which it was a member.
+    """
 
     node: Node
-    held: int = 0
     joining: bool = True
     incarnation: str = ""
+    memory: Head | None = None
+
+    @property
+    def held(self) -> int:
+        """The number of the last generation that it was in; 0 for none."""
+        return 0 if self.memory is None else self.memory.generation
+
+    def arrive(self, head: Head | None, limits: Limits, leader: Leader | None) -> Intent:
+        """What a first look at the store makes of us: one of the job, too late for it, or, where
+        it is over and its nodes are gone, one of those with whom it begins anew."""
+        if head is None or not head.phase.terminal or late_for(head, limits, leader):
+            return self
+        return attrs.evolve(self, node=attrs.evolve(self.node, beyond=head.incarnation))
 
     def seek(self) -> Intent:
         """Our workers are gone; we want the generation after the one that we held."""
-        node = attrs.evolve(self.node, after=self.held, holds=self.held)
+        node = attrs.evolve(self.node, runs=False, left=self.node.roll)
         return attrs.evolve(self, node=node, joining=True)
 
-    def meet(self, document: Document | None) -> Intent:
+    def meet(self, head: Head | None) -> Intent:
         """While joining, whatever was held in another incarnation counts for nothing."""
-        if document is None or not self.joining or document.incarnation == self.incarnation:
+        if head is not None and head.roll and head.roll == self.node.roll:
+            return attrs.evolve(self, memory=head)
+        if head is None or not self.joining or head.incarnation == self.incarnation:
             return self
-        node = attrs.evolve(self.node, after=0, holds=0, claim=None, claim_generation=0)
-        return Intent(node, incarnation=document.incarnation)
+        if self.memory is not None and gives_way(head, self.incarnation):
+            return self
+        node = attrs.evolve(self.node, roll="", rank=0, left="", claim=None, claim_roll="")
+        return Intent(node, incarnation=head.incarnation)
 
-    def enter(self, generation: int) -> Intent:
+    def enter(self, head: Head, seat: Seat) -> Intent:
         """We are a member of this generation and may run its workers."""
-        return attrs.evolve(self, held=generation, joining=False)
+        node = attrs.evolve(self.node, roll=head.roll, rank=seat.rank, runs=True)
+        return attrs.evolve(self, node=node, memory=head, joining=False)
 
     def fail(self, reason: str) -> Intent:
         """Our workers of the held generation failed."""
-        node = attrs.evolve(self.node, claim=reason, claim_generation=self.held)
+        node = attrs.evolve(self.node, claim=reason, claim_roll=self.node.roll)
         return attrs.evolve(self, node=node)
 
-    def record(self, document: Document | None) -> Node | None:
+    def record(self, head: Head | None) -> Node | None:
         """What should stand in the store for this node; None for nothing."""
         if self.joining:
-            return self._waiting(document)
-        if document is not None and (document.incarnation, document.generation) != (
-            self.incarnation,
-            self.held,
-        ):
-            return None
-        return attrs.evolve(self.node, holds=self.held)
+            return self._waiting(head)
+        if gives_way(head, self.incarnation) or (head is not None and head.roll == self.node.roll):
+            return self.node
+        return None
 
-    def _waiting(self, document: Document | None) -> Node:
+    def _waiting(self, head: Head | None) -> Node:
         # A generation that came and went while this node slept is one that it has no workers of;
         # unless it says so, the others wait for ever for it to stop them.
-        if document is None or document.phase is not Phase.OPEN:
+        if head is None or head.phase is not Phase.OPEN:
             return self.node
-        return attrs.evolve(self.node, after=max(self.node.after, document.generation))
+        return attrs.evolve(self.node, left=head.roll)
+
+
+def late_for(head: Head, limits: Limits, leader: Leader | None) -> bool:
+    """Whether one who comes now belongs to the job that has ended, and not to its next start.
+
+    Where starts have names, by the name. Else whoever finds one of the old nodes there is late;
+    and so is who finds none of them, if there was room for it: it may have been on its way.
+    """
+    if limits.launch or head.limits.launch:
+        return limits.launch == head.limits.launch
+    if leader is not None and leader.beyond != head.incarnation:
+        return True
+    return head.nodes < head.limits.max_nodes

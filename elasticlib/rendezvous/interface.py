@@ -14,6 +14,8 @@ from ..stores.interface import Store
 from .change import Change as Change
 from .change import ChangeKind as ChangeKind
 from .document import Node as Node
+from .ranks import Seat as Seat
+from .ranks import deal_seats as deal_seats
 
 
 @attrs.frozen
@@ -28,15 +30,14 @@ class BootstrapStoreInfo:
 class RendezvousInfo:
     """One settled generation, as one of its nodes sees it.
 
-    rank and world_size count nodes (workers' ranks follow from the members' slots); members
-    stand in rank order. restarts and max_restarts: the job's budget, None where the rendezvous
+    seat: this node's place, from which its workers' ranks follow; `deal_seats` gives all nodes
+    of a generation theirs. restarts and max_restarts: the job's budget, None where the rendezvous
     keeps none. cause: why this generation was sought.
     """
 
     run_id: str
     generation: int
-    rank: int
-    members: tuple[Node, ...]
+    seat: Seat
     bootstrap_store_info: BootstrapStoreInfo
     restarts: int = 0
     max_restarts: int | None = None
@@ -44,9 +45,14 @@ class RendezvousInfo:
     store: Store | None = None
 
     @property
+    def rank(self) -> int:
+        """This node's, among the nodes."""
+        return self.seat.rank
+
+    @property
     def world_size(self) -> int:
         """The number of nodes."""
-        return len(self.members)
+        return self.seat.nodes
 
 
 class RendezvousHandler(abc.ABC):

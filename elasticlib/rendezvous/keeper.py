@@ -1,20 +1,21 @@
 """One node's conversation with the store, kept up by one thread for as long as the node is there.
 
 The keeper's thread alone speaks to the store. Callers say what they want, wake it, and wait for a
-snapshot that answers them; a second thread does nothing but wait for the store to change.
+snapshot that answers them; a watcher does nothing but wait for the store to change.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import attrs
 
-from ..clock import Clock
+from ..clock import Clock, today
 from ..errors import (
     ElasticError,
     RendezvousClosed,
@@ -23,18 +24,28 @@ from ..errors import (
     RendezvousTimeout,
     StoreError,
     StoreRefused,
+    StoreUnavailable,
     describe,
 )
 from ..stores.interface import Store
-from .decide import Decision
-from .document import Document, Limits, Node, Phase
+from .codec import Note
+from .decide import Decision, gives_way
+from .document import Ending, Head, Limits, Node, Phase
 from .intent import Intent
-from .participant import Participant, Snapshot
+from .participant import Participant, Snapshot, noted
+from .ranks import Seat
+from .reminder import REMIND_SECONDS, Reminder
 from .timing import Timing
+from .watcher import Watcher
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-REMIND_SECONDS = 10.0
+FIRST_NOTE_SECONDS = 1.0
+LONGEST_PAUSE = 0.5
+"""Between tries to reach a store that is away: shorter than a last call, so that those who
+remember a job are back before newcomers begin another."""
+PACE_SECONDS = 2e-4
+"""Between two looks of the node that leads, for each node that is there."""
 
 Answer = TypeVar("Answer")
 
@@ -62,48 +73,53 @@ class Keeper:
         self._clock = clock
         self._find_address = find_address
         self._participant = Participant(store, run_id, node, limits, timing.lease)
-        self._threads: tuple[threading.Thread, ...] = ()
+        self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._fences: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._watcher = Watcher(store, timing.lease, lambda: self._inbox.put("look"))
         self._watching = False
-        self._away = False
-        self._answered = clock()
+        self._misses = 0
+        self._look_at = float("-inf")
+        self._pace_until = float("-inf")
+        self._note_at = float("inf")
+        self._answered = self._stood = clock()
         # All below is shared with callers, under the condition.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         self._error: ElasticError | None = None
         self._intent = Intent(node)
-        self._publish: tuple[int, str] | None = None
-        self._done = 0
+        self._publish: tuple[str, str] | None = None
+        self._done = ""
         self._closing: str | None = None
         self._stopping = False
         self._stood_at = float("-inf")
-        self._reason = "the store has not answered"
-        self._explained = float("-inf")
+        self._note = Note(reason="the store has not answered")
+        self._reminder = Reminder(timing.join)
 
     # -- for callers --------------------------------------------------------------------------
 
     def start(self) -> None:
         with self._changed:
-            if self._threads or self._stopping:
+            if self._thread is not None or self._stopping:
                 return
-            self._threads = (
-                threading.Thread(target=self._loop, name="rendezvous", daemon=True),
-                threading.Thread(target=self._observe, name="rendezvous-watch", daemon=True),
-            )
-            for thread in self._threads:
-                thread.start()
+            self._stood = self._answered = self._clock()
+            self._note_at = self._answered + FIRST_NOTE_SECONDS
+            self._thread = threading.Thread(target=self._loop, name="rendezvous", daemon=True)
+            self._thread.start()
+            self._watcher.start()
 
     def stop(self) -> bool:
-        """Leave the job; whether the threads ended within the timing's `close` seconds."""
+        """Leave the job; whether that was done within the timing's `close` seconds.
+
+        The thread that waits for changes ends with its wait, or when the store is closed.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._inbox.put("leave")
-        deadline = self._clock() + self._timing.close
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
-        return not any(thread.is_alive() for thread in self._threads)
+        if self._thread is None:
+            return True
+        self._thread.join(self._timing.close)
+        return not self._thread.is_alive()
 
     @property
     def stopping(self) -> bool:
@@ -122,9 +138,14 @@ class Keeper:
             return self._snapshot
 
     @property
-    def document(self) -> Document | None:
-        snapshot = self.snapshot
-        return None if snapshot is None else snapshot.document
+    def head(self) -> Head | None:
+        return None if self.snapshot is None else self.snapshot.head
+
+    @property
+    def note(self) -> Note:
+        """What the node that leads last told."""
+        with self._changed:
+            return self._note
 
     @property
     def stood_at(self) -> float:
@@ -137,32 +158,32 @@ class Keeper:
         """Say that no workers of ours are left; returns the generation that we held."""
         with self._changed:
             self._intent = self._intent.seek()
-            self._done, self._publish = 0, None
+            self._done, self._publish = "", None
             held = self._intent.held
         self._inbox.put("seek")
         return held
 
-    def enter(self, generation: int) -> None:
+    def enter(self, head: Head, seat: Seat) -> None:
         """From now on we may run workers of this generation."""
         with self._changed:
-            self._intent = self._intent.enter(generation)
+            self._intent = self._intent.enter(head, seat)
 
     def fail(self, reason: str) -> None:
-        """Say that our workers of the held generation failed."""
+        """Say that our workers failed."""
         with self._changed:
             self._intent = self._intent.fail(reason)
         self._inbox.put("fail")
 
-    def publish(self, generation: int, endpoint: str) -> None:
-        """Say where the generation's bootstrap store is."""
+    def publish(self, roll: str, endpoint: str) -> None:
+        """Say where the bootstrap store of the generation with this roll is."""
         with self._changed:
-            self._publish = (generation, endpoint)
+            self._publish = (roll, endpoint)
         self._inbox.put("publish")
 
     def finish(self) -> None:
         """Say that our workers of the held generation succeeded."""
         with self._changed:
-            self._done = self._intent.held
+            self._done = self._intent.node.roll
         self._inbox.put("finish")
 
     def close_job(self, cause: str) -> None:
@@ -189,7 +210,7 @@ class Keeper:
                     return found
                 left = deadline - self._clock()
                 if left <= 0:
-                    raise RendezvousTimeout(self._reason)
+                    raise RendezvousTimeout(self._note.reason)
                 self._changed.wait(left)
 
     # -- the loop -----------------------------------------------------------------------------
@@ -198,7 +219,7 @@ class Keeper:
         while not self._stopping:
             try:
                 pause = self._round()
-                self._away = False
+                self._misses = 0
             except (StoreRefused, RendezvousMismatch) as error:
                 self._fail(error)
                 break
@@ -210,7 +231,7 @@ class Keeper:
                 self._fail(RendezvousError(f"the rendezvous broke: {describe(error)}"))
                 break
             self._next_event(pause)
-        self._fences.put(None)
+        self._watcher.stop()
         try:
             self._participant.withdraw()
         except StoreError as error:
@@ -219,61 +240,117 @@ class Keeper:
     def _round(self) -> float:
         """One turn; how many seconds may pass until the next if nothing happens."""
         if self._snapshot is None:
-            # Whoever is going to be refused must not be let in first.
-            self._tell(self._participant.read(self._clock()))
-        self._speak()
-        snapshot = self._participant.read(self._clock())
-        self._tell(snapshot)
-        self._answered = self._clock()
+            self._arrive()
+        self._learn_address()
+        now = self._clock()
+        self._participant.speak(self._intent, self.head, now)
+        if now >= self._look_at:
+            self._look_at = now + self._look(now)
+        self._answered = now
+        return max(0.0, min(self._timing.refresh, self._look_at - self._clock()))
+
+    def _arrive(self) -> None:
+        """Look before we speak: whoever is going to be refused must not be let in first."""
+        first = self._participant.read(self._intent, self._clock())
+        with self._changed:
+            self._intent = self._intent.arrive(first.head, self._participant.limits, first.leader)
+        self._tell(first)
+        if first.leader is not None:
+            # There is nothing here for us to decide: the next look is for what changes.
+            self._watch(first)
+            self._look_at = self._note_at
+
+    def _watch(self, snapshot: Snapshot) -> None:
         if not self._watching:
             self._watching = True
-            self._fences.put(snapshot.version)
+            self._watcher.arm(self._participant.prefix, snapshot.version)
+
+    def _look(self, now: float) -> float:
+        """Read, say what callers want said, decide and write; seconds until the next look."""
+        snapshot = self._participant.look(self._intent, now)
+        self._tell(snapshot)
+        self._check_standing(snapshot, now)
+        self._watch(snapshot)
         if self._closing is not None:
-            if not self._participant.close(snapshot, Phase.ABORTED, self._closing):
-                return 0.01
-            self._closing = None
-            return 0.0
-        decision, won = self._participant.act(snapshot)
-        self._explain(decision, snapshot)
+            return self._close(snapshot, self._closing)
+        self._report(snapshot)
+        decision, won = self._participant.act(snapshot, today())
+        if snapshot.view is not None:
+            self._pace_until = now + PACE_SECONDS * len(snapshot.view.live)
         if decision.write is not None:
             return 0.0 if won else 0.01
-        return min(self._timing.refresh, decision.again or self._timing.refresh)
+        return min(self._explain(decision, snapshot, now), decision.again or self._timing.lease)
 
-    def _explain(self, decision: Decision, snapshot: Snapshot) -> None:
-        """Say what a waiting node waits for, when that changes and every so often."""
-        now, same = self._clock(), decision.reason == self._reason
+    def _close(self, snapshot: Snapshot, cause: str) -> float:
+        ending = Ending(self._intent.node.host, today())
+        if not self._participant.close(snapshot, Phase.ABORTED, cause, ending):
+            return 0.01
+        self._closing = None
+        return 0.0
+
+    def _report(self, snapshot: Snapshot) -> None:
+        """What this node has to say of its generation, until the store has it."""
+        with self._changed:
+            publish, done = self._publish, self._done
+        if publish is not None and snapshot.master is None:
+            self._participant.publish_master(snapshot, *publish)
+        if done:
+            self._participant.report_done(snapshot, done)
+
+    def _check_standing(self, snapshot: Snapshot, now: float) -> None:
+        """A store that has forgotten the job has until the end of our patience to hear of it."""
+        intent, timing = self._intent, self._timing
+        if intent.memory is None or not gives_way(snapshot.head, intent.incarnation):
+            self._stood = now
+        elif now - self._stood >= timing.store_grace:
+            self._give_up(
+                f"the store has forgotten the job's generation {intent.held}, and for "
+                f"{timing.store_grace:g} s (--store-grace) too few nodes that remember it "
+                f"have come: {self._note.reason}"
+            )
+        elif now - self._stood >= 2 * timing.lease and self._store.look_elsewhere():
+            log.warning("too few nodes have come to this store: looking elsewhere")
+
+    def _explain(self, decision: Decision, snapshot: Snapshot, now: float) -> float:
+        """Say what a waiting node waits for, when that changes and every so often; seconds until
+        there may be something to say again."""
+        again = self._learn_note(decision, snapshot, now)
         # The rest its agent tells.
-        waiting = self._intent.joining and decision.write is None and not _settled(snapshot)
-        if same and not (waiting and now - self._explained >= REMIND_SECONDS):
-            return
-        self._reason, self._explained = decision.reason, now
+        waiting = self._intent.joining and not _settled(snapshot)
         if not waiting:
             log.debug("%s", decision.reason)
-            return
-        here = ", ".join(sorted(node.host for node in snapshot.view.live))
-        log.info(
-            "%s; here: %s; join_timeout=%g s ends the wait",
-            decision.reason,
-            here or "nobody",
-            self._timing.join,
-        )
+            return again
+        self._reminder.remind(self._note, now)
+        return max(0.01, min(again, self._note_at - now))
 
-    def _speak(self) -> None:
-        """Keep the lease, and say what callers want said."""
-        self._learn_address()
+    def _learn_note(self, decision: Decision, snapshot: Snapshot, now: float) -> float:
+        """Tell the others, or hear from the one that leads, what is being waited for; seconds
+        until what could not be told yet can be."""
+        again, note = float("inf"), self._note
+        if snapshot.view is not None:
+            note = noted(decision, snapshot.view)
+            again = self._participant.tell(note, now)
+            self._note_at = now + REMIND_SECONDS
+        elif now >= self._note_at:
+            note = self._participant.read_note()
+            self._note_at = now + self._timing.lease
         with self._changed:
-            intent, publish, done = self._intent, self._publish, self._done
-            document = None if self._snapshot is None else self._snapshot.document
-        self._participant.speak(intent, document)
-        if publish is not None:
-            self._participant.publish_master(*publish)
-        if done:
-            self._participant.report_done(done)
-        with self._changed:
-            if self._publish == publish:
-                self._publish = None
-            if self._done == done:
-                self._done = 0
+            self._note = note
+        return again
+
+    def _next_event(self, pause: float) -> None:
+        try:
+            event = self._inbox.get(timeout=pause) if pause > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return
+        while True:
+            if event == "look":
+                self._watching = False
+            self._look_at = min(self._look_at, self._pace_until)
+            try:
+                event = self._inbox.get_nowait()
+            except queue.Empty:
+                return
 
     def _learn_address(self) -> None:
         if self._find_address is None or self._intent.node.address:
@@ -288,7 +365,7 @@ class Keeper:
             if self._snapshot is not None and _settled(self._snapshot):
                 self._stood_at = self._clock()
             self._snapshot = snapshot
-            self._intent = self._intent.meet(snapshot.document)
+            self._intent = self._intent.meet(snapshot.head)
             self._changed.notify_all()
 
     def _fail(self, error: ElasticError) -> None:
@@ -296,40 +373,28 @@ class Keeper:
             self._error = error
             self._changed.notify_all()
 
+    def _give_up(self, reason: str) -> None:
+        self._fail(StoreUnavailable(reason))
+        self._stopping = True
+
     def _miss(self, error: StoreError) -> float:
         """The store does not answer: how long to pause, or the end of our patience."""
         now = self._clock()
         first = self._snapshot is None
-        grace = self._timing.join if first else self._timing.store_grace
-        self._reason = str(error)
-        if not self._away:
-            self._away = True
-            log.warning("the store is away, trying for %g s: %s", grace, error)
+        grace, knob = self._timing.store_grace, "--store-grace"
+        if first:
+            grace, knob = self._timing.join, "join_timeout"
+        with self._changed:
+            self._note = Note(reason=str(error))
+        if self._misses == 0:
+            log.warning("the store is away, trying for %g s (%s): %s", grace, knob, error)
+        self._misses += 1
+        self._look_at = now
         if now - self._answered >= grace:
-            self._fail(error)
-            self._stopping = True
-        return 0.2
-
-    def _next_event(self, pause: float) -> None:
-        try:
-            event = self._inbox.get(timeout=pause) if pause > 0 else self._inbox.get_nowait()
-        except queue.Empty:
-            return
-        if event == "look":
-            self._watching = False
-
-    def _observe(self) -> None:
-        """Wait for the store to change, and say so; nothing else."""
-        while (fence := self._fences.get()) is not None:
-            try:
-                self._store.wait(
-                    self._participant.prefix, after=fence, timeout=self._timing.refresh
-                )
-            except StoreError as error:
-                # The loop's own next call meets the same failure, and deals with it.
-                log.debug("waiting on the store: %s", error)
-            self._inbox.put("look")
+            self._give_up(f"the store was away for {grace:g} s ({knob}): {error}")
+        pause = min(LONGEST_PAUSE, 0.02 * 2.0 ** min(self._misses, 10))
+        return pause * random.uniform(0.5, 1.0)
 
 
 def _settled(snapshot: Snapshot) -> bool:
-    return snapshot.document is not None and snapshot.document.phase is Phase.SETTLED
+    return snapshot.head is not None and snapshot.head.phase is Phase.SETTLED

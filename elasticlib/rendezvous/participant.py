@@ -1,4 +1,4 @@
-"""One node's part in the protocol: announce, read, decide, write.
+"""One node's part in the protocol: announce, read, lead if nobody does, decide, write.
 
 It touches the store and nothing else. Whoever drives it (the handler's loop, the simulator)
 supplies the time and chooses when each step happens, so that both run the very same steps.
@@ -6,43 +6,53 @@ supplies the time and chooses when each step happens, so that both run the very 
 
 from __future__ import annotations
 
-import logging
-from urllib.parse import quote
+import hashlib
+from collections.abc import Iterable
 
 import attrs
 
 from ..errors import LeaseLost, RendezvousMismatch
 from ..stores.interface import ABSENT, Entry, Store
-from .codec import decode_document, decode_node, encode_document, encode_node
-from .decide import Decision, View, decide
-from .document import Document, Limits, Node, Phase, end
-from .intent import Intent
+from .codec import (
+    Note,
+    decode_note,
+    decode_shard,
+    encode_head,
+    encode_leader,
+    encode_node,
+    encode_note,
+    encode_shard,
+)
+from .decide import Decision, View, decide, gives_way
+from .document import Document, Ending, Head, Limits, Node, Phase, end
+from .intent import Intent, Leader
+from .keys import Keys, Read
+from .ranks import Seat, deal_shards, natural, shard_of
 
-log = logging.getLogger("elasticlib.rendezvous")
-
-
-def job_prefix(run_id: str) -> str:
-    """What all keys of a job begin with."""
-    return f"{quote(run_id, safe='')}/"
-
-
-def node_prefix(run_id: str) -> str:
-    """Where the leased keys of a job's living nodes are."""
-    return f"{job_prefix(run_id)}node/"
+NOTE_SECONDS = 1.0
+NAMES_IN_A_NOTE = 16
 
 
 @attrs.frozen
 class Snapshot:
-    """What was read at one moment: the view to decide on, and the fences for what follows."""
+    """What was read at one moment.
 
-    view: View
-    document_version: int
+    seat: this node's in the head's generation. view: what there is to decide on, for the node
+    that leads. version: of the store, to wait past.
+    """
+
+    head: Head | None
+    leader: Leader | None
+    seat: Seat | None
+    view: View | None
     version: int
-    master: str | None
+    read: Read
 
     @property
-    def document(self) -> Document | None:
-        return self.view.document
+    def master(self) -> str | None:
+        """Where the generation's torch store is, once its first node has said so."""
+        gate = self.read.gate
+        return gate.value.decode() if gate is not None and gate.value else None
 
 
 class Participant:
@@ -50,141 +60,284 @@ class Participant:
 
     def __init__(self, store: Store, run_id: str, node: Node, limits: Limits, lease: float):
         self.limits = limits
-        self.prefix = job_prefix(run_id)
+        self.keys = Keys(run_id)
         self._store = store
         self._lease = lease
         self._me = node.id
-        self._document_key = f"{self.prefix}document"
-        self._node_prefix = node_prefix(run_id)
-        self._node_key = f"{self._node_prefix}{node.id}"
+        self._signature = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
         self._said: Node | None = None
-        self._lease_version = ABSENT
+        self._leases: dict[str, int] = {}
+        self._was_away = False
+        self._spoke_at = float("-inf")
         self._known: frozenset[str] = frozenset()
         self._last_arrival: float | None = None
         self._foreign: set[str] = set()
-        self._begun = 0
+        self._marks = 0
+        self._document: Document | None = None
+        self._seat: tuple[str, Seat | None] = ("", None)
+        self._done: str | None = None
+        self._noted: tuple[Note, float] = (Note(), float("-inf"))
 
-    def speak(self, intent: Intent, document: Document | None) -> None:
-        """Keep the lease, and have what the intent wants stand under it."""
-        record = intent.record(document)
-        if not self._keep():
-            self._said = None
+    # -- announcing ---------------------------------------------------------------------------
+
+    def speak(self, intent: Intent, head: Head | None, now: float) -> None:
+        """Keep the leases, and have what the intent wants stand under this node's.
+
+        `now` here and below is the caller's monotonic clock, in seconds.
+        """
+        record = intent.record(head)
         if record is None:
             self.withdraw()
-        elif self._said is None or attrs.evolve(self._said, holds=record.holds) != record:
-            # A change of `holds` alone is not worth a write: a member holds its generation.
-            entry = self._store.set(self._node_key, encode_node(record), ttl=self._lease)
-            self._said, self._lease_version = record, entry.version
+            return
+        key = self.keys.node(self._me)
+        if self._said is not None and not self._keep(key):
+            # The store was away or is another: what we told it may be gone as well.
+            self._said, self._done, self._was_away = None, None, True
+        self._keep(self.keys.leader)
+        if self._said is None or _worth_a_write(self._said, record):
+            self._spoke_at = now if self._said is None else self._spoke_at
+            entry = self._store.set(key, encode_node(record), ttl=self._lease)
+            self._said, self._leases[key] = record, entry.version
 
-    def _keep(self) -> bool:
-        if self._lease_version == ABSENT:
+    def _keep(self, key: str) -> bool:
+        version = self._leases.get(key, ABSENT)
+        if version == ABSENT:
             return False
         try:
-            self._store.refresh(self._node_key, self._lease_version)
+            self._store.refresh(key, version)
         except LeaseLost:
-            self._lease_version = ABSENT
-        return self._lease_version != ABSENT
+            del self._leases[key]
+            return False
+        return True
 
     def withdraw(self) -> None:
-        """Leave: the lease ends now."""
-        version, self._lease_version = self._lease_version, ABSENT
-        self._said = None
-        if version != ABSENT:
-            self._store.delete(self._node_key, expected=version)
+        """Leave: the leases end now."""
+        leases, self._leases, self._said = self._leases, {}, None
+        for key, version in leases.items():
+            self._store.delete(key, expected=version)
 
-    def read(self, now: float) -> Snapshot:
-        """What the store holds; changes nothing there.
+    # -- reading ------------------------------------------------------------------------------
 
-        `now` is the caller's monotonic clock, in seconds.
-        """
-        listing = self._store.list(self.prefix)
-        entries = {entry.key: entry for entry in listing.entries}
-        found = entries.get(self._document_key)
-        document = None if found is None else decode_document(found.value)
-        if document is not None and document.limits != self.limits:
-            raise RendezvousMismatch(_difference(self.limits, document.limits))
-        generation = 0 if document is None else document.generation
-        live = self._live(listing.entries)
-        self._listen(live, now)
-        done = f"{self.prefix}done/{generation}/"
-        master = entries.get(self._master_key(generation))
-        quiet = 0.0 if self._last_arrival is None else now - self._last_arrival
-        view = View(
+    @property
+    def leads(self) -> bool:
+        """Whether this node held the leader's lease when it last looked."""
+        return self.keys.leader in self._leases
+
+    @property
+    def prefix(self) -> str:
+        """What a change under is worth reading for."""
+        return self.keys.job if self.leads else self.keys.watched
+
+    def read(self, intent: Intent, now: float) -> Snapshot:
+        """What the store holds for this node; changes nothing there."""
+        read = Read(self.keys, self._store.list(self.prefix))
+        head = read.head
+        if head is not None and head.limits != self.limits and not head.phase.terminal:
+            raise RendezvousMismatch(_difference(self.limits, head.limits))
+        entry = read.leader_entry
+        leads = entry is not None and self._leases.get(self.keys.leader) == entry.version
+        return Snapshot(
+            head=head,
+            leader=read.leader,
+            seat=self._find_seat(head),
+            view=self._view(read, intent, now) if leads else None,
+            version=read.version,
+            read=read,
+        )
+
+    def _find_seat(self, head: Head | None) -> Seat | None:
+        if head is None or head.phase is not Phase.SETTLED:
+            return None
+        if self._seat[0] != head.roll:
+            number = shard_of(self._me, head.nodes)
+            entry = self._store.get(self.keys.shard(head.roll, number))
+            rows = () if entry is None else decode_shard(entry.value)
+            found = [seat for node, seat in rows if node.id == self._me]
+            self._seat = (head.roll, found[0] if found else None)
+        return self._seat[1]
+
+    def _view(self, read: Read, intent: Intent, now: float) -> View:
+        document, whole = read.document(self._document)
+        memory = read.memory
+        if not whole and document is not None:
+            # Its members are lost, and only they themselves can tell who they were.
+            memory, document = document.head, None
+        self._document = document
+        live = read.live(self._foreign)
+        return View(
             me=self._me,
             limits=self.limits,
             document=document,
             live=live,
-            done=frozenset(k.removeprefix(done) for k in entries if k.startswith(done)),
-            quiet=quiet,
-            fresh=self._fresh,
-        )
-        return Snapshot(
-            view=view,
-            document_version=ABSENT if found is None else found.version,
-            version=listing.version,
-            master=None if master is None else master.value.decode(),
+            done=read.done(),
+            memory=memory,
+            quiet=self._quiet(live, now),
+            patience=self._patience(memory, now),
+            beyond=intent.node.beyond,
         )
 
-    def act(self, snapshot: Snapshot) -> tuple[Decision, bool]:
-        """Decide on the snapshot and write; whether the write (if any) won."""
-        decision = decide(snapshot.view)
-        if decision.write is None:
-            return decision, False
-        return decision, self._write(decision.write, snapshot.document_version)
+    def _patience(self, memory: Head | None, now: float) -> float:
+        """How long others may still take to come back, after an absence of the store's that
+        ended our own lease as well."""
+        if memory is None and not self._was_away:
+            return 0.0
+        return max(0.0, self._lease - (now - self._spoke_at))
 
-    @property
-    def _fresh(self) -> str:
-        return f"{self._me}/{self._begun}"
-
-    def close(self, snapshot: Snapshot, phase: Phase, cause: str) -> bool:
-        """End the job, unless it has ended; False if it has to be tried on a newer snapshot."""
-        document = snapshot.document or Document(self.limits, self._fresh)
-        if document.phase.terminal:
-            return True
-        return self._write(end(document, phase, cause), snapshot.document_version)
-
-    def publish_master(self, generation: int, endpoint: str) -> None:
-        """As group rank 0: tell the members where torch's store is, and tidy up behind."""
-        self._store.set(self._master_key(generation), endpoint.encode())
-        for kind in ("master", "done"):
-            for entry in self._store.list(f"{self.prefix}{kind}/").entries:
-                number = entry.key.removeprefix(f"{self.prefix}{kind}/").split("/")[0]
-                if number.isdigit() and int(number) < generation:
-                    self._store.delete(entry.key)
-
-    def report_done(self, generation: int) -> None:
-        """Leave a record, which outlives the node, that its workers succeeded."""
-        self._store.set(f"{self.prefix}done/{generation}/{self._me}", b"")
-
-    def _write(self, document: Document, expected: int) -> bool:
-        value = encode_document(document)
-        self._begun += expected == ABSENT
-        return self._store.compare_set(self._document_key, value, expected=expected).won
-
-    def _live(self, entries: tuple[Entry, ...]) -> tuple[Node, ...]:
-        spoken = sorted(
-            (e for e in entries if e.key.startswith(self._node_prefix)), key=lambda e: e.version
-        )
-        return tuple(node for entry in spoken if (node := self._decoded(entry)) is not None)
-
-    def _decoded(self, entry: Entry) -> Node | None:
-        """A node, or None for one that speaks another version's language: it is not let in."""
-        try:
-            return decode_node(entry.value)
-        except RendezvousMismatch as error:
-            if entry.key not in self._foreign:
-                self._foreign.add(entry.key)
-                log.warning("%s is passed over: %s", entry.key, error)
-            return None
-
-    def _listen(self, live: tuple[Node, ...], now: float) -> None:
+    def _quiet(self, live: tuple[Node, ...], now: float) -> float:
         ids = frozenset(node.id for node in live)
         if self._last_arrival is None or not ids <= self._known:
             self._last_arrival = now
         self._known = ids
+        return now - self._last_arrival
 
-    def _master_key(self, generation: int) -> str:
-        return f"{self.prefix}master/{generation}"
+    def read_note(self) -> Note:
+        """What the node that leads has told of late."""
+        entry = self._store.get(self.keys.note)
+        return Note() if entry is None else decode_note(entry.value)
+
+    # -- leading ------------------------------------------------------------------------------
+
+    def look(self, intent: Intent, now: float) -> Snapshot:
+        """Read; lead if nobody does, and remind a store that has forgotten the job."""
+        snapshot = self.read(intent, now)
+        reminded = self.remind(snapshot, intent)
+        if self.stand(snapshot, intent) or reminded:
+            return self.read(intent, now)
+        return snapshot
+
+    def stand(self, snapshot: Snapshot, intent: Intent) -> bool:
+        """Lead, if nobody does; whether this node does now."""
+        if snapshot.leader is not None or self._said is None:
+            return False
+        leader = Leader(self._me, intent.node.host, intent.node.beyond)
+        taken = self._store.compare_set(
+            self.keys.leader, encode_leader(leader), expected=ABSENT, ttl=self._lease
+        )
+        if taken.won and taken.entry is not None:
+            self._leases[self.keys.leader] = taken.entry.version
+            self._last_arrival, self._known = None, frozenset()
+        return taken.won
+
+    def act(self, snapshot: Snapshot, today: str = "") -> tuple[Decision, bool]:
+        """Decide on the snapshot and write; whether the write (if any) won.
+
+        today: the date and time, for people to read.
+        """
+        view = snapshot.view
+        if view is None:
+            name = "nobody" if snapshot.leader is None else snapshot.leader.host
+            return Decision(f"{name} decides, and this node waits"), False
+        self._marks += 1
+        mark = f"{self._signature}.{self._marks}"
+        decision = decide(attrs.evolve(view, mark=mark, today=today))
+        if decision.write is None:
+            return decision, False
+        return decision, self._write(decision.write, snapshot, mark)
+
+    def tell(self, note: Note, now: float) -> float:
+        """As the node that leads: tell those who wait; if it is too soon after the last time,
+        nothing is told, and the answer is in how many seconds it can be."""
+        last, told_at = self._noted
+        if note == last:
+            return float("inf")
+        if now - told_at < NOTE_SECONDS:
+            return told_at + NOTE_SECONDS - now
+        self._noted = (note, now)
+        self._store.set(self.keys.note, encode_note(note))
+        return float("inf")
+
+    def close(self, snapshot: Snapshot, phase: Phase, cause: str, ending: Ending) -> bool:
+        """End the job, unless it has ended; False if it has to be tried on a newer snapshot."""
+        head = snapshot.head or Head(self.limits, f"closed by {self._me}")
+        if head.phase.terminal:
+            return True
+        value = encode_head(end(head, phase, cause, ending=ending))
+        expected = _version(snapshot.read.head_entry)
+        return self._store.compare_set(self.keys.head, value, expected=expected).won
+
+    def _write(self, document: Document, snapshot: Snapshot, mark: str) -> bool:
+        """Put the document in place of the one that was read."""
+        head, view = snapshot.head, snapshot.view
+        assert view is not None
+        enrolled = view.document is not None and view.document.roll == document.roll
+        if not enrolled:
+            self._enrol(document, snapshot.read)
+        entry = self._store.compare_set(
+            self.keys.head, encode_head(document), expected=_version(snapshot.read.head_entry)
+        )
+        if entry.won:
+            self._document = document
+            if not enrolled or (head is not None and head.incarnation != document.incarnation):
+                self._delete(snapshot.read.left_over(document.roll))
+        elif document.roll.endswith(f".{mark}"):
+            self._delete((self.keys.gate(document.roll),))
+            self._delete(self.keys.shard(document.roll, number) for number in deal_shards(document))
+        return entry.won
+
+    def _enrol(self, document: Document, read: Read) -> None:
+        """Write who the members are, before the head that says that they are."""
+        if not document.roll:
+            return
+        # From now on, what is written under an earlier generation is refused.
+        self._delete(key for key in read.gates() if key != self.keys.gate(document.roll))
+        for number, rows in deal_shards(document).items():
+            self._store.set(self.keys.shard(document.roll, number), encode_shard(rows))
+        if document.phase is Phase.SETTLED:
+            self._store.compare_set(self.keys.gate(document.roll), b"", expected=ABSENT)
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._store.delete(key)
+
+    # -- as a member --------------------------------------------------------------------------
+
+    def remind(self, snapshot: Snapshot, intent: Intent) -> bool:
+        """Say what this node remembers of a job that the store has forgotten; whether it had to."""
+        memory = intent.memory
+        if memory is None or not gives_way(snapshot.head, intent.incarnation):
+            return False
+        said = snapshot.read.memory
+        if said is not None and said.generation >= memory.generation:
+            return False
+        expected = _version(snapshot.read.memory_entry)
+        return self._store.compare_set(self.keys.memory, encode_head(memory), expected=expected).won
+
+    def publish_master(self, snapshot: Snapshot, roll: str, endpoint: str) -> bool:
+        """As group rank 0: tell the members where torch's store is; False if they cannot be
+        told, as their generation is over or the store has forgotten it."""
+        gate = snapshot.read.gate
+        if snapshot.head is None or snapshot.head.roll != roll or gate is None:
+            return False
+        if gate.value:
+            return True
+        return self._store.compare_set(gate.key, endpoint.encode(), expected=gate.version).won
+
+    def report_done(self, snapshot: Snapshot, roll: str) -> None:
+        """Leave a record, which outlives the node, that its workers succeeded."""
+        if self._done != roll and snapshot.head is not None and snapshot.head.roll == roll:
+            self._store.set(self.keys.done(roll, self._me), b"")
+            self._done = roll
+
+
+def noted(decision: Decision, view: View) -> Note:
+    """What there is to tell of a decision: why, who is here, and how many wait to be let in."""
+    known = frozenset() if view.document is None else view.document.member_ids
+    names = sorted((node.host for node in view.live), key=natural)
+    return Note(
+        reason=decision.reason,
+        here=tuple(names[:NAMES_IN_A_NOTE]),
+        count=len(names),
+        waiting=sum(node.id not in known for node in view.live) if known else 0,
+    )
+
+
+def _worth_a_write(said: Node, record: Node) -> bool:
+    """Not where only its place differs: a member is in the generation whose roll names it."""
+    return record != attrs.evolve(said, runs=record.runs, roll=record.roll, rank=record.rank)
+
+
+def _version(entry: Entry | None) -> int:
+    return ABSENT if entry is None else entry.version
 
 
 def _difference(mine: Limits, jobs: Limits) -> str:

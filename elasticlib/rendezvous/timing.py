@@ -18,7 +18,7 @@ class Timing:
     join: float = 600.0
     lease: float = 5.0
     refresh: float = 1.0
-    store_grace: float = 60.0
+    store_grace: float = 300.0
     close: float = 30.0
 
     def __attrs_post_init__(self) -> None:

@@ -86,6 +86,14 @@ class Store(abc.ABC):
         True when it has (or, rarely, may have); False when `timeout` seconds went by without.
         """
 
+    def look_elsewhere(self) -> bool:
+        """Go to another place where this store may be served, if it has several.
+
+        True if it has: what was read or leased here then counts for nothing. Called when a job's
+        nodes do not find each other where they are.
+        """
+        return False
+
     def close(self) -> None:  # noqa: B027 - most stores have nothing to close
         """Let go of connections and end this client's leases; calls in flight end with an error.
 

@@ -6,209 +6,23 @@ what fails, and how each node's clock differs in origin and rate. The same seed 
 
 from __future__ import annotations
 
-import enum
 import heapq
 import random
 from collections.abc import Callable
 from functools import partial
 
-import attrs
-
-from ..rendezvous.change import change_since, entered, final_change
-from ..rendezvous.codec import decode_document
-from ..rendezvous.document import Document, Limits, Node, Phase
-from ..rendezvous.intent import Intent
-from ..rendezvous.participant import Participant, Snapshot
-from ..stores.interface import CompareSet
-from ..stores.memory import MemoryStore
+from ..rendezvous.document import Document, Head, Limits, Phase
+from ..rendezvous.ranks import Seat
+from .simulated_node import SimulatedNode, WatchedStore
+from .story import Faults as Faults
+from .story import Mark as Mark
+from .story import Moment as Moment
+from .story import Shift as Shift
+from .story import Written as Written
 
 
 class InvariantBroken(AssertionError):
     """A promise of the rendezvous did not hold; the message tells the seed and the story."""
-
-
-@attrs.frozen
-class Faults:
-    """How many of each fault a run draws, and over how many seconds they are spread."""
-
-    crashes: int = 3
-    arrivals: int = 3
-    leaves: int = 1
-    worker_failures: int = 2
-    stalls: int = 2
-    forgets: int = 0
-    span: float = 30.0
-
-
-class Mark(enum.Enum):
-    """What kind of thing a moment tells of."""
-
-    ARRIVES = "arrives"
-    STARTS = "its workers start"
-    STOPS = "its workers are gone"
-    FAILS = "its workers fail"
-    STALLS = "stands still"
-    CRASHES = "crashes"
-    LEAVES = "leaves"
-    FORGETS = "comes back empty"
-    WRITES = "writes the document"
-    LOSES = "loses the race to write it"
-
-
-@attrs.frozen
-class Moment:
-    """One line of a run's story, at the simulator's own time in seconds.
-
-    generation: whose workers start. until: when a node that stands still wakes.
-    """
-
-    time: float
-    node: str
-    mark: Mark
-    what: str
-    generation: int = 0
-    until: float = 0.0
-
-
-@attrs.frozen
-class Written:
-    """A document, and when it was written."""
-
-    time: float
-    document: Document
-
-
-@attrs.frozen
-class Shift:
-    """One node running the workers of one generation, from `start` to `end`."""
-
-    node: str
-    generation: int
-    start: float
-    end: float
-
-
-class WatchedStore(MemoryStore):
-    """A memory store that shows each document as it is written."""
-
-    def __init__(self, clock: Callable[[], float], seen: Callable[[Document], None]) -> None:
-        super().__init__(clock=clock)
-        self._seen = seen
-
-    def compare_set(
-        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
-        outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        if outcome.won and key.endswith("/document"):
-            self._seen(decode_document(value))
-        return outcome
-
-
-class SimulatedNode:
-    """One agent: a participant, workers that take time to stop, and a clock of its own."""
-
-    def __init__(self, simulation: Simulation, index: int) -> None:
-        self._simulation = simulation
-        draw = simulation.random
-        self.name = f"node{index}"
-        self.alive = True
-        self.stalled_until = 0.0
-        self._origin = draw.uniform(-1e6, 1e6)
-        self._rate = draw.uniform(0.9, 1.1)
-        node = Node(id=f"{self.name}-1", host=self.name, address="127.0.0.1", slots=1)
-        self.id = node.id
-        self.intent = Intent(node)
-        self._participant = Participant(
-            simulation.store, "sim", node, simulation.limits, simulation.lease
-        )
-        self._stopping = False
-        self._seen: Snapshot | None = None
-
-    @property
-    def training(self) -> int:
-        """The generation whose workers run here, or 0."""
-        return 0 if self.intent.joining else self.intent.held
-
-    def turn(self) -> None:
-        """Speak and read; decide and write only after a while, so that races can be lost."""
-        if not self.alive or self._wait_out_stall(self.turn):
-            return
-        self._participant.speak(self.intent, None if self._seen is None else self._seen.document)
-        now = self._simulation.now * self._rate + self._origin
-        snapshot = self._participant.read(now)
-        self._seen = snapshot
-        self._heed(snapshot)
-        delay = self._simulation.random.choice((0.0, 0.001, 0.05, 0.3))
-        self._simulation.after(delay, lambda: self._act(snapshot))
-
-    def _act(self, snapshot: Snapshot) -> None:
-        if not self.alive or self._wait_out_stall(lambda: self._act(snapshot)):
-            return
-        decision, won = self._participant.act(snapshot)
-        if decision.write is not None:
-            mark = Mark.WRITES if won else Mark.LOSES
-            lost = "" if won else "lost the race: "
-            self._simulation.tell(self.name, mark, f"{lost}{decision.reason}")
-        pause = 0.01 if decision.write is not None else self._simulation.random.uniform(0.05, 1.0)
-        self._simulation.after(pause, self.turn)
-
-    def _wait_out_stall(self, then: Callable[[], None]) -> bool:
-        left = self.stalled_until - self._simulation.now
-        if left > 0:
-            self._simulation.after(left, then)
-        return left > 0
-
-    def _heed(self, snapshot: Snapshot) -> None:
-        document = snapshot.document
-        self.intent = self.intent.meet(document)
-        if final_change(document, self.id) is not None:
-            self.leave()
-        elif self.intent.joining:
-            rank = entered(document, self.id, self.intent.held)
-            if rank is not None and document is not None:
-                self._start(document, rank)
-        elif not self._stopping:
-            held = self.intent
-            if change_since(document, self.id, held.held, held.incarnation) is not None:
-                self._stopping = True
-                self._simulation.after(self._simulation.random.uniform(0.0, 2.0), self._stopped)
-
-    def _start(self, document: Document, rank: int) -> None:
-        generation = document.generation
-        self.intent = self.intent.enter(generation)
-        what = f"rank {rank} of {len(document.members)} in {generation}"
-        self._simulation.tell(self.name, Mark.STARTS, what, generation=generation)
-
-    def _stopped(self) -> None:
-        if self.alive and not self._wait_out_stall(self._stopped):
-            self._simulation.tell(self.name, Mark.STOPS, f"has stopped those of {self.training}")
-            self._stopping = False
-            self.intent = self.intent.seek()
-
-    def forget(self) -> None:
-        """The store is emptied, as by a restart without its memory."""
-        self._simulation.tell("store", Mark.FORGETS, "comes back empty")
-        for entry in self._simulation.store.list("").entries:
-            self._simulation.store.delete(entry.key)
-
-    def crash(self) -> None:
-        self._simulation.tell(self.name, Mark.CRASHES, "crashes")
-        self.alive = False
-
-    def leave(self) -> None:
-        self._simulation.tell(self.name, Mark.LEAVES, "leaves")
-        self.alive = False
-        self._participant.withdraw()
-
-    def fail_workers(self) -> None:
-        if self.training and not self._stopping:
-            self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
-            self.intent = self.intent.fail("exit code 1")
-
-    def stall(self, seconds: float) -> None:
-        self.stalled_until = self._simulation.now + seconds
-        what = f"stands still for {seconds:.1f} s"
-        self._simulation.tell(self.name, Mark.STALLS, what, until=self.stalled_until)
 
 
 class Simulation:
@@ -231,6 +45,9 @@ class Simulation:
         self.story: list[Moment] = []
         self.written: list[Written] = []
         self._faults = faults or Faults()
+        self._fixed = self.limits.fixed_ranks
+        self._last: dict[str, Document] = {}
+        self._seats: dict[str, dict[int, str]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self.store = WatchedStore(lambda: self.now, self._watch)
@@ -280,8 +97,10 @@ class Simulation:
             (faults.leaves, SimulatedNode.leave),
             (faults.worker_failures, SimulatedNode.fail_workers),
             (faults.stalls, lambda node: node.stall(self.random.uniform(0.0, 3 * self.lease))),
+            (faults.cuts, lambda node: node.cut_off(self.random.uniform(0.0, 3 * self.lease))),
+            (faults.forgets, SimulatedNode.forget),
+            (faults.echoes, lambda node: node.echo(self.random.uniform(0.0, 3.0))),
         ]
-        plan.append((faults.forgets, SimulatedNode.forget))
         for count, fault in plan:
             for _ in range(count):
                 self.after(self.random.uniform(0.0, faults.span), partial(self._strike, fault))
@@ -325,30 +144,52 @@ class Simulation:
     def _at_rest(self) -> bool:
         """All living nodes train in one generation, are its spares, or are too few for one."""
         living = self.living
-        document = self.written[-1].document if self.written else None
+        document = self.store.document()
         if document is None or document.phase.terminal:
             return not living
-        if len(living) < self.limits.min_nodes:
+        wanted = len({n.intent.node.hint for n in living}) if self._fixed else len(living)
+        if wanted < self.limits.min_nodes:
             return not any(node.training for node in living)
         settled = document.phase is Phase.SETTLED
-        full = len(document.members) == min(len(living), self.limits.max_nodes)
+        full = len(document.members) == min(wanted, self.limits.max_nodes)
         members = {node.id for node in living if node.training == document.generation}
         idle = all(not n.training for n in living if n.id not in document.member_ids)
         return settled and full and members == document.member_ids and idle
 
+    def forgotten(self) -> None:
+        """From now on, nobody can know of a generation but those who were in it."""
+        self._last.clear()
+
+    def check_seat(self, node: SimulatedNode, head: Head, seat: Seat) -> None:
+        """Each node sees its own rank: no two the same one, in one generation of one size."""
+        taken = self._seats.setdefault(head.roll, {})
+        holder = taken.setdefault(seat.rank, node.name)
+        if holder != node.name:
+            self._broken(f"{holder} and {node.name} both have rank {seat.rank} in {head.roll}")
+        if not seat.rank < seat.nodes == head.nodes:
+            self._broken(f"{node.name} has rank {seat.rank} of {seat.nodes} in {head.roll}")
+
     def _watch(self, document: Document) -> None:
-        last = self.written[-1].document if self.written else None
+        last = self._last.get(document.incarnation)
+        self._last[document.incarnation] = document
         self.written.append(Written(round(self.now, 3), document))
-        if last is None or last.incarnation != document.incarnation:
+        failures = sum(moment.mark is Mark.FAILS for moment in self.story)
+        if document.restarts > failures:
+            self._broken(f"{document.restarts} restarts were charged for {failures} failures")
+        if last is None:
             return
         if document.generation < last.generation:
             self._broken(f"generation {last.generation} was followed by {document.generation}")
         if last.phase.terminal:
             self._broken(f"the job went on after it had {last.phase.value}")
-        if document.generation == last.generation and document.members != last.members:
-            self._broken(f"the members of generation {document.generation} changed")
         if document.generation > last.generation:
             self._check_settled(document)
+            return
+        known, now = [m.id for m in last.members], [m.id for m in document.members]
+        # Those who come to a store that has forgotten the job may be fewer than before.
+        came = [m for m in known if m in now] if document.phase is Phase.OPEN else known
+        if now != came:
+            self._broken(f"the members of generation {document.generation} changed")
 
     def _check_settled(self, document: Document) -> None:
         limits, ids = self.limits, [member.id for member in document.members]
@@ -357,8 +198,10 @@ class Simulation:
         ranks = [document.rank_of(node_id) for node_id in ids]
         if ranks != list(range(len(ids))):
             self._broken(f"generation {document.generation} has ranks {ranks}")
+        if self._fixed and [m.hint for m in document.members] != ranks:
+            self._broken(f"generation {document.generation} has other ranks than were asked for")
         for node in self.living:
-            if node.id in ids and node.training and node.stalled_until <= self.now:
+            if node.id in ids and node.training:
                 self._broken(
                     f"{node.name} was put into generation {document.generation} "
                     f"while it ran workers of {node.training}"

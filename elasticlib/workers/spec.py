@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-from ..rendezvous.document import Node
+from ..rendezvous.ranks import Seat
 
 LOCAL_RANK_MACRO = "${local_rank}"
 
@@ -106,23 +106,17 @@ class WorkerGroup:
         return self.workers[local_rank]
 
 
-def deal_ranks(members: tuple[Node, ...], group_rank: int) -> tuple[Worker, ...]:
-    """The workers of the node at `group_rank`: global ranks node by node, role ranks likewise."""
-    here = members[group_rank]
-    before = members[:group_rank]
-    first = sum(node.slots for node in before)
-    first_of_role = sum(node.slots for node in before if node.role == here.role)
-    world = sum(node.slots for node in members)
-    of_role = sum(node.slots for node in members if node.role == here.role)
+def deal_ranks(seat: Seat) -> tuple[Worker, ...]:
+    """The workers of a node with this seat: ranks follow those of the nodes before it."""
     return tuple(
         Worker(
             local_rank=local,
-            rank=first + local,
-            role_rank=first_of_role + local,
-            role_world_size=of_role,
-            world_size=world,
+            rank=seat.first_rank + local,
+            role_rank=seat.first_role_rank + local,
+            role_world_size=seat.role_world_size,
+            world_size=seat.world_size,
         )
-        for local in range(here.slots)
+        for local in range(seat.slots)
     )
 
 

@@ -20,6 +20,7 @@ from elasticlib import (
     RunResult,
     WorkerSpec,
     WorkerState,
+    deal_seats,
 )
 from elasticlib.workers.ladder import Ladder
 
@@ -43,7 +44,7 @@ class OneNode(RendezvousHandler):
         self.waiting = 0
         node = Node("n-1", "n", "127.0.0.1", slots=2)
         place = BootstrapStoreInfo("127.0.0.1", 1)
-        return RendezvousInfo("run", self.generation, 0, (node,), place)
+        return RendezvousInfo("run", self.generation, deal_seats([node])[0], place)
 
     def is_closed(self) -> bool:
         return self.closed

@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousMismatch
 from elasticlib.rendezvous.codec import (
-    decode_document,
+    Note,
+    decode_head,
+    decode_leader,
     decode_node,
-    encode_document,
+    decode_note,
+    decode_shard,
+    encode_head,
+    encode_leader,
     encode_node,
+    encode_note,
+    encode_shard,
 )
-from elasticlib.rendezvous.document import Document, Failure, Limits, Node, Phase
+from elasticlib.rendezvous.document import Ending, Failure, Head, Limits, Node, Phase
+from elasticlib.rendezvous.intent import Leader
+from elasticlib.rendezvous.ranks import deal_seats
 
 nodes = st.builds(
     Node,
@@ -25,21 +34,28 @@ nodes = st.builds(
     slots=st.integers(1, 64),
     role=st.text(),
     hint=st.none() | st.integers(0, 9),
-    after=st.integers(0, 9),
-    holds=st.integers(0, 9),
+    topology=st.text(),
+    roll=st.text(),
+    rank=st.integers(0, 9),
+    runs=st.booleans(),
+    left=st.text(),
+    beyond=st.text(),
     claim=st.none() | st.text(),
-    claim_generation=st.integers(0, 9),
+    claim_roll=st.text(),
 )
-documents = st.builds(
-    Document,
-    limits=st.just(Limits(1, 9, 3, last_call=0.5)),
+heads = st.builds(
+    Head,
+    limits=st.just(Limits(1, 9, 3, last_call=0.5, spares=2, quorum=True, launch="l")),
     phase=st.sampled_from(Phase),
     generation=st.integers(0, 1 << 40),
-    members=st.lists(nodes, max_size=3).map(tuple),
+    roll=st.text(),
+    nodes=st.integers(0, 9),
     restarts=st.integers(0, 9),
     cause=st.text(),
     failure=st.none() | st.builds(Failure, node=st.text(), reason=st.text()),
     expelled=st.lists(st.text(), max_size=2).map(tuple),
+    refused=st.lists(st.text(), max_size=2).map(tuple),
+    ending=st.none() | st.builds(Ending, by=st.text(), at=st.text()),
 )
 
 
@@ -48,19 +64,42 @@ def test_a_node_comes_back_as_it_went(node: Node) -> None:
     assert decode_node(encode_node(node)) == node
 
 
-@given(documents)
-def test_a_document_comes_back_as_it_went(document: Document) -> None:
-    assert decode_document(encode_document(document)) == document
+@given(heads)
+def test_a_head_comes_back_as_it_went(head: Head) -> None:
+    assert decode_head(encode_head(head)) == head
+
+
+@given(st.lists(nodes, max_size=5, unique_by=lambda node: node.id))
+def test_a_roll_comes_back_with_everyones_seat(members: list[Node]) -> None:
+    rows = tuple(zip(members, deal_seats(members), strict=True))
+    assert decode_shard(encode_shard(rows)) == rows
+
+
+@given(st.builds(Leader, id=st.text(), host=st.text(), beyond=st.text()))
+def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
+    assert decode_leader(encode_leader(leader)) == leader
+
+
+@given(st.builds(Note, reason=st.text(), here=st.lists(st.text()).map(tuple), count=st.just(3)))
+def test_a_note_comes_back_as_it_went(note: Note) -> None:
+    assert decode_note(encode_note(note)) == note
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
+    for decode in (decode_head, decode_leader, decode_node, decode_note):
+        with pytest.raises(RendezvousMismatch):
+            decode(noise)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[1]", b"[[1,2]]", b'[[{},{"rank":0}]]', b"\xff"])
+def test_a_roll_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(RendezvousMismatch):
-        decode_document(noise)
+        decode_shard(data)
 
 
 def spoilt(**fields: object) -> bytes:
-    raw = json.loads(encode_document(Document(Limits(1, 2))))
+    raw = json.loads(encode_head(Head(Limits(1, 2))))
     raw.update(fields)
     return json.dumps(raw).encode()
 
@@ -68,11 +107,13 @@ def spoilt(**fields: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (spoilt(format=2), "format 2"),
+        (spoilt(format=1), "format 1"),
         (spoilt(generation="3"), "generation"),
         (spoilt(generation=True), "generation"),
         (spoilt(phase="odd"), "odd"),
-        (spoilt(members=[{"id": "a"}]), "a member"),
+        (spoilt(failure={}), "failure"),
+        (spoilt(ending=[]), "ending"),
+        (spoilt(refused=[None]), "refused"),
         (spoilt(expelled=[1]), "expelled"),
         (spoilt(extra=1), "extra"),
         (spoilt(limits={}), "limits"),
@@ -80,4 +121,4 @@ def spoilt(**fields: object) -> bytes:
 )
 def test_an_error_names_the_field(data: bytes, named: str) -> None:
     with pytest.raises(RendezvousMismatch, match=named):
-        decode_document(data)
+        decode_head(data)

@@ -6,17 +6,20 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.rendezvous.decide import View, coordinator, decide
+from elasticlib.rendezvous.decide import View, decide
 from elasticlib.rendezvous.document import (
     Document,
+    Ending,
     Failure,
     Limits,
     Node,
     Phase,
-    in_rank_order,
+    of_members,
     reopen,
     settle,
 )
+from elasticlib.rendezvous.intent import Leader, late_for
+from elasticlib.rendezvous.ranks import in_rank_order
 
 LIMITS = Limits(2, 4, max_restarts=1, last_call=2.0)
 
@@ -27,25 +30,33 @@ def node(name: str, **fields: object) -> Node:
 
 
 def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Document:
-    document = settle(Document(limits), members, charged=False)
+    document = settle(Document(limits, "one"), members, charged=False, mark="m")
     return attrs.evolve(document, **fields)
 
 
 def view(document: Document | None, *live: Node, **fields: object) -> View:
     limits = LIMITS if document is None else document.limits
-    me = coordinator(document or Document(limits), live) or "nobody"
-    return attrs.evolve(View(me, limits, document, live), **fields)
+    me = live[0].id if live else "nobody"
+    return attrs.evolve(View(me, limits, document, live, mark="next", today="now"), **fields)
 
 
 A, B, C, D, E = (node(name) for name in "abcde")
 
 
-def waiting(member: Node, after: int = 1) -> Node:
-    return attrs.evolve(member, after=after)
+def waiting(member: Node, left: str = "1.m") -> Node:
+    return attrs.evolve(member, left=left)
+
+
+def holding(document: Document) -> list[Node]:
+    """Its members, as each of them remembers where it is."""
+    return [
+        attrs.evolve(member, roll=document.roll, rank=rank, runs=True)
+        for rank, member in enumerate(document.members)
+    ]
 
 
 def test_the_first_node_writes_the_limits_down() -> None:
-    assert decide(view(None, A)).write == Document(LIMITS)
+    assert decide(view(None, A)).write == Document(LIMITS, "next")
 
 
 def test_below_the_minimum_nothing_settles() -> None:
@@ -72,13 +83,7 @@ def test_quiet_settles_what_is_there() -> None:
     assert written.members == (A, B)
 
 
-def test_only_the_first_live_member_decides() -> None:
-    other = attrs.evolve(view(settled(A, B), B, A, C, quiet=9.0), me=B.id)
-    assert decide(other).write is None
-    assert decide(other).reason == "a decides, and this node waits"
-
-
-def test_the_next_member_decides_when_the_first_is_gone() -> None:
+def test_whoever_leads_misses_a_member() -> None:
     decision = decide(attrs.evolve(view(settled(A, B, C), B, C), me=B.id))
     assert decision.write is not None
     assert (decision.write.phase, decision.write.cause) == (Phase.OPEN, "a left")
@@ -98,7 +103,7 @@ def test_nobody_is_left_out_while_it_stops_its_workers() -> None:
 
 
 def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
-    claimed = attrs.evolve(B, claim="exit code 1", claim_generation=1)
+    claimed = attrs.evolve(B, claim="exit code 1", claim_roll="1.m")
     opened = decide(view(settled(A, B), A, claimed)).write
     assert opened is not None
     assert opened.failure == Failure(B.id, "exit code 1")
@@ -108,16 +113,16 @@ def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
 
 
 def test_the_earliest_claim_is_the_cause() -> None:
-    first = attrs.evolve(B, claim="first", claim_generation=1)
-    second = attrs.evolve(A, claim="second", claim_generation=1)
+    first = attrs.evolve(B, claim="first", claim_roll="1.m")
+    second = attrs.evolve(A, claim="second", claim_roll="1.m")
     opened = decide(view(settled(A, B), first, second)).write
     assert opened is not None
     assert opened.failure == Failure(B.id, "first")
 
 
 def test_an_old_claim_means_nothing_to_a_later_generation() -> None:
-    old = attrs.evolve(B, claim="exit code 1", claim_generation=1)
-    document = attrs.evolve(settled(A, B), generation=2)
+    old = attrs.evolve(B, claim="exit code 1", claim_roll="1.m")
+    document = attrs.evolve(settled(A, B), generation=2, roll="2.m")
     assert decide(view(document, A, old)).write is None
 
 
@@ -154,7 +159,7 @@ def test_surplus_nodes_are_spares_and_change_nothing() -> None:
 
 
 def test_a_stranger_whose_workers_may_still_run_is_not_let_in() -> None:
-    stale = attrs.evolve(C, after=1, holds=3)
+    stale = attrs.evolve(C, roll="3.m", runs=True)
     assert decide(view(settled(A, B), A, B, stale, quiet=9.0)).write is None
 
 
@@ -204,14 +209,15 @@ def test_with_fixed_ranks_each_stands_where_it_asked_and_a_double_waits() -> Non
 
 
 names = st.sampled_from([f"n{i}" for i in range(7)])
+rolls = st.sampled_from(["", "1.m", "2.m"])
 some_nodes = st.builds(
-    lambda name, after, holds, failed: node(
-        name, after=after, holds=holds, claim="x" if failed else None, claim_generation=failed
+    lambda name, left, runs, failed: node(
+        name, left=left, runs=runs, claim="x" if failed else None, claim_roll=failed
     ),
     names,
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.integers(0, 3),
+    rolls,
+    st.booleans(),
+    rolls,
 )
 lives = st.lists(some_nodes, unique_by=lambda n: n.id, max_size=7)
 
@@ -223,8 +229,7 @@ def documents(draw: st.DrawFn) -> Document:
     document = Document(limits)
     members = draw(lives)
     if limits.min_nodes <= len(members) <= limits.max_nodes:
-        document = settle(document, members, charged=False)
-        document = attrs.evolve(document, generation=draw(st.integers(1, 3)))
+        document = settle(document, members, charged=False, mark="m")
         if draw(st.booleans()):
             failure = draw(st.sampled_from([None, Failure(members[0].id, "x")]))
             document = reopen(document, "x", failure)
@@ -237,18 +242,14 @@ def test_whatever_is_written_keeps_the_promises(
     document: Document, live: list[Node], quiet: float, done: set[str]
 ) -> None:
     ids = frozenset(f"{name}-1" for name in done) & document.member_ids
-    writers = [n.id for n in live if decide(_seen_by(n.id, document, live, quiet, ids)).write]
-    assert len(writers) <= 1
-    for me in writers:
-        _check(document, decide(_seen_by(me, document, live, quiet, ids)).write, live)
+    me = live[0].id if live else "nobody"
+    seen = View(me, document.limits, document, tuple(live), ids, quiet=quiet, mark="next")
+    after = decide(seen).write
+    if after is not None:
+        _check(document, after, live)
 
 
-def _seen_by(me: str, document: Document, live: list[Node], quiet: float, done: frozenset[str]):
-    return View(me, document.limits, document, tuple(live), done, quiet)
-
-
-def _check(before: Document, after: Document | None, live: list[Node]) -> None:
-    assert after is not None
+def _check(before: Document, after: Document, live: list[Node]) -> None:
     assert after != before
     assert after.generation in (before.generation, before.generation + 1)
     assert before.restarts <= after.restarts <= before.limits.max_restarts
@@ -256,11 +257,134 @@ def _check(before: Document, after: Document | None, live: list[Node]) -> None:
         assert after.members == before.members
         return
     ids = [member.id for member in after.members]
+    assert after.roll != before.roll
+    assert after.nodes == len(ids)
     assert before.phase is Phase.OPEN
     assert before.limits.min_nodes <= len(ids) <= before.limits.max_nodes
     assert len(set(ids)) == len(ids)
-    assert not set(ids) & set(before.expelled)
-    ready = {n.id for n in live if n.after >= before.generation or n.id not in before.member_ids}
+    assert not set(ids) & {*before.expelled, *before.refused}
+    ready = {
+        n.id for n in live if (n.left == before.roll if n.id in before.member_ids else not n.runs)
+    }
     assert set(ids) <= ready
     survivors = [m.id for m in before.members if m.id in ids]
     assert ids[: len(survivors)] == survivors
+
+
+# -- what a store has forgotten --------------------------------------------------------------------
+
+
+def forgotten(document: Document, *live: Node, **fields: object) -> View:
+    return view(None, *live, memory=document.head, **fields)
+
+
+def test_a_forgotten_generation_is_the_same_again_when_all_its_nodes_remember_it() -> None:
+    document = settled(A, B)
+    a, b = holding(document)
+    again = decide(forgotten(document, b, C, a)).write
+    assert again == of_members(document.head, (a, b))
+    assert again.phase is Phase.SETTLED
+
+
+def test_those_who_do_not_come_back_are_waited_for_and_then_lost() -> None:
+    document = settled(A, B, C)
+    a, b, _ = holding(document)
+    waits = decide(forgotten(document, a, b, patience=1.5))
+    assert (waits.write, waits.again) == (None, 1.5)
+    lost = decide(forgotten(document, b, a)).write
+    assert lost is not None
+    assert (lost.phase, lost.generation, lost.members) == (Phase.OPEN, 1, (a, b))
+    assert lost.cause == "1 of 3 nodes were lost with the store"
+
+
+def test_with_a_quorum_more_than_half_must_remember() -> None:
+    limits = attrs.evolve(LIMITS, quorum=True)
+    document = settled(A, B, C, D, limits=limits)
+    a, b, c, _ = holding(document)
+    too_few = decide(forgotten(document, a, b))
+    assert too_few.write is None
+    assert "2 of 4" in too_few.reason
+    assert decide(forgotten(document, a, b, c)).write is not None
+
+
+def test_a_document_in_which_nothing_came_gives_way_to_what_is_remembered() -> None:
+    document = settled(A, B)
+    fresh = Document(LIMITS, "two")
+    seen = view(fresh, *holding(document), memory=document.head)
+    again = decide(seen).write
+    assert again is not None
+    assert (again.incarnation, again.generation) == ("one", 1)
+    other = attrs.evolve(settled(C, D), incarnation="two")
+    assert decide(view(other, C, D, *holding(document), memory=document.head)).write is None
+
+
+def test_a_memory_that_nobody_has_any_more_counts_for_nothing() -> None:
+    begun = decide(forgotten(settled(A, B), C)).write
+    assert begun == Document(LIMITS, "next")
+
+
+def test_what_an_absence_of_the_store_ended_is_given_time_to_come_back() -> None:
+    waits = decide(view(settled(A, B), A, patience=2.0))
+    assert (waits.write, waits.again) == (None, 2.0)
+    opened = reopen(settled(A, B, C), "x")
+    assert decide(view(opened, waiting(A), waiting(B), patience=1.0)).write is None
+
+
+# -- after the end ---------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_over_begins_anew_once_its_nodes_have_left() -> None:
+    ended = attrs.evolve(settled(A, B), phase=Phase.SUCCEEDED)
+    new = attrs.evolve(C, beyond="one")
+    assert decide(view(ended, A, new)).write is None
+    assert decide(view(ended, new, A, beyond="one")).write is None
+    assert decide(view(ended, new, beyond="one")).write == Document(LIMITS, "next")
+
+
+def test_who_comes_after_the_end_is_late_if_there_was_room_for_it() -> None:
+    ended = attrs.evolve(settled(A, B), phase=Phase.FAILED)
+    full = attrs.evolve(settled(A, B, C, D), phase=Phase.FAILED)
+    old, new = Leader("a", "a"), Leader("c", "c", beyond="one")
+    assert late_for(ended, LIMITS, None)
+    assert not late_for(full, LIMITS, None)
+    assert not late_for(full, LIMITS, new)
+    assert late_for(full, LIMITS, old)
+
+
+def test_where_starts_have_names_the_name_says_who_is_late() -> None:
+    second = attrs.evolve(LIMITS, launch="2")
+    ended = attrs.evolve(settled(A, B, limits=second), phase=Phase.FAILED)
+    assert late_for(ended, second, None)
+    assert not late_for(ended, attrs.evolve(LIMITS, launch="3"), Leader("a", "a"))
+
+
+def test_the_end_says_who_wrote_it_down_and_when() -> None:
+    ended = decide(view(settled(A, B), A, B, done=frozenset({A.id, B.id}))).write
+    assert ended is not None
+    assert ended.ending == Ending("a", "now")
+
+
+# -- spares and topology ---------------------------------------------------------------------------
+
+
+def test_more_spares_than_are_wanted_are_turned_away() -> None:
+    limits = Limits(1, 2, spares=1)
+    document = settled(A, B, limits=limits)
+    refused = decide(view(document, A, B, C, D, E)).write
+    assert refused is not None
+    assert refused.refused == (D.id, E.id)
+    assert decide(view(refused, A, B, C, D, E)).reason == "generation 1 stands, 1 spare"
+
+
+def test_nodes_of_one_topology_stand_together_and_no_survivor_gives_way() -> None:
+    a, b, c, d = (node(n, topology=t) for n, t in zip("abcd", "xyxy", strict=True))
+    assert in_rank_order(Document(LIMITS), [d, b, c, a]) == (a, c, b, d)
+    assert in_rank_order(settled(a, b), [a, b, c, d]) == (a, c, b, d)
+    full = settled(a, b, limits=Limits(2, 2))
+    assert in_rank_order(full, [c, b, a]) == (a, b)
+
+
+def test_missing_node_ranks_are_named() -> None:
+    limits = Limits(3, 3, last_call=0.0, fixed_ranks=True)
+    waits = decide(view(Document(limits), node("a", hint=1)))
+    assert waits.reason == "1 of at least 3 nodes are here; missing: node ranks 0, 2"

@@ -38,12 +38,17 @@ class Cluster:
 
     def __init__(self) -> None:
         self.store = MemoryStore()
+        self.clients: list[MemoryStore] = []
         self.pool = ThreadPoolExecutor(8)
         self.handlers: list[RendezvousHandler] = []
 
+    def client(self) -> MemoryStore:
+        self.clients.append(self.store.client())
+        return self.clients[-1]
+
     def node(self, name: str, limits: Limits, **node: int) -> DynamicRendezvousHandler:
         handler = DynamicRendezvousHandler(
-            self.store.client(),
+            self.client(),
             "run",
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1, **node),
             limits,
@@ -58,6 +63,8 @@ class Cluster:
 
     def close(self) -> None:
         assert all(handler.shutdown() for handler in self.handlers)
+        for client in self.clients:
+            client.close()
         self.pool.shutdown()
 
 
@@ -66,8 +73,10 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
     cluster.close()
-    left = [t.name for t in threading.enumerate() if t.name.startswith("rendezvous")]
-    assert not left
+    for thread in threading.enumerate():
+        if thread.name.startswith("rendezvous"):
+            thread.join(5.0)
+            assert not thread.is_alive(), thread.name
 
 
 def change(handler: RendezvousHandler) -> Change:
@@ -201,7 +210,7 @@ def test_closing_ends_the_job_for_all(cluster: Cluster) -> None:
 
 def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:
     handler = StaticRendezvousHandler(
-        cluster.store.client(),
+        cluster.client(),
         "run",
         Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, hint=rank),
         2,

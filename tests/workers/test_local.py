@@ -17,6 +17,7 @@ import pytest
 
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import session
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.guardian import Guardian
@@ -52,7 +53,7 @@ class Run:
         member = Node("n-1", "n", "127.0.0.1", count)
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint, count, "role"),
-            workers=deal_ranks((member,), 0),
+            workers=deal_ranks(deal_seats((member,))[0]),
             run_id="job",
             generation=1,
             group_rank=0,

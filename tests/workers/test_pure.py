@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers.exits import WorkerExit, failure_record, read_failure
 from elasticlib.workers.ladder import Ladder, Rung
 from elasticlib.workers.spec import (
@@ -34,7 +35,7 @@ def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
 def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[int, str]]) -> None:
     slots, roles = [n for n, _ in nodes], "".join(role for _, role in nodes)
     job = members(*slots, roles=roles)
-    dealt = [deal_ranks(job, rank) for rank in range(len(job))]
+    dealt = [deal_ranks(seat) for seat in deal_seats(job)]
     assert [w.rank for group in dealt for w in group] == list(range(sum(slots)))
     for role in "ab":
         of_role = [w for r, group in zip(roles, dealt, strict=True) for w in group if r == role]
@@ -45,7 +46,7 @@ def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[
 def group() -> WorkerGroup:
     return WorkerGroup(
         spec=WorkerSpec(Script("train.py"), 2, "trainer"),
-        workers=deal_ranks(members(1, 2, roles="tt"), 1),
+        workers=deal_ranks(deal_seats(members(1, 2, roles="tt"))[1]),
         run_id="job",
         generation=4,
         group_rank=1,

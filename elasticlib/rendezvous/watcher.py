@@ -1,0 +1,53 @@
+"""Waits for a store to change, in a thread of its own, and tells of it; it does nothing else."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from ..errors import StoreError
+from ..stores.interface import Store
+
+log = logging.getLogger("elasticlib.rendezvous")
+
+
+class Watcher:
+    """Calls `changed` once for each time that it was armed, from its own thread.
+
+    Its thread ends with the wait that it is in, or when the store is closed; nobody need wait for
+    that. patience: seconds that one call on the store may take.
+    """
+
+    def __init__(self, store: Store, patience: float, changed: Callable[[], None]) -> None:
+        self._store = store
+        self._patience = patience
+        self._changed = changed
+        self._stopping = False
+        self._fences: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="rendezvous-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def arm(self, prefix: str, version: int) -> None:
+        """Tell once when something under the prefix has changed since that version."""
+        self._fences.put((prefix, version))
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._fences.put(None)
+
+    def _watch(self) -> None:
+        while (fence := self._fences.get()) is not None:
+            prefix, version = fence
+            try:
+                while not self._stopping and not self._store.wait(
+                    prefix, after=version, timeout=self._patience
+                ):
+                    continue
+            except StoreError as error:
+                # Who armed it meets the same failure at the next call, and deals with it.
+                log.debug("waiting on the store: %s", error)
+            self._changed()
