@@ -17,9 +17,21 @@ _HOMES = {
     "StoreContract": "store_contract",
     "StoreRendezvousContract": "rendezvous_over_store",
 }
-_ASSERTING = ("rendezvous_contract", "rendezvous_machine", "store_contract", "store_model")
+_ASSERTING = (
+    "rendezvous_cluster",
+    "rendezvous_contract",
+    "rendezvous_machine",
+    "store_contract",
+    "store_model",
+)
 
 __all__ = sorted(_HOMES)
+
+if "pytest" in sys.modules:
+    import pytest
+
+    # A failed assertion of a suite shows its values then, as one in a test file does.
+    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
 if TYPE_CHECKING:
     from .rendezvous_contract import HandlerRequest as HandlerRequest
@@ -32,16 +44,6 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'elasticlib.testing' has no attribute {name!r}")
-    _explain_assertions()
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
-
-
-def _explain_assertions() -> None:
-    """Have pytest show the values in a suite's failed assertions, as it does in a test file."""
-    modules = [f"{__name__}.{module}" for module in _ASSERTING]
-    if "pytest" in sys.modules:
-        import pytest
-
-        pytest.register_assert_rewrite(*(name for name in modules if name not in sys.modules))

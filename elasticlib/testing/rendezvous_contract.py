@@ -191,6 +191,7 @@ class RendezvousContract:
                 stateful_step_count=self.steps,
                 deadline=None,
                 database=None,
+                report_multiple_bugs=False,
                 # A step that fails may take all our patience, and a shorter history many of them.
                 phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),

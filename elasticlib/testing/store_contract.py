@@ -177,6 +177,7 @@ class StoreContract:
                 stateful_step_count=25,
                 deadline=None,
                 database=None,
+                report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
             ),
         )

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from ..errors import LeaseLost
-from ..stores.interface import ABSENT, Store
+from ..stores.interface import ABSENT, Entry, Store
 
 ODD_KEYS = (
     "a", "A", "/", "..", ".", "a/b", "a b", "a%2fb", "a\\b", "k.a", "lock", "~", "-", "ä", "日本",
@@ -45,14 +44,17 @@ class DictionaryModel:
 
     def set(self, store: Store, key: str, value: bytes, owner: int | None) -> None:
         ttl = None if owner is None else LONG
-        self._written(key, value, store.set(key, value, ttl=ttl).version, owner)
+        entry = store.set(key, value, ttl=ttl)
+        assert (entry.key, entry.value) == (key, value)
+        self._written(store, entry, owner)
 
     def compare_set(self, store: Store, key: str, value: bytes, expected: int) -> None:
         outcome = store.compare_set(key, value, expected=expected)
         assert outcome.won == (expected == self.version(key, "now"))
         if outcome.won:
             assert outcome.entry is not None
-            self._written(key, value, outcome.entry.version, None)
+            assert (outcome.entry.key, outcome.entry.value) == (key, value)
+            self._written(store, outcome.entry, None)
         entry = outcome.entry
         assert (entry and (entry.value, entry.version)) == self._there.get(key)
 
@@ -61,15 +63,16 @@ class DictionaryModel:
         assert store.delete(key, expected=expected) is removes
         if removes:
             self._old[key] = self._there.pop(key)[1]
-            self._changed(store.list(key).version, key)
+            self._changed(store, key, store.list(key).version)
 
     def refresh(self, store: Store, key: str, version: int, owner: int) -> None:
         held = version == self.version(key, "now") != ABSENT and self._owners[key] == owner
-        if held:
+        try:
             store.refresh(key, version)
-        else:
-            with pytest.raises(LeaseLost):
-                store.refresh(key, version)
+            kept = True
+        except LeaseLost:
+            kept = False
+        assert kept is held
 
     def list(self, store: Store, prefix: str) -> None:
         found = [(e.key, (e.value, e.version)) for e in store.list(prefix).entries]
@@ -89,16 +92,18 @@ class DictionaryModel:
             return self._old.get(key, 10**9)
         return self._there.get(key, (b"", ABSENT))[1] if which == "now" else ABSENT
 
-    def _written(self, key: str, value: bytes, version: int, owner: int | None) -> None:
-        self._changed(version, key)
+    def _written(self, store: Store, entry: Entry, owner: int | None) -> None:
+        key = entry.key
+        self._changed(store, key, entry.version)
         if key in self._there:
             self._old[key] = self._there[key][1]
-        self._there[key] = (value, version)
+        self._there[key] = (entry.value, entry.version)
         self._owners[key] = owner
 
-    def _changed(self, version: int, key: str) -> None:
+    def _changed(self, store: Store, key: str, version: int) -> None:
         assert version > (self._changes[-1][0] if self._changes else 0)
         self._changes.append((version, key))
+        self.wait(store, key, back=1)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -113,28 +118,38 @@ class StoreMachine(RuleBasedStateMachine):
     def _key(self, name: str) -> str:
         return self._model.room + name
 
+    def _check(self, key: str) -> None:
+        """Every client reads what stands there, and only the owner of a lease can keep it."""
+        for number, store in enumerate(self._clients):
+            self._model.read(store, key)
+            self._model.refresh(store, key, self._model.version(key, "now"), number)
+
     @rule(name=KEYS, value=VALUES, leased=st.booleans())
     def set(self, name: str, value: bytes, leased: bool) -> None:
+        key = self._key(name)
         number, store = next(self._turns)
-        self._model.set(store, self._key(name), value, number if leased else None)
+        self._model.set(store, key, value, number if leased else None)
+        self._check(key)
 
     @rule(name=KEYS, value=VALUES, which=st.sampled_from(["now", "old", "absent"]))
     def compare_set(self, name: str, value: bytes, which: str) -> None:
         key = self._key(name)
         _, store = next(self._turns)
         self._model.compare_set(store, key, value, self._model.version(key, which))
+        self._check(key)
 
     @rule(name=KEYS, which=st.sampled_from(["now", "old", "any"]))
     def delete(self, name: str, which: str) -> None:
         key = self._key(name)
         expected = None if which == "any" else self._model.version(key, which)
         self._model.delete(next(self._turns)[1], key, expected)
+        self._check(key)
 
-    @rule(name=KEYS, which=st.sampled_from(["now", "old"]))
-    def refresh(self, name: str, which: str) -> None:
+    @rule(name=KEYS)
+    def refresh(self, name: str) -> None:
         key = self._key(name)
-        number, store = next(self._turns)
-        self._model.refresh(store, key, self._model.version(key, which), number)
+        for number, store in enumerate(self._clients):
+            self._model.refresh(store, key, self._model.version(key, "old"), number)
 
     @rule(prefix=PREFIXES)
     def list(self, prefix: str) -> None:
@@ -143,8 +158,3 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(prefix=PREFIXES, back=st.integers(1, 4))
     def wait(self, prefix: str, back: int) -> None:
         self._model.wait(next(self._turns)[1], self._key(prefix), back)
-
-    @rule(name=KEYS)
-    def get(self, name: str) -> None:
-        for store in self._clients:
-            self._model.read(store, self._key(name))

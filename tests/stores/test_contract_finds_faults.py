@@ -147,6 +147,11 @@ def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> Non
         getattr(Contract(), claim)(lambda: next(clients))
 
 
+def test_a_failed_assertion_shows_its_values() -> None:
+    with pytest.raises(AssertionError, match="assert True is False"):
+        Contract().test_a_missing_key_answers_at_once(DeletesEverything)
+
+
 @pytest.mark.parametrize("claim", sorted({claim for _, claim in FAULTS}))
 def test_and_finds_none_in_a_store_that_has_none(claim: str) -> None:
     getattr(Contract(), claim)(MemoryStore().client)
