@@ -56,6 +56,7 @@ _HOMES = {
         "RunResult",
     ),
     "agent.local": ("LocalElasticAgent",),
+    "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig",),
     "launch.elastic_launch": (
         "elastic_launch",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
+    from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.elastic_launch import ChildFailedError as ChildFailedError
     from .launch.elastic_launch import elastic_launch as elastic_launch

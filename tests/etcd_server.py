@@ -20,7 +20,7 @@ BINARY = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd here: install etcd-server")
 
 # It ends with the test's process, even if that is killed.
-_BOOT = """
+BOOT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 os.execv(sys.argv[1], sys.argv[1:])
@@ -70,7 +70,7 @@ class EtcdServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *command], stdout=log, stderr=log
+                [sys.executable, "-c", BOOT, *command], stdout=log, stderr=log
             )
         try:
             until("etcd to serve", self._serves, 30.0)

@@ -190,9 +190,18 @@ def test_every_public_name_can_be_had() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_the_command_line_is_read_without_torch() -> None:
+def test_a_suite_is_found_and_the_simulator_needs_none() -> None:
     code = (
-        "import sys; from elasticlib.launch.arguments import build_parser; "
-        "sys.exit('torch' in sys.modules)"
+        "import sys, elasticlib.testing.simulation, elasticlib.testing as testing; "
+        "assert not {'pytest', 'hypothesis'} & set(sys.modules); "
+        "[getattr(testing, name) for name in testing.__all__]"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
+    code = (
+        "import sys; from elasticlib.launch.arguments import build_parser; build_parser(); "
+        "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

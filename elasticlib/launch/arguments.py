@@ -17,7 +17,8 @@ from ..endpoint import join_endpoint
 from ..errors import ConfigError
 from ..workers.spec import Command, Entrypoint, Module, Script
 from ..workers.streams import parse_streams
-from .config import BACKENDS, MASTER_PORT, LaunchConfig
+from .backends import BACKENDS
+from .config import MASTER_PORT, LaunchConfig
 
 _EPILOG = """\
 examples:
@@ -79,14 +80,16 @@ def _add_rendezvous_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         "--rdzv-backend",
         choices=BACKENDS,
-        help="where nodes meet (c10d is another name for tcp, and etcd-v2 for etcd, which speaks "
-        "its version 3); static with --master-addr",
+        # Without it argparse reads through the choices, and so all metadata, on every start.
+        metavar="NAME",
+        help="where nodes meet: %(choices)s (c10d is another name for tcp, and etcd-v2 for etcd, "
+        "which speaks its version 3); static with --master-addr",
     )
     _flag(
         parser,
         "--rdzv-endpoint",
         default="",
-        help="HOST[:29400], a folder (file), or HOST[:2379],HOST... (etcd)",
+        help="HOST[:29400], a folder (file), HOST[:2379],HOST... (etcd), or what else NAME takes",
     )
     _flag(parser, "--rdzv-id", default="none", help="the job's name, the same on all nodes")
     _flag(

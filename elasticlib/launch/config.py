@@ -15,13 +15,13 @@ from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
 from ..workers.streams import StreamChoice
+from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 
 MASTER_PORT = 29500
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
 LONGEST_RUN_ID = 256
-BACKENDS = ("tcp", "c10d", "file", "static", *ETCD_BACKENDS)
 
 
 @attrs.frozen
@@ -122,8 +122,8 @@ _READERS = {
 class LaunchConfig:
     """One node's part in a job.
 
-    rdzv_endpoint: `host:port`, a folder for the file backend, `host:port,host:port` for etcd, or
-    empty for one node alone.
+    rdzv_endpoint: `host:port`, a folder for the file backend, `host:port,host:port` for etcd, what
+    a backend of another distribution takes, or empty for one node alone.
     rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
     static backend. shutdown_timeout: seconds between SIGTERM and SIGKILL.
     """
@@ -173,12 +173,14 @@ class LaunchConfig:
         # Read for its errors, so that a bad value is named before anything starts.
         assert self.options
         assert self.limits
-        check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
-        if self.etcd is None and not self.alone and self.rdzv_backend != "file":
+        if not self.foreign:
+            check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
+        elsewhere = self.foreign or self.rdzv_backend == "file"
+        if self.etcd is None and not self.alone and not elsewhere:
             self._check_endpoint()
         if self.rdzv_backend == "static":
             self._check_static()
-        if self.rdzv_backend in ("file", *ETCD_BACKENDS) and self.run_id == "none":
+        if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
             raise ConfigError(
                 f"the {self.rdzv_backend} backend remembers how a job ended: name each job with "
                 "an --rdzv-id of its own"
@@ -232,6 +234,17 @@ class LaunchConfig:
         return not self.rdzv_endpoint
 
     @property
+    def foreign(self) -> bool:
+        """Whether the backend is of another distribution."""
+        return self.rdzv_backend not in OUR_BACKENDS
+
+    @property
+    def foreign_options(self) -> dict[str, str]:
+        """The keys of --rdzv-conf that are not ours to read."""
+        ours = {*_READERS, "timeout"}
+        return {key: str(value) for key, value in self.rdzv_configs.items() if key not in ours}
+
+    @property
     def etcd(self) -> EtcdPlace | None:
         """The etcd to meet in, if it is one."""
         if self.alone or self.rdzv_backend not in ETCD_BACKENDS:
@@ -240,7 +253,8 @@ class LaunchConfig:
 
     @property
     def options(self) -> RendezvousOptions:
-        return read_options(self.rdzv_configs)
+        theirs = self.foreign_options if self.foreign else {}
+        return read_options({k: v for k, v in self.rdzv_configs.items() if k not in theirs})
 
     @property
     def limits(self) -> Limits:

@@ -27,6 +27,7 @@ from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.server import TcpStoreServer
 from ..stores.tcp import TcpStore
+from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
@@ -38,10 +39,13 @@ CONNECT_SECONDS = 2.0
 
 @attrs.frozen
 class Meeting:
-    """What is open while a node takes part in a job; `nodes` is where its nodes' keys are."""
+    """What is open while a node takes part in a job; `nodes` is where its nodes' keys are.
+
+    store: None where the handler is another distribution's, which looks after its own.
+    """
 
     handler: RendezvousHandler
-    store: Store
+    store: Store | None
     server: TcpStoreServer | None
     nodes: str
 
@@ -50,7 +54,7 @@ class Meeting:
 
         A node that stands still is waited for until its lease ends, and no longer.
         """
-        if self.server is None:
+        if self.server is None or self.store is None:
             return
         told = False
         try:
@@ -65,7 +69,8 @@ class Meeting:
 
     def close(self) -> None:
         try:
-            self.store.close()
+            if self.store is not None:
+                self.store.close()
         except StoreError as error:
             log.warning("the store was not left cleanly: %s", error)
         if self.server is not None:
@@ -76,11 +81,17 @@ def open_meeting(config: LaunchConfig) -> Meeting:
     """Bind or find the store, and make the handler; no other node is waited for.
 
     Raises:
-        ConfigError: the endpoint cannot be what the flags say.
+        ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
-    if config.rdzv_backend == "file":
-        store: Store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
+    warn_of_shadows()
+    if config.foreign:
+        opened = open_backend(config.rdzv_backend, _request(config))
+        if isinstance(opened, RendezvousHandler):
+            return Meeting(opened, None, None, node_prefix(config.run_id))
+        store, find_address = opened, _outward_address
+    elif config.rdzv_backend == "file":
+        store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
         find_address = _outward_address
     elif (etcd := config.etcd) is not None:
         store = etcd.open(config.options.read_timeout)
@@ -92,18 +103,39 @@ def open_meeting(config: LaunchConfig) -> Meeting:
     return Meeting(handler, store, server, Keys(config.run_id).node())
 
 
-def _handler(
-    config: LaunchConfig, store: Store, find_address: Callable[[], str]
-) -> RendezvousHandler:
+def _request(config: LaunchConfig) -> BackendRequest:
+    return BackendRequest(
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        options=config.foreign_options,
+        timeout=_answer_seconds(config),
+        node=_node(config, config.local_addr or _outward_address()),
+        limits=config.limits,
+        timing=config.options.timing,
+    )
+
+
+def _answer_seconds(config: LaunchConfig) -> float:
+    """A store that hangs is noticed within a lease; how long it may is the keeper's affair."""
+    return min(config.options.read_timeout, max(config.options.timing.lease, ANSWER_SECONDS))
+
+
+def _node(config: LaunchConfig, address: str) -> Node:
     host = socket.gethostname()
-    node = Node(
+    return Node(
         id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
         host=host,
-        address=config.local_addr or "",
+        address=address,
         slots=config.nproc_per_node,
         role=config.role,
         hint=config.node_rank,
     )
+
+
+def _handler(
+    config: LaunchConfig, store: Store, find_address: Callable[[], str]
+) -> RendezvousHandler:
+    node = _node(config, config.local_addr or "")
     timing = config.options.timing
     if config.rdzv_backend == "static":
         return StaticRendezvousHandler(
@@ -140,8 +172,7 @@ def _open_tcp(config: LaunchConfig) -> tuple[TcpStoreServer | None, TcpStore]:
         host,
         port,
         job=config.run_id,
-        # A store that hangs is noticed within a lease; how long it may is the keeper's affair.
-        timeout=min(config.options.read_timeout, max(config.options.timing.lease, ANSWER_SECONDS)),
+        timeout=_answer_seconds(config),
         connect_timeout=CONNECT_SECONDS,
     )
     return server, store

@@ -1,0 +1,49 @@
+"""The contracts of a store and of a rendezvous handler as test suites, and simulated clusters.
+
+A suite needs pytest and hypothesis (the extra `testing`) and the simulator does not, so each name
+is loaded from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "ClientRecipe": "store_process",
+    "HandlerRequest": "rendezvous_contract",
+    "RendezvousContract": "rendezvous_contract",
+    "StoreContract": "store_contract",
+    "StoreRendezvousContract": "rendezvous_over_store",
+}
+_ASSERTING = (
+    "rendezvous_cluster",
+    "rendezvous_contract",
+    "rendezvous_machine",
+    "store_contract",
+    "store_model",
+)
+
+__all__ = sorted(_HOMES)
+
+if "pytest" in sys.modules:
+    import pytest
+
+    # A failed assertion of a suite shows its values then, as one in a test file does.
+    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
+
+if TYPE_CHECKING:
+    from .rendezvous_contract import HandlerRequest as HandlerRequest
+    from .rendezvous_contract import RendezvousContract as RendezvousContract
+    from .rendezvous_over_store import StoreRendezvousContract as StoreRendezvousContract
+    from .store_contract import StoreContract as StoreContract
+    from .store_process import ClientRecipe as ClientRecipe
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'elasticlib.testing' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from ..errors import ConfigError, LeaseLost, StoreUnavailable
 from ..stores.interface import ABSENT, Listing, Store
-from .store_model import ODD_KEYS, STEPS, DictionaryModel
+from .store_model import ODD_KEYS, StoreMachine
 from .store_process import ClientRecipe, increment, number_at, race, said
 
 Connect = Callable[[], Store]
@@ -169,22 +169,18 @@ class StoreContract:
             assert max(entry.version for entry in listing.entries) == listing.version
 
     def test_any_history_agrees_with_a_dictionary(self, connect: Connect) -> None:
-        clients = itertools.cycle((connect(), connect()))
-        rooms = (f"room{number}/" for number in itertools.count())
-
-        @settings(
-            max_examples=self.examples,
-            deadline=None,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow],
+        clients = (connect(), connect())
+        run_state_machine_as_test(
+            lambda: StoreMachine(clients),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=self.examples,
+                stateful_step_count=25,
+                deadline=None,
+                database=None,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
         )
-        @given(STEPS)
-        def agree(steps: list[Any]) -> None:
-            model = DictionaryModel(next(rooms))
-            for step in steps:
-                model.check(next(clients), *step)
-
-        agree()
 
     # Races
 

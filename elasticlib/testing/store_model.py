@@ -1,15 +1,18 @@
-"""A store as a dictionary, in the dumbest way, and histories to compare a real one with.
+"""A store as a dictionary, in the dumbest way, and a state machine that compares a real one.
 
-A step is done on both; answers, contents and the growth of versions must agree.
+Each step is done on both; answers, contents, leases and the growth of versions must agree.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from ..stores.interface import ABSENT, Store
+from ..errors import LeaseLost
+from ..stores.interface import ABSENT, Entry, Store
 
 ODD_KEYS = (
     "a", "A", "/", "..", ".", "a/b", "a b", "a%2fb", "a\\b", "k.a", "lock", "~", "-", "ä", "日本",
@@ -17,67 +20,141 @@ ODD_KEYS = (
 )  # fmt: skip
 
 KEYS = st.sampled_from(["a", "b", "a/1", "a/2"])
+PREFIXES = st.sampled_from(["", "a", "a/", "b", "c"])
 VALUES = st.binary(max_size=20)
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("set"), KEYS, VALUES),
-        st.tuples(st.just("compare_set"), KEYS, VALUES, st.sampled_from(["now", "old", "absent"])),
-        st.tuples(st.just("delete"), KEYS, st.sampled_from(["now", "old", "any"])),
-        st.tuples(st.just("list"), st.sampled_from(["", "a", "a/", "b", "c"])),
-    ),
-    max_size=25,
-)
+LONG = 1000.0
+"""Seconds: a lease that does not end by itself while a test runs."""
+
+_ROOMS = (f"room{number}/" for number in itertools.count())
 
 
 class DictionaryModel:
-    """What a store should answer, in the dumbest way."""
+    """What a store should answer, in the dumbest way; `room` is the part of it that we use."""
 
     def __init__(self, room: str) -> None:
-        self._room = room
+        self.room = room
         self._there: dict[str, tuple[bytes, int]] = {}
+        self._owners: dict[str, int | None] = {}
         self._old: dict[str, int] = {}
-        self._newest = 0
+        self._changes: list[tuple[int, str]] = []
 
-    def check(self, store: Store, verb: str, name: str, *rest: Any) -> None:
-        """Do one step on the store and on the dictionary; they must agree."""
-        key = self._room + name
-        getattr(self, f"_{verb}")(store, key, *rest)
+    def read(self, store: Store, key: str) -> None:
         entry = store.get(key)
         assert (entry and (entry.value, entry.version)) == self._there.get(key)
 
-    def _set(self, store: Store, key: str, value: bytes) -> None:
-        self._written(key, value, store.set(key, value).version)
+    def set(self, store: Store, key: str, value: bytes, owner: int | None) -> None:
+        ttl = None if owner is None else LONG
+        entry = store.set(key, value, ttl=ttl)
+        assert (entry.key, entry.value) == (key, value)
+        self._written(store, entry, owner)
 
-    def _compare_set(self, store: Store, key: str, value: bytes, which: str) -> None:
-        expected = ABSENT if which == "absent" else self._expected(key, which)
+    def compare_set(self, store: Store, key: str, value: bytes, expected: int) -> None:
         outcome = store.compare_set(key, value, expected=expected)
-        assert outcome.won == (expected == self._there.get(key, (b"", ABSENT))[1])
+        assert outcome.won == (expected == self.version(key, "now"))
         if outcome.won:
             assert outcome.entry is not None
-            self._written(key, value, outcome.entry.version)
+            assert (outcome.entry.key, outcome.entry.value) == (key, value)
+            self._written(store, outcome.entry, None)
         entry = outcome.entry
         assert (entry and (entry.value, entry.version)) == self._there.get(key)
 
-    def _delete(self, store: Store, key: str, which: str) -> None:
-        expected = None if which == "any" else self._expected(key, which)
+    def delete(self, store: Store, key: str, expected: int | None) -> None:
         removes = key in self._there and expected in (None, self._there[key][1])
         assert store.delete(key, expected=expected) is removes
         if removes:
             self._old[key] = self._there.pop(key)[1]
-            self._newest = store.list(key).version
+            self._changed(store, key, store.list(key).version)
 
-    def _list(self, store: Store, prefix: str) -> None:
+    def refresh(self, store: Store, key: str, version: int, owner: int) -> None:
+        held = version == self.version(key, "now") != ABSENT and self._owners[key] == owner
+        try:
+            store.refresh(key, version)
+            kept = True
+        except LeaseLost:
+            kept = False
+        assert kept is held
+
+    def list(self, store: Store, prefix: str) -> None:
         found = [(e.key, (e.value, e.version)) for e in store.list(prefix).entries]
         assert found == sorted(i for i in self._there.items() if i[0].startswith(prefix))
 
-    def _written(self, key: str, value: bytes, version: int) -> None:
-        assert version > self._newest
-        self._newest = version
-        if key in self._there:
-            self._old[key] = self._there[key][1]
-        self._there[key] = (value, version)
+    def wait(self, store: Store, prefix: str, back: int) -> None:
+        """Ask for what has changed in the last `back` changes: none may be missed."""
+        past = self._changes[-back:]
+        if past:
+            after = past[0][0] - 1
+            missed = any(key.startswith(prefix) for _, key in past)
+            assert store.wait(prefix, after=after, timeout=0.0) or not missed
 
-    def _expected(self, key: str, which: str) -> int:
+    def version(self, key: str, which: str) -> int:
+        """The key's version now, the one before, or what to expect where there is none."""
         if which == "old":
             return self._old.get(key, 10**9)
-        return self._there.get(key, (b"", ABSENT))[1]
+        return self._there.get(key, (b"", ABSENT))[1] if which == "now" else ABSENT
+
+    def _written(self, store: Store, entry: Entry, owner: int | None) -> None:
+        key = entry.key
+        self._changed(store, key, entry.version)
+        if key in self._there:
+            self._old[key] = self._there[key][1]
+        self._there[key] = (entry.value, entry.version)
+        self._owners[key] = owner
+
+    def _changed(self, store: Store, key: str, version: int) -> None:
+        assert version > (self._changes[-1][0] if self._changes else 0)
+        self._changes.append((version, key))
+        self.wait(store, key, back=1)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any history of one store's clients, in turn, beside the dictionary."""
+
+    def __init__(self, clients: Sequence[Store]) -> None:
+        super().__init__()
+        self._turns: Iterator[tuple[int, Store]] = itertools.cycle(enumerate(clients))
+        self._clients = clients
+        self._model = DictionaryModel(next(_ROOMS))
+
+    def _key(self, name: str) -> str:
+        return self._model.room + name
+
+    def _check(self, key: str) -> None:
+        """Every client reads what stands there, and only the owner of a lease can keep it."""
+        for number, store in enumerate(self._clients):
+            self._model.read(store, key)
+            self._model.refresh(store, key, self._model.version(key, "now"), number)
+
+    @rule(name=KEYS, value=VALUES, leased=st.booleans())
+    def set(self, name: str, value: bytes, leased: bool) -> None:
+        key = self._key(name)
+        number, store = next(self._turns)
+        self._model.set(store, key, value, number if leased else None)
+        self._check(key)
+
+    @rule(name=KEYS, value=VALUES, which=st.sampled_from(["now", "old", "absent"]))
+    def compare_set(self, name: str, value: bytes, which: str) -> None:
+        key = self._key(name)
+        _, store = next(self._turns)
+        self._model.compare_set(store, key, value, self._model.version(key, which))
+        self._check(key)
+
+    @rule(name=KEYS, which=st.sampled_from(["now", "old", "any"]))
+    def delete(self, name: str, which: str) -> None:
+        key = self._key(name)
+        expected = None if which == "any" else self._model.version(key, which)
+        self._model.delete(next(self._turns)[1], key, expected)
+        self._check(key)
+
+    @rule(name=KEYS)
+    def refresh(self, name: str) -> None:
+        key = self._key(name)
+        for number, store in enumerate(self._clients):
+            self._model.refresh(store, key, self._model.version(key, "old"), number)
+
+    @rule(prefix=PREFIXES)
+    def list(self, prefix: str) -> None:
+        self._model.list(next(self._turns)[1], self._key(prefix))
+
+    @rule(prefix=PREFIXES, back=st.integers(1, 4))
+    def wait(self, prefix: str, back: int) -> None:
+        self._model.wait(next(self._turns)[1], self._key(prefix), back)

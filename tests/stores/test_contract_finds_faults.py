@@ -10,7 +10,7 @@ import pytest
 
 from elasticlib.stores.interface import ABSENT, CompareSet, Entry, Listing
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.testing.store_contract import StoreContract
+from elasticlib.testing import StoreContract
 
 
 class LosesUpdates(MemoryStore):
@@ -121,6 +121,8 @@ FAULTS = [
     (WakesAtTheEnd, "test_a_waiter_does_not_hold_up_other_threads"),
     (MissesDeletes, "test_a_wait_sees_the_change_before_it"),
     (MissesDeletes, "test_an_unrefreshed_lease_ends_for_everyone"),
+    (MissesDeletes, "test_any_history_agrees_with_a_dictionary"),
+    (LetsAnybodyRefresh, "test_any_history_agrees_with_a_dictionary"),
     (WaitsFromNowOn, "test_a_wait_sees_the_change_before_it"),
     (ListsInPieces, "test_a_list_is_of_one_moment"),
     (DeletesEverything, "test_delete_says_whether_it_removed_anything"),
@@ -143,6 +145,11 @@ def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> Non
     clients = itertools.chain([first], iter(first.client, None))
     with pytest.raises((AssertionError, FutureTimeout, pytest.fail.Exception)):
         getattr(Contract(), claim)(lambda: next(clients))
+
+
+def test_a_failed_assertion_shows_its_values() -> None:
+    with pytest.raises(AssertionError, match="assert True is False"):
+        Contract().test_a_missing_key_answers_at_once(DeletesEverything)
 
 
 @pytest.mark.parametrize("claim", sorted({claim for _, claim in FAULTS}))

@@ -21,8 +21,7 @@ from elasticlib.errors import (
 from elasticlib.stores.etcd import EtcdStore
 from elasticlib.stores.etcd_access import Member, read_members
 from elasticlib.stores.interface import Store
-from elasticlib.testing.store_contract import StoreContract
-from elasticlib.testing.store_process import ClientRecipe
+from elasticlib.testing import ClientRecipe, StoreContract
 
 pytestmark = [pytest.mark.xdist_group("etcd"), needs_etcd]
 

@@ -12,8 +12,7 @@ from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.stores.server import TcpStoreServer
 from elasticlib.stores.tcp import TcpStore
-from elasticlib.testing.store_contract import StoreContract
-from elasticlib.testing.store_process import ClientRecipe
+from elasticlib.testing import ClientRecipe, StoreContract
 
 
 class TestMemoryStore(StoreContract):

@@ -1,0 +1,66 @@
+"""Every handler here keeps the one contract, over every store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.interface import RendezvousHandler
+from elasticlib.rendezvous.static import StaticRendezvousHandler
+from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.interface import Store
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.testing import HandlerRequest, StoreRendezvousContract
+from elasticlib.testing.rendezvous_over_store import Listener
+
+
+class TestOverMemory(StoreRendezvousContract):
+    examples = 20
+
+    @pytest.fixture
+    def make_store(self) -> Callable[[], Store]:
+        return MemoryStore().client
+
+
+class TestOverTcp(StoreRendezvousContract):
+    @pytest.fixture
+    def make_store(self) -> Iterator[Callable[[], Store]]:
+        with TcpStoreServer("127.0.0.1", 0) as server:
+            yield lambda: TcpStore(server.host, server.port, timeout=self.patience)
+
+
+class TestOverFiles(StoreRendezvousContract):
+    examples = 3
+
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: FileStore(tmp_path / "store", timeout=self.patience)
+
+
+class TestStatic(StoreRendezvousContract):
+    """As far as it fits a fixed number of nodes, each at the rank of its letter."""
+
+    @pytest.fixture
+    def make_store(self) -> Callable[[], Store]:
+        return MemoryStore().client
+
+    def handler(self, store: Store, node: Node, request: HandlerRequest) -> RendezvousHandler:
+        rank = "abcde".index(request.name)
+        if request.min_nodes != request.max_nodes or rank >= request.max_nodes:
+            pytest.skip("a fixed number of nodes")
+        return StaticRendezvousHandler(
+            store,
+            request.run_id,
+            attrs.evolve(node, hint=rank),
+            request.max_nodes,
+            max_restarts=request.max_restarts,
+            timing=Timing(join=request.join_timeout, lease=2.0, refresh=0.2, close=5.0),
+            open_bootstrap=Listener,
+        )

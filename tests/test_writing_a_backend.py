@@ -1,0 +1,202 @@
+"""docs/writing_a_backend.md, followed by a third party: its files, its tests, its command line."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from distributions import install, path_with
+from jobs import Job, check_one_world
+from redis_server import RedisServer, needs_redis
+
+from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
+from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.meeting import open_meeting
+from elasticlib.stores.interface import Store
+from elasticlib.testing.rendezvous_cluster import in_thread
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "writing_a_backend.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+FILES = {code.split("\n")[0].removeprefix("# "): code for kind, code in BLOCKS if kind != "sh"}
+MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
+(COMMAND,) = (code.strip() for kind, code in BLOCKS if kind == "sh")
+
+Connect = Callable[..., Store]
+pytestmark = [needs_redis, pytest.mark.faults]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with RedisServer(folder) as server:
+        yield server
+    assert list(folder.iterdir()) == [server.log]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder in which the page's distribution is installed."""
+    # A name in TOML with the dots of its group quoted, which is all that INI reads differently.
+    project = configparser.ConfigParser()
+    project.read_string(FILES["pyproject.toml"])
+    points = project['project.entry-points."elasticlib.rendezvous"']
+    targets = {name: target.strip('"') for name, target in points.items()}
+    return install(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"], **targets)
+
+
+@pytest.fixture
+def module(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The page's module, imported from where it is installed."""
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return importlib.import_module(MODULE)
+
+
+@pytest.fixture
+def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
+    stores: list[Store] = []
+
+    def connect(**settings: Any) -> Store:
+        stores.append(module.RedisStore(server.url, "job", **settings))
+        return stores[-1]
+
+    yield connect
+    for store in stores:
+        store.close()
+
+
+def test_every_block_of_the_page_is_known_to_a_test() -> None:
+    assert set(FILES) == {f"{MODULE}.py", SUITE, "pyproject.toml"}
+    assert len(BLOCKS) == len(FILES) + 1
+
+
+def test_the_page_counts_its_lines_right() -> None:
+    tree = ast.parse(FILES[f"{MODULE}.py"])
+    (body,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    (script,) = (
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    )
+    lines = FILES[f"{MODULE}.py"].splitlines()[body.lineno - 1 : body.end_lineno]
+    counts = [len([line for line in part if line]) for part in (lines, script.splitlines())]
+    said = re.search(r"The class is (\d+) lines, and the script (\d+) of Lua", TEXT)
+    assert said is not None
+    assert [int(number) for number in said.groups()] == counts
+
+
+@pytest.mark.timeout(300)
+def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / SUITE).write_text(FILES[SUITE])
+    environment = {**os.environ, "PYTHONPATH": path_with(site), "REDIS_URL": server.url}
+    flags = ("-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, SUITE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d\d passed in", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_pages_command_line_runs_a_job(job: Job, site: Path, server: RedisServer) -> None:
+    words = shlex.split(COMMAND)
+    assert (words[0], words[-1]) == ("elasticrun", "train.py")
+    flags = [server.endpoint if word == "cache:6379" else word for word in words[1:-1]]
+    assert flags != words[1:-1]
+    nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
+    check_one_world(job.settled(2))
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    with redis.Redis.from_url(server.url) as client:
+        assert not client.exists("elasticlib:{job7}:leases")
+
+
+def test_what_the_page_does_not_know_it_refuses(module: Any, tmp_path: Path) -> None:
+    del module
+    secret = tmp_path / "secret"
+    secret.write_text("word\n")
+    place = {"run_id": "job", "rdzv_backend": "redis", "rdzv_endpoint": "h:1"}
+    good = LaunchConfig(**place, rdzv_configs={"password_file": str(secret)})
+    open_meeting(good).close()
+    with pytest.raises(ConfigError, match="takes password_file, not database"):
+        open_meeting(LaunchConfig(**place, rdzv_configs={"database": "1"}))
+
+
+# What the page says of failures, and no contract can ask for
+
+
+def test_a_lease_outlives_a_redis_that_stood_still(connect: Connect, server: RedisServer) -> None:
+    store = connect()
+    lease = store.set("lease", b"", ttl=0.5)
+    server.signal(signal.SIGSTOP)
+    threading.Event().wait(1.0)
+    server.signal(signal.SIGCONT)
+    assert store.get("lease") == lease
+    store.refresh("lease", lease.version)
+
+
+@pytest.mark.parametrize("jump", [-3_600_000, 3_600_000])
+def test_a_lease_is_no_matter_of_the_machines_clock(
+    connect: Connect, server: RedisServer, jump: int
+) -> None:
+    store = connect()
+    lease = store.set("lease", b"", ttl=0.5)
+    with redis.Redis.from_url(server.url) as client:
+        # As if the clock were set by an hour, since the script last looked at it.
+        client.hincrby("elasticlib:{job}:meta", "real", jump)
+    assert store.get("lease") == lease
+    store.refresh("lease", lease.version)
+    assert store.wait("lease", after=lease.version, timeout=10.0)
+    assert store.get("lease") is None
+
+
+def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
+    connect: Connect, server: RedisServer
+) -> None:
+    store, other = connect(timeout=0.3), connect()
+    before = store.set("key", b"old").version
+    server.signal(signal.SIGSTOP)
+    writing = in_thread(lambda: store.compare_set("key", b"new", expected=before))
+    # Redis wakes when the write has been given up, so that a second one would be answered.
+    threading.Event().wait(0.5)
+    server.signal(signal.SIGCONT)
+    with pytest.raises(StoreTimeout, match=r"set 'key' in Redis, timeout=0\.3 s"):
+        writing.result(10.0)
+    assert other.wait("key", after=before, timeout=10.0)
+    assert other.list("").version == before + 1
+
+
+def test_a_redis_that_is_gone_is_said_to_be(connect: Connect, server: RedisServer) -> None:
+    store = connect()
+    store.set("key", b"")
+    server.kill()
+    with pytest.raises(StoreUnavailable, match="get 'key' in Redis"):
+        store.get("key")
+
+
+def test_a_waiter_hears_of_a_redis_that_was_emptied(connect: Connect, server: RedisServer) -> None:
+    store = connect()
+    version = [store.set("key", b"%d" % number).version for number in range(5)][-1]
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    assert store.wait("key", after=version, timeout=0.0) is True
