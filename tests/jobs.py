@@ -105,8 +105,12 @@ class Job:
 
     def run(self, name: str, *flags: str, worker: tuple[str, ...] = (), **extra: str) -> Node:
         """An agent with these flags, running the fault worker."""
+        return self.start(name, *self.agent(*flags, worker=worker), **extra)
+
+    def agent(self, *flags: str, worker: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The command line of an agent that runs the fault worker."""
         script = (WORKER, str(self.folder), *worker)
-        return self.start(name, sys.executable, "-m", "elasticlib.launch", *flags, *script, **extra)
+        return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
     def store(self) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
@@ -156,6 +160,11 @@ class Job:
     def gone(self, seconds: float = 10.0) -> None:
         """Waits until no process of the job is left."""
         until("the job's processes to be gone", lambda: not self.processes(), seconds)
+
+    def reap(self) -> None:
+        """Take note of the processes that have ended."""
+        for node in self.nodes:
+            node.process.poll()
 
     def close(self) -> None:
         """End what the test left; a test that ends well leaves its agents ended."""
