@@ -120,8 +120,6 @@ class Host:
     def power_on(self) -> None:
         """Boot: nothing runs yet, and nothing is known of the time before."""
         self.temporary.mkdir()
-        if not self._names_file.exists():
-            self.know({})
         self._spaces = Spaces(self.name, self._names_file)
         self._port = self._cluster.plug(self._spaces)
         self._spaces.ip(
@@ -204,11 +202,12 @@ class Cluster:
         self.switch.ip("link add br0 type bridge", "link set br0 up")
 
     def host(self, name: str = "") -> Host:
-        """One more host; h1, h2 and so on, each of which knows those before it and itself."""
+        """One more host; h1, h2 and so on. All know all by name."""
         number = len(self.hosts) + 1
         host = Host(self, number, name or f"h{number}")
         self.hosts[host.name] = host
-        host.know({other.name: other.address for other in self.hosts.values()})
+        for one in self.hosts.values():
+            one.know({other.name: other.address for other in self.hosts.values()})
         host.power_on()
         return host
 
