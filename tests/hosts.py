@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import PROGRAMS, Job, Node, until
+from jobs import WITHOUT_TORCH, Job, Node, until
 
 NETWORK = "10.77.0"
 NETWORK6 = "fd77:"
@@ -28,7 +28,6 @@ PORT = 29400
 SPACES = ("--net", "--uts", "--mount")
 ETCD_PORT = 2379
 BACKENDS = ["tcp", "file", pytest.param("etcd", marks=needs_etcd)]
-STUB_TORCH = str(PROGRAMS / "stub_torch")
 
 # `cat` ends when the test's process does, however that ends.
 _HOLD = """
@@ -161,7 +160,7 @@ class Host:
 
     def run(self, *flags: str, name: str = "", worker: tuple[str, ...] = (), **extra: str) -> Node:
         """An agent with these flags, running the fault worker, which uses no torch."""
-        path = (extra.pop("PYTHONPATH", ""), STUB_TORCH, os.environ.get("PYTHONPATH", ""))
+        path = (extra.pop("PYTHONPATH", ""), WITHOUT_TORCH["PYTHONPATH"])
         extra["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         command = self._cluster.job.agent(*flags, worker=worker)
         return self.start(name or self.name, *command, **extra)

@@ -19,6 +19,9 @@ import pytest
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
+# For agents whose workers use no torch, which then need not wait two seconds for it either.
+_STUB = os.pathsep.join(filter(None, (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))))
+WITHOUT_TORCH = {"PYTHONPATH": _STUB}
 TAG = "ELASTICLIB_TEST_TAG"
 BOUND = 60.0
 
@@ -108,9 +111,11 @@ class Job:
         """An agent with these flags, running the fault worker."""
         return self.start(name, *self.agent(*flags, worker=worker), **extra)
 
-    def agent(self, *flags: str, worker: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The command line of an agent that runs the fault worker."""
-        script = (WORKER, str(self.folder), *worker)
+    def agent(
+        self, *flags: str, program: str = WORKER, worker: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
+        """The command line of an agent that runs a program which reports to this job."""
+        script = (program, str(self.folder), *worker)
         return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
     def store(self) -> str:
@@ -125,7 +130,7 @@ class Job:
         said = [json.loads(file.read_text()) for file in files]
         return sorted(said, key=lambda place: int(place["RANK"]))
 
-    def settled(self, world: int, after: int = 0) -> list[dict[str, Any]]:
+    def settled(self, world: int, after: int = 0, seconds: float = BOUND) -> list[dict[str, Any]]:
         """Waits for a generation past `after` in which `world` workers run."""
 
         def look() -> list[dict[str, Any]]:
@@ -137,7 +142,7 @@ class Job:
             return []
 
         try:
-            return until(f"a world of {world} after generation {after}", look)
+            return until(f"a world of {world} after generation {after}", look, seconds)
         except AssertionError as error:
             logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
             raise AssertionError(f"{error}\n{logs}") from None
