@@ -160,7 +160,7 @@ class Host:
 
     def run(self, *flags: str, name: str = "", worker: tuple[str, ...] = (), **extra: str) -> Node:
         """An agent with these flags, running the fault worker, which uses no torch."""
-        path = (extra.pop("PYTHONPATH", ""), WITHOUT_TORCH["PYTHONPATH"])
+        path = (extra.pop("PYTHONPATH", ""), WITHOUT_TORCH)
         extra["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         command = self._cluster.job.agent(*flags, worker=worker)
         return self.start(name or self.name, *command, **extra)

@@ -19,9 +19,9 @@ import pytest
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
-# For agents whose workers use no torch, which then need not wait two seconds for it either.
-_STUB = os.pathsep.join(filter(None, (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))))
-WITHOUT_TORCH = {"PYTHONPATH": _STUB}
+# PYTHONPATH of agents whose workers use no torch: they need not wait two seconds for it either.
+_PATHS = (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))
+WITHOUT_TORCH = os.pathsep.join(filter(None, _PATHS))
 TAG = "ELASTICLIB_TEST_TAG"
 BOUND = 60.0
 

@@ -87,7 +87,9 @@ def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
     """Two nodes that meet in a store of its own process, which is the job's first node."""
     endpoint = job.store()
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false")
-    return endpoint, [job.run(name, *flags, *QUICK, *more, **WITHOUT_TORCH) for name in "ab"]
+    return endpoint, [
+        job.run(name, *flags, *QUICK, *more, PYTHONPATH=WITHOUT_TORCH) for name in "ab"
+    ]
 
 
 def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None:
