@@ -23,9 +23,12 @@ def flags(hosts: list[Host], nodes: str) -> tuple[str, ...]:
 def test_workers_go_on_when_the_leading_member_is_killed(cluster: Cluster) -> None:
     hosts = cluster.grow(3)
     members = three_members(cluster, hosts)
-    nodes = [host.run(*flags(hosts, "1:3")) for host in hosts]
+    dead = leader(members)
+    # Asked first, so that all must find another.
+    ordered = sorted(hosts, key=lambda host: host.name != dead)
+    nodes = [host.run(*flags(ordered, "1:3")) for host in hosts]
     before = cluster.job.settled(3)
-    members.pop(leader(members)).kill()
+    members.pop(dead).kill()
     until("another leader", lambda: leader(members), 10.0)
     time.sleep(1.5 * LEASE)
     assert all(alive(place["pid"]) for place in before)

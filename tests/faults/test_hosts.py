@@ -66,6 +66,19 @@ def test_a4_a_host_whose_agent_and_worker_were_killed_is_left_behind(
     assert [node.exit_code() for node in nodes.values()] == [0]
 
 
+def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster: Cluster) -> None:
+    flags = (*cluster.meet("tcp"), "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.3")
+    nodes = {host.name: host.run(*flags) for host in cluster.grow(2)}
+    before = cluster.job.settled(2)
+    nodes.pop(before[0]["node"]).kill()
+    killed_at = time.monotonic()
+    (place,) = cluster.job.settled(1, after=generation_of(before))
+    assert time.monotonic() - killed_at < 3.0, "its lease alone ends after 5 s"
+    assert place["node"] == before[1]["node"]
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a4_the_power_loss_of_a_host_is_noticed_within_its_lease(
     cluster: Cluster, backend: str

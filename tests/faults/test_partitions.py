@@ -20,8 +20,9 @@ QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_c
 def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
     cluster: Cluster, backend: str, cut: str
 ) -> None:
-    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3")
-    nodes = [host.run(*flags) for host in cluster.grow(3)]
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3", "--shutdown-timeout", "0.5")
+    # Workers that take their time to stop: none may be started beside them.
+    nodes = [host.run(*flags, worker=("ignore-term",)) for host in cluster.grow(3)]
     before = cluster.job.settled(3)
     theirs = before[0 if cut == "the first" else 2]
     lonely = cluster.of(theirs)
