@@ -29,9 +29,15 @@ SPACES = ("--net", "--uts", "--mount")
 ETCD_PORT = 2379
 BACKENDS = ["tcp", "file", pytest.param("etcd", marks=needs_etcd)]
 
-# `cat` ends when the test's process does, however that ends.
+# Reading ends when the test's process does, however that ends; nothing here outlives it for long.
 _HOLD = """
-hostname "$1" && mount --bind "$2" /etc/hosts && ip link set lo up && echo ready && exec cat
+hostname "$1" && mount --bind "$2" /etc/hosts && ip link set lo up && echo ready || exit
+read -r _
+mine=$(readlink /proc/$$/ns/net)
+for process in /proc/[0-9]*; do
+    [ "$process" = /proc/$$ ] || [ "$(readlink "$process/ns/net")" != "$mine" ] ||
+        kill -KILL "${process#/proc/}"
+done
 """
 _ENTER = 'cd "$1" && shift && exec "$@"'
 
