@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest_plugins = ["jobs"]
+pytest_plugins = ["jobs", "hosts"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

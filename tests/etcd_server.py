@@ -1,4 +1,7 @@
-"""A real etcd on loopback, with its data in the test's folder, that can be killed and come back."""
+"""A real etcd on loopback or on a host of a cluster, that can be killed and come back.
+
+Its data is in the test's folder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,31 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-class EtcdServer:
-    """One etcd of one member; starts when entered, and is gone when left."""
+def _free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        return f"127.0.0.1:{chosen.getsockname()[1]}"
 
-    def __init__(self, folder: Path, *flags: str, protocol: str = "http") -> None:
-        with socket.create_server(("127.0.0.1", 0)) as chosen:
-            self.endpoint = f"127.0.0.1:{chosen.getsockname()[1]}"
+
+class EtcdServer:
+    """One etcd of one member, or a member of several; running between enter and exit.
+
+    endpoint: where clients find it; a free port of loopback unless given. enter: the command that
+    runs another one where this server is to run. flags: etcd's own, and stronger than ours.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        protocol: str = "http",
+        endpoint: str = "",
+        enter: Callable[..., tuple[str, ...]] = lambda *command: command,
+    ) -> None:
+        self.endpoint = endpoint or _free_endpoint()
         self._folder = folder
         self._flags = flags
         self._url = f"{protocol}://{self.endpoint}"
+        self._enter = enter
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EtcdServer:
@@ -51,6 +70,11 @@ class EtcdServer:
 
     def start(self) -> None:
         """Start on the data that is there; answers when this returns."""
+        self.launch()
+        self.wait_until_it_serves()
+
+    def launch(self) -> None:
+        """Start, and return at once: one of several members serves when most are there."""
         assert BINARY is not None
         peer = "http://127.0.0.1:1"
         flags = {
@@ -70,8 +94,10 @@ class EtcdServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, *command], stdout=log, stderr=log
+                self._enter(sys.executable, "-c", BOOT, *command), stdout=log, stderr=log
             )
+
+    def wait_until_it_serves(self) -> None:
         try:
             until("etcd to serve", self._serves, 30.0)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,9 @@ import pytest
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
+# PYTHONPATH of agents whose workers use no torch: they need not wait two seconds for it either.
+_PATHS = (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))
+WITHOUT_TORCH = os.pathsep.join(filter(None, _PATHS))
 TAG = "ELASTICLIB_TEST_TAG"
 BOUND = 60.0
 
@@ -105,8 +109,14 @@ class Job:
 
     def run(self, name: str, *flags: str, worker: tuple[str, ...] = (), **extra: str) -> Node:
         """An agent with these flags, running the fault worker."""
-        script = (WORKER, str(self.folder), *worker)
-        return self.start(name, sys.executable, "-m", "elasticlib.launch", *flags, *script, **extra)
+        return self.start(name, *self.agent(*flags, worker=worker), **extra)
+
+    def agent(
+        self, *flags: str, program: str = WORKER, worker: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
+        """The command line of an agent that runs a program which reports to this job."""
+        script = (program, str(self.folder), *worker)
+        return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
     def store(self) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
@@ -120,7 +130,7 @@ class Job:
         said = [json.loads(file.read_text()) for file in files]
         return sorted(said, key=lambda place: int(place["RANK"]))
 
-    def settled(self, world: int, after: int = 0) -> list[dict[str, Any]]:
+    def settled(self, world: int, after: int = 0, seconds: float = BOUND) -> list[dict[str, Any]]:
         """Waits for a generation past `after` in which `world` workers run."""
 
         def look() -> list[dict[str, Any]]:
@@ -132,7 +142,7 @@ class Job:
             return []
 
         try:
-            return until(f"a world of {world} after generation {after}", look)
+            return until(f"a world of {world} after generation {after}", look, seconds)
         except AssertionError as error:
             logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
             raise AssertionError(f"{error}\n{logs}") from None
@@ -157,11 +167,19 @@ class Job:
         """Waits until no process of the job is left."""
         until("the job's processes to be gone", lambda: not self.processes(), seconds)
 
+    def reap(self) -> None:
+        """Take note of the processes that have ended."""
+        for node in self.nodes:
+            node.process.poll()
+
     def close(self) -> None:
         """End what the test left; a test that ends well leaves its agents ended."""
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill()
+        # A failed test is one failure: the guardians may first remove what the agents had.
+        with contextlib.suppress(AssertionError):
+            self.gone(seconds=5.0)
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -186,8 +204,9 @@ def generation_of(places: list[dict[str, Any]]) -> int:
 
 
 def check_one_world(places: list[dict[str, Any]]) -> None:
-    """All agree on generation, master and size, and hold the ranks 0..n-1."""
+    """All agree on generation, master and size, hold the ranks 0..n-1, and replace the old."""
     generation_of(places)
     assert [int(place["RANK"]) for place in places] == list(range(len(places)))
     assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places}) == 1
     assert {int(place["WORLD_SIZE"]) for place in places} == {len(places)}
+    assert not any(place["beside"] for place in places)

@@ -88,7 +88,7 @@ def open_meeting(config: LaunchConfig) -> Meeting:
     if config.foreign:
         opened = open_backend(config.rdzv_backend, _request(config))
         if isinstance(opened, RendezvousHandler):
-            return Meeting(opened, None, None, node_prefix(config.run_id))
+            return Meeting(opened, None, None, Keys(config.run_id).node())
         store, find_address = opened, _outward_address
     elif config.rdzv_backend == "file":
         store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)

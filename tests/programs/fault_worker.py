@@ -3,6 +3,7 @@
 It imports no torch. `fault_worker.py FOLDER [ignore-term] [child]`: it ends with success when
 FOLDER/finish is there, and with exit code 1 when FOLDER/fail.<NODE> is (NODE from its
 environment). `ignore-term` makes it deaf to SIGTERM; with `child` it starts a child of its own.
+Its place names in `beside` the workers of earlier generations that its node has not stopped yet.
 """
 
 import json
@@ -25,10 +26,28 @@ NAMES = [
 ]
 
 
+def running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def beside(folder: Path, node: str, generation: int) -> list[int]:
+    earlier = [
+        json.loads(file.read_text())
+        for file in folder.glob("place.*.json")
+        if int(file.name.split(".")[1]) < generation
+    ]
+    return [said["pid"] for said in earlier if said["node"] == node and running(said["pid"])]
+
+
 def main() -> None:
     folder, modes = Path(sys.argv[1]), sys.argv[2:]
     node = os.environ.get("NODE", "")
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
+    place["beside"] = beside(folder, node, int(place["ELASTICLIB_GENERATION"]))
     if "ignore-term" in modes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "child" in modes:

@@ -1,0 +1,68 @@
+"""Where nodes find each other: IPv6, names that mean something else on each host, shared ports."""
+
+from __future__ import annotations
+
+import pytest
+from hosts import PORT, Cluster
+from jobs import PROGRAMS, check_one_world, generation_of
+
+pytestmark = pytest.mark.faults
+
+QUICK = ("--rdzv-conf", "last_call_timeout=0.3")
+
+
+def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) -> None:
+    hosts = cluster.grow(2)
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"[{hosts[0].address6}]:{PORT}", *QUICK)
+    nodes = [host.run(*flags) for host in hosts]
+    places = cluster.job.settled(2)
+    check_one_world(places)
+    assert places[0]["MASTER_ADDR"] == cluster.of(places[0]).address6
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_torch_sums_over_ipv6_between_hosts(cluster: Cluster) -> None:
+    hosts = cluster.grow(2)
+    for host in hosts:
+        host.know({other.name: other.address6 for other in hosts})
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"[{hosts[0].address6}]:{PORT}", *QUICK)
+    command = cluster.job.agent(*flags, program=str(PROGRAMS / "allreduce.py"))
+    nodes = [host.start(host.name, *command) for host in hosts]
+    cluster.job.settled(2)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+@pytest.mark.parametrize("first", ["the named host", "another host"])
+def test_a_host_whose_own_name_is_loopback_to_itself_serves_the_others(
+    cluster: Cluster, first: str
+) -> None:
+    """As Debian writes /etc/hosts: h1 is 127.0.1.1 on h1, and its real address elsewhere."""
+    hosts = cluster.grow(3)
+    for host in hosts:
+        names = {other.name: other.address for other in hosts}
+        host.know({**names, host.name: "127.0.1.1"})
+    flags = ("--nnodes", "3", "--rdzv-endpoint", f"h1:{PORT}", *QUICK)
+    order = hosts if first == "the named host" else hosts[::-1]
+    nodes = [host.run(*flags) for host in order]
+    places = cluster.job.settled(3, seconds=15.0)
+    check_one_world(places)
+    cluster.check_reachable(places)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0, 0]
+
+
+def test_two_jobs_on_one_port_are_told_apart_by_name(cluster: Cluster) -> None:
+    one, other = cluster.grow(2)
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", f"{one.address}:{PORT}", *QUICK)
+    first = one.run(*flags, "--rdzv-id", "ada")
+    places = cluster.job.settled(1)
+    second = other.run(*flags, "--rdzv-id", "grace")
+    assert second.exit_code(20.0) == 1
+    (told,) = [line for line in second.text.splitlines() if "ada" in line]
+    assert "grace" in told
+    assert "Traceback" not in second.text
+    cluster.job.finish()
+    assert first.exit_code() == 0
+    assert not cluster.job.places(generation_of(places) + 1)

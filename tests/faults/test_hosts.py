@@ -1,0 +1,174 @@
+"""Rows A2, A3, A4, A5, A12 and A20 between hosts of their own, over every kind of store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hosts import BACKENDS, Cluster
+from jobs import alive, check_one_world, generation_of
+
+pytestmark = pytest.mark.faults
+
+QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_call_timeout=0.3")
+LEASE = 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a2_a_second_host_joins_and_both_are_one_world(cluster: Cluster, backend: str) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:2")
+    first = cluster.host().run(*flags)
+    generation = generation_of(cluster.job.settled(1))
+    second = cluster.host().run(*flags)
+    places = cluster.job.settled(2, after=generation)
+    check_one_world(places)
+    cluster.check_reachable(places)
+    assert [place["node"] for place in places] == [first.name, second.name]
+    cluster.job.finish()
+    assert (first.exit_code(), second.exit_code()) == (0, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a3_survivors_of_rank_0_share_one_generation_and_master(
+    cluster: Cluster, backend: str
+) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "2:3")
+    nodes = {host.name: host.run(*flags) for host in cluster.grow(3)}
+    before = cluster.job.settled(3)
+    dead = before[0]["node"]
+    nodes.pop(dead).kill()
+    places = cluster.job.settled(2, after=generation_of(before))
+    check_one_world(places)
+    cluster.check_reachable(places)
+    assert [p["node"] for p in places] == [p["node"] for p in before if p["node"] != dead]
+    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in places} == {"0"}
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a4_a_host_whose_agent_and_worker_were_killed_is_left_behind(
+    cluster: Cluster, backend: str
+) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3")
+    nodes = {host.name: host.run(*flags) for host in cluster.grow(2)}
+    before = cluster.job.settled(2)
+    killed = nodes.pop(before[0]["node"])
+    os.kill(before[0]["pid"], signal.SIGKILL)
+    killed.kill()
+    (place,) = cluster.job.settled(1, after=generation_of(before))
+    assert place["node"] == before[1]["node"]
+    assert place["TORCHELASTIC_RESTART_COUNT"] == "0"
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0]
+
+
+def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster: Cluster) -> None:
+    flags = (*cluster.meet("tcp"), "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.3")
+    nodes = {host.name: host.run(*flags) for host in cluster.grow(2)}
+    before = cluster.job.settled(2)
+    nodes.pop(before[0]["node"]).kill()
+    killed_at = time.monotonic()
+    (place,) = cluster.job.settled(1, after=generation_of(before))
+    assert time.monotonic() - killed_at < 3.0, "its lease alone ends after 5 s"
+    assert place["node"] == before[1]["node"]
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a4_the_power_loss_of_a_host_is_noticed_within_its_lease(
+    cluster: Cluster, backend: str
+) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3")
+    _lose_a_host(cluster, flags, within=2 * LEASE + 3.0)
+
+
+def test_a4_the_power_loss_of_a_host_is_noticed_within_the_usual_lease(cluster: Cluster) -> None:
+    flags = (*cluster.meet("tcp"), "--nnodes", "2:3", "--rdzv-conf", "last_call_timeout=0.3")
+    _lose_a_host(cluster, flags, within=10.0, hosts=3)
+
+
+def _lose_a_host(
+    cluster: Cluster, flags: tuple[str, ...], *, within: float, hosts: int = 2
+) -> None:
+    nodes = {host.name: host.run(*flags) for host in cluster.grow(hosts)}
+    before = cluster.job.settled(hosts)
+    dead = cluster.of(before[0])
+    del nodes[dead.name]
+    dead.power_off()
+    lost_at = time.monotonic()
+    after = cluster.job.settled(hosts - 1, after=generation_of(before))
+    assert time.monotonic() - lost_at < within
+    check_one_world(after)
+    cluster.check_reachable(after)
+    assert [place["node"] for place in after] == [place["node"] for place in before[1:]]
+    assert not any(alive(place["pid"]) for place in before)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0] * (hosts - 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a5_a_host_that_keeps_failing_leaves_and_the_other_goes_on(
+    cluster: Cluster, backend: str
+) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3", "--max-restarts", "1")
+    good, bad = (host.run(*flags) for host in cluster.grow(2))
+    before = cluster.job.settled(2)
+    (cluster.job.folder / f"fail.{bad.name}").touch()
+    assert bad.exit_code() == 1
+    assert "the job goes on without it (1 of 1 restarts used)" in bad.text
+    (place,) = cluster.job.settled(1, after=generation_of(before) + 1)
+    assert place["node"] == good.name
+    cluster.job.finish()
+    assert good.exit_code() == 0
+
+
+SKEW = """
+import time
+wall = time.time
+time.time = lambda: wall() + {seconds}
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a12_a_host_whose_clock_is_a_minute_off_is_a_host_like_any_other(
+    cluster: Cluster, tmp_path: Path, backend: str
+) -> None:
+    (tmp_path / "skew").mkdir()
+    (tmp_path / "skew" / "sitecustomize.py").write_text(SKEW.format(seconds=-60))
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "2")
+    right, wrong = cluster.grow(2)
+    nodes = [right.run(*flags), wrong.run(*flags, PYTHONPATH=str(tmp_path / "skew"))]
+    places = cluster.job.settled(2)
+    check_one_world(places)
+    # Long enough for each to have found the other silent, had it believed its clock.
+    time.sleep(1.5 * LEASE)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    assert not cluster.job.places(generation_of(places) + 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a20_a_host_that_waits_for_others_leaves_when_it_is_asked_to(
+    cluster: Cluster, backend: str
+) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "2")
+    waiting, *others = cluster.grow(3)
+    agent = waiting.run(*flags)
+    agent.says("1 of at least 2 nodes are here")
+    asked_at = time.monotonic()
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert time.monotonic() - asked_at < 2.0
+    assert "STOPPED: received SIGTERM" in agent.text
+    assert "Traceback" not in agent.text
+    # It left the rendezvous too: nobody counts it among those that are here.
+    nodes = [host.run(*flags) for host in others]
+    places = cluster.job.settled(2)
+    assert {place["node"] for place in places} == {host.name for host in others}
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]

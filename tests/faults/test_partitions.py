@@ -1,0 +1,60 @@
+"""A link is cut and mended: packets vanish meanwhile, and no error tells anybody."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from etcd_server import needs_etcd
+from hosts import Cluster
+from jobs import alive, check_one_world, generation_of
+
+pytestmark = pytest.mark.faults
+
+REMOTE = ["tcp", pytest.param("etcd", marks=needs_etcd)]
+QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_call_timeout=0.3")
+
+
+@pytest.mark.parametrize("cut", ["the first", "the last"])
+@pytest.mark.parametrize("backend", REMOTE)
+def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
+    cluster: Cluster, backend: str, cut: str
+) -> None:
+    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3", "--shutdown-timeout", "0.5")
+    # Workers that take their time to stop: none may be started beside them.
+    nodes = [host.run(*flags, worker=("ignore-term",)) for host in cluster.grow(3)]
+    before = cluster.job.settled(3)
+    theirs = before[0 if cut == "the first" else 2]
+    lonely = cluster.of(theirs)
+    lonely.link_down()
+    without = cluster.job.settled(2, after=generation_of(before))
+    check_one_world(without)
+    cluster.check_reachable(without)
+    assert lonely.name not in {place["node"] for place in without}
+    # It cannot know yet that it was replaced, and nobody has told it to stop.
+    assert alive(theirs["pid"])
+    lonely.link_up()
+    again = cluster.job.settled(3, after=generation_of(without))
+    check_one_world(again)
+    cluster.check_reachable(again)
+    assert not alive(theirs["pid"])
+    assert again[2]["node"] == lonely.name, "newcomers come behind those who stayed"
+    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in again} == {"0"}
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0, 0]
+
+
+def test_a_cut_that_is_shorter_than_the_lease_changes_nothing(cluster: Cluster) -> None:
+    conf = ("--rdzv-conf", "last_call_timeout=0.3")
+    flags = (*cluster.meet("tcp"), *conf, "--nnodes", "1:2")
+    nodes = [host.run(*flags) for host in cluster.grow(2)]
+    before = cluster.job.settled(2)
+    cut = cluster.of(before[0])
+    cut.link_down()
+    time.sleep(1.0)
+    cut.link_up()
+    time.sleep(5.0)
+    assert all(alive(place["pid"]) for place in before)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    assert not cluster.job.places(generation_of(before) + 1)

@@ -1,0 +1,245 @@
+"""Row A6: the store dies, is cut off or comes back empty, and those who work go on working."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from etcd_hosts import at_members, three_members
+from etcd_server import needs_etcd
+from hosts import PORT, Cluster, Host
+from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+
+pytestmark = pytest.mark.faults
+
+QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_call_timeout=0.3")
+LEASE = 1.0
+SOON = 20.0
+REMOTE = ["tcp", pytest.param("etcd", marks=needs_etcd)]
+
+
+def at(*hosts: Host) -> tuple[str, ...]:
+    """The flags of a job that meets at these hosts, on which its own agents serve the store."""
+    return ("--rdzv-endpoint", ",".join(f"{host.address}:{PORT}" for host in hosts), *QUICK)
+
+
+def work_on(job: Job, places: list[dict[str, object]], seconds: float) -> None:
+    """These workers run for so long, and nobody starts others."""
+    said = set(job.folder.glob("place.*.json"))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert all(alive(int(str(place["pid"]))) for place in places), _logs(job)
+        time.sleep(0.05)
+    assert set(job.folder.glob("place.*.json")) == said, _logs(job)
+
+
+def end_well(job: Job, nodes: list[Node]) -> None:
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0] * len(nodes), _logs(job)
+
+
+def _logs(job: Job) -> str:
+    return "\n".join(f"-- {node.name}\n{node.text}" for node in job.nodes)
+
+
+def _others(places: list[dict[str, object]], host: Host) -> list[dict[str, object]]:
+    return [place for place in places if place["node"] != host.name]
+
+
+# -- one endpoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["killed", "without power"])
+def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_back(
+    cluster: Cluster, how: str
+) -> None:
+    first, *_ = hosts = cluster.grow(3)
+    flags = ("--nnodes", "1:3", *at(first))
+    agents = [host.run(*flags) for host in hosts]
+    before = cluster.job.settled(3, seconds=SOON)
+    if how == "killed":
+        agents[0].kill()
+    else:
+        first.power_off()
+    work_on(cluster.job, _others(before, first), 3 * LEASE)
+    if how == "without power":
+        first.power_on()
+    again = first.run(*flags)
+    after = cluster.job.settled(3, after=generation_of(before), seconds=SOON)
+    check_one_world(after)
+    cluster.check_reachable(after)
+    # The same job: its numbers go on, and the return is a resize, which charges nobody.
+    assert generation_of(after) == generation_of(before) + 1
+    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in after} == {"0"}
+    # Who stayed keeps its place before who came.
+    stayed = [place["node"] for place in _others(before, first)]
+    assert [place["node"] for place in after] == [*stayed, first.name]
+    end_well(cluster.job, [again, *agents[1:]])
+
+
+def _store_process(job: Job, endpoint: str) -> Node:
+    command = (sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind", endpoint)
+    return job.start("store-again", *command)
+
+
+def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
+    """Two nodes that meet in a store of its own process, which is the job's first node."""
+    endpoint = job.store()
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false")
+    return endpoint, [
+        job.run(name, *flags, *QUICK, *more, PYTHONPATH=WITHOUT_TORCH) for name in "ab"
+    ]
+
+
+def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None:
+    endpoint, agents = _two_agents(job)
+    before = job.settled(2, seconds=SOON)
+    job.nodes[0].kill()
+    work_on(job, before, 2 * LEASE)
+    _store_process(job, endpoint)
+    work_on(job, before, 4 * LEASE)
+    end_well(job, agents)
+
+
+def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job: Job) -> None:
+    endpoint, agents = _two_agents(job)
+    before = job.settled(2, seconds=SOON)
+    job.nodes[0].kill()
+    dead = agents.pop([agent.name for agent in agents].index(before[0]["node"]))
+    dead.kill()
+    work_on(job, before[1:], 2 * LEASE)
+    _store_process(job, endpoint)
+    (after,) = job.settled(1, after=generation_of(before), seconds=SOON)
+    assert after["node"] == before[1]["node"]
+    assert int(after["ELASTICLIB_GENERATION"]) == generation_of(before) + 1
+    assert after["TORCHELASTIC_RESTART_COUNT"] == "0"
+    end_well(job, agents)
+
+
+def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
+    endpoint, agents = _two_agents(job, "--store-grace", "3")
+    before = job.settled(2, seconds=SOON)
+    job.nodes[0].kill()
+    lost_at = time.monotonic()
+    work_on(job, before, 2.0)
+    assert [agent.exit_code(SOON) for agent in agents] == [1, 1], _logs(job)
+    assert 2.5 < time.monotonic() - lost_at < 7.0
+    for agent in agents:
+        errors = [line for line in agent.text.splitlines() if line.startswith("elasticrun:")]
+        (error,) = errors
+        assert endpoint in error
+        assert "--store-grace" in error
+        assert "Traceback" not in agent.text
+    assert not any(alive(place["pid"]) for place in before)
+
+
+@pytest.mark.parametrize("backend", REMOTE)
+def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backend: str) -> None:
+    """The store itself lives on, and has seen all leases end for silence when it is back."""
+    conf = ("--rdzv-conf", "keep_alive_interval=0.6,keep_alive_max_attempt=5")
+    flags = (*cluster.meet(backend), *conf, "--nnodes", "1:2")
+    _, other = hosts = cluster.grow(2)
+    agents = [host.run(*flags) for host in hosts]
+    before = cluster.job.settled(2, seconds=SOON)
+    store = cluster.hosts["store"]
+    store.link_down()
+    other.link_down()
+    # Longer than a connection lasts that nobody answers, so that all connect anew.
+    work_on(cluster.job, before, 6.0)
+    store.link_up()
+    # Nobody is missed by who is back first, when all are back within a lease.
+    work_on(cluster.job, before, 0.5)
+    other.link_up()
+    work_on(cluster.job, before, 6.0)
+    end_well(cluster.job, agents)
+
+
+# -- a list of endpoints -----------------------------------------------------------------------
+
+
+def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cluster) -> None:
+    first, second, third = cluster.grow(3)
+    flags = ("--nnodes", "2:3", *at(first, second))
+    agents = {host.name: host.run(*flags) for host in (first, second, third)}
+    before = cluster.job.settled(3, seconds=SOON)
+    first.power_off()
+    without = cluster.job.settled(2, after=generation_of(before), seconds=SOON)
+    check_one_world(without)
+    cluster.check_reachable(without)
+    assert generation_of(without) == generation_of(before) + 1
+    assert {place["node"] for place in without} == {second.name, third.name}
+    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in without} == {"0"}
+    first.power_on()
+    # At its own endpoint nobody serves, and it could; the job is at the next.
+    agents[first.name] = first.run(*flags)
+    again = cluster.job.settled(3, after=generation_of(without), seconds=SOON)
+    check_one_world(again)
+    cluster.check_reachable(again)
+    assert again[2]["node"] == first.name
+    end_well(cluster.job, list(agents.values()))
+
+
+def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> None:
+    first, second = cluster.grow(2)
+    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "3")
+    agents = [host.run(*flags) for host in (first, second)]
+    before = cluster.job.settled(2, seconds=SOON)
+    first.power_off()
+    assert agents[1].exit_code(SOON) == 1, agents[1].text
+    (error,) = [line for line in agents[1].text.splitlines() if line.startswith("elasticrun:")]
+    assert "quorum" in error
+    assert "Traceback" not in agents[1].text
+    assert not cluster.job.places(generation_of(before) + 1)
+
+
+def test_one_of_two_goes_on_by_itself_where_any_number_is_quorum(cluster: Cluster) -> None:
+    first, second = cluster.grow(2)
+    flags = ("--nnodes", "1:2", *at(first, second), "--rdzv-conf", "quorum=any")
+    agents = [host.run(*flags) for host in (first, second)]
+    before = cluster.job.settled(2, seconds=SOON)
+    first.power_off()
+    (after,) = cluster.job.settled(1, after=generation_of(before), seconds=SOON)
+    assert after["node"] == second.name
+    assert int(after["ELASTICLIB_GENERATION"]) == generation_of(before) + 1
+    end_well(cluster.job, agents[1:])
+
+
+def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) -> None:
+    first, second, third = hosts = cluster.grow(3)
+    flags = ("--nnodes", "1:3", *at(first, second))
+    agents = [host.run(*flags) for host in hosts]
+    before = cluster.job.settled(3, seconds=SOON)
+    first.link_down()
+    without = cluster.job.settled(2, after=generation_of(before), seconds=SOON)
+    check_one_world(without)
+    cluster.check_reachable(without)
+    assert {place["node"] for place in without} == {second.name, third.name}
+    # The first still has the store that all met in, and sees the others' leases end.
+    time.sleep(3 * LEASE)
+    said = [place for g in range(2, 9) for place in cluster.job.places(generation_of(before) + g)]
+    assert not said, "the cut-off part went on too"
+    assert first.name not in {p["node"] for p in cluster.job.places(generation_of(without))}
+    first.link_up()
+    again = cluster.job.settled(3, after=generation_of(without), seconds=SOON)
+    check_one_world(again)
+    cluster.check_reachable(again)
+    assert again[2]["node"] == first.name
+    end_well(cluster.job, agents)
+
+
+# -- etcd --------------------------------------------------------------------------------------
+
+
+@needs_etcd
+def test_a_silent_member_of_etcd_keeps_nobody_for_longer_than_a_lease(cluster: Cluster) -> None:
+    dead, *others = hosts = cluster.grow(3)
+    three_members(cluster, hosts)
+    # All ask the first of the list for as long as it answers.
+    agents = [host.run(*at_members(hosts), *QUICK, "--nnodes", "1:3") for host in hosts]
+    before = cluster.job.settled(3, seconds=SOON)
+    dead.power_off()
+    after = cluster.job.settled(2, after=generation_of(before), seconds=10.0)
+    check_one_world(after)
+    assert {place["node"] for place in after} == {host.name for host in others}
+    end_well(cluster.job, agents[1:])

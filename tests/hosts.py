@@ -1,0 +1,298 @@
+"""Hosts for fault tests: network namespaces on a switch, which can be cut off and lose power.
+
+Every host is the namespaces of one process that holds them (network, name, mounts), and nothing
+is put into the machine's own; so all of it is gone with that process, which ends with the test's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_server import EtcdServer, needs_etcd
+from jobs import WITHOUT_TORCH, Job, Node, until
+
+NETWORK = "10.77.0"
+NETWORK6 = "fd77:"
+PORT = 29400
+SPACES = ("--net", "--uts", "--mount")
+ETCD_PORT = 2379
+BACKENDS = ["tcp", "file", pytest.param("etcd", marks=needs_etcd)]
+
+# Reading ends when the test's process does, however that ends; nothing here outlives it for long.
+_HOLD = """
+hostname "$1" && mount --bind "$2" /etc/hosts && ip link set lo up && echo ready || exit
+read -r _
+mine=$(readlink /proc/$$/ns/net)
+for process in /proc/[0-9]*; do
+    [ "$process" = /proc/$$ ] || [ "$(readlink "$process/ns/net")" != "$mine" ] ||
+        kill -KILL "${process#/proc/}"
+done
+"""
+_ENTER = 'cd "$1" && shift && exec "$@"'
+
+
+class Spaces:
+    """The namespaces of one host, held by one process for as long as it lives."""
+
+    def __init__(self, name: str, names_file: Path) -> None:
+        command = ["unshare", *SPACES, "sh", "-c", _HOLD, "sh", name, str(names_file)]
+        self._holder = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        said = self._holder.stdout.readline()
+        if said != "ready\n":
+            self.close()
+            raise OSError(f"no namespaces for {name}: {said.strip()}")
+
+    @property
+    def pid(self) -> int:
+        return self._holder.pid
+
+    def enter(self, *command: str) -> tuple[str, ...]:
+        """The command that runs this one in here; its process is the one that is started."""
+        # Entering a mount namespace leaves the current folder, so it is entered anew.
+        enter = ("nsenter", "--target", str(self.pid), *SPACES)
+        return (*enter, "sh", "-c", _ENTER, "sh", os.getcwd(), *command)
+
+    def ip(self, *lines: str) -> None:
+        batch = ("nsenter", "--target", str(self.pid), "--net", "ip", "-batch", "-")
+        done = subprocess.run(
+            batch, input="\n".join(lines), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{done.stderr}in {lines}"
+
+    def processes(self) -> set[int]:
+        """All processes in here but the one that holds it."""
+        mine = os.readlink(f"/proc/{self.pid}/ns/net")
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/net") == mine:
+                    found.add(int(name))
+        return found - {self.pid}
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+        for stream in (self._holder.stdin, self._holder.stdout):
+            assert stream is not None
+            stream.close()
+
+
+class Host:
+    """One machine of a cluster: its addresses, its power, its link, and what runs on it."""
+
+    def __init__(self, cluster: Cluster, number: int, name: str) -> None:
+        self.name = name
+        self.address = f"{NETWORK}.{number}"
+        self.address6 = f"{NETWORK6}:{number}"
+        self.temporary = cluster.job.folder / f"temporary.{name}"
+        self._cluster = cluster
+        self._names_file = cluster.job.folder / f"hosts.{name}"
+        self._port = ""
+        self._spaces: Spaces | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def spaces(self) -> Spaces:
+        assert self._spaces is not None, f"{self.name} has no power"
+        return self._spaces
+
+    def know(self, names: dict[str, str]) -> None:
+        """What names mean here: the lines of /etc/hosts, by name."""
+        lines = [f"{address} {name}\n" for name, address in names.items()]
+        # In place, for it is this very file that is mounted.
+        self._names_file.write_text("127.0.0.1 localhost\n" + "".join(lines))
+
+    def power_on(self) -> None:
+        """Boot: nothing runs yet, and nothing is known of the time before."""
+        self.temporary.mkdir()
+        self._spaces = Spaces(self.name, self._names_file)
+        self._port = self._cluster.plug(self._spaces)
+        self._spaces.ip(
+            f"address add {self.address}/24 dev eth0",
+            f"address add {self.address6}/64 dev eth0 nodad",
+            "link set eth0 up",
+            # Nobody is there: like any machine, it has a way out and so an outward address.
+            f"route add default via {NETWORK}.254",
+        )
+
+    def power_off(self) -> None:
+        """Everything here ends at once, and nothing of that is heard on the network."""
+        spaces = self.spaces
+        self.link_down()
+        for pid in spaces.processes():
+            _send(pid, signal.SIGSTOP)
+        self._end_processes(spaces)
+        spaces.close()
+        self._spaces = None
+        shutil.rmtree(self.temporary)
+
+    def close(self) -> None:
+        if self._spaces is not None:
+            self._end_processes(self._spaces)
+            self._spaces.close()
+            self._spaces = None
+
+    def link_down(self) -> None:
+        """Cut it off: packets vanish both ways, and no error tells anybody."""
+        self._cluster.switch.ip(f"link set {self._port} nomaster")
+
+    def link_up(self) -> None:
+        self._cluster.switch.ip(f"link set {self._port} master br0")
+
+    def start(self, name: str, *command: str, **extra: str) -> Node:
+        """A process of the job on this host, which keeps temporary files of its own."""
+        own = {"TMPDIR": str(self.temporary)}
+        return self._cluster.job.start(name, *self.spaces.enter(*command), **own, **extra)
+
+    def run(self, *flags: str, name: str = "", worker: tuple[str, ...] = (), **extra: str) -> Node:
+        """An agent with these flags, running the fault worker, which uses no torch."""
+        path = (extra.pop("PYTHONPATH", ""), WITHOUT_TORCH)
+        extra["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        command = self._cluster.job.agent(*flags, worker=worker)
+        return self.start(name or self.name, *command, **extra)
+
+    def store(self) -> Node:
+        """`elasticlib store` at this host's address and the usual port."""
+        command = (sys.executable, "-m", "elasticlib.launch.commands", "store")
+        node = self.start(f"store-{self.name}", *command, "--bind", f"{self.address}:{PORT}")
+        node.says(rf"serving on {re.escape(self.address)}:{PORT}")
+        return node
+
+    def _end_processes(self, spaces: Spaces) -> None:
+        def none_left() -> bool:
+            pids = spaces.processes()
+            for pid in pids:
+                _send(pid, signal.SIGKILL)
+            self._cluster.job.reap()
+            return not pids
+
+        until(f"all processes on {self.name} to be gone", none_left, 10.0)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+class Cluster:
+    """The switch, its hosts, and the job that runs on them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.hosts: dict[str, Host] = {}
+        self.clean_up = contextlib.ExitStack()
+        self._plugged = 0
+        (job.folder / "hosts.switch").touch()
+        self.switch = Spaces("switch", job.folder / "hosts.switch")
+        self.switch.ip("link add br0 type bridge", "link set br0 up")
+
+    def host(self, name: str = "") -> Host:
+        """One more host; h1, h2 and so on. All know all by name."""
+        number = len(self.hosts) + 1
+        host = Host(self, number, name or f"h{number}")
+        self.hosts[host.name] = host
+        for one in self.hosts.values():
+            one.know({other.name: other.address for other in self.hosts.values()})
+        host.power_on()
+        return host
+
+    def grow(self, count: int) -> list[Host]:
+        return [self.host() for _ in range(count)]
+
+    def meet(self, backend: str) -> tuple[str, ...]:
+        """The flags of a job that meets in a place which outlives all of its nodes."""
+        if backend == "file":
+            endpoint = str(self.job.folder / "meeting")
+        else:
+            host = self.host("store")
+            endpoint = f"{host.address}:{PORT if backend == 'tcp' else ETCD_PORT}"
+            if backend == "tcp":
+                host.store()
+            else:
+                self.etcd(host, endpoint).start()
+        place = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
+        return (*place, "--rdzv-id", "job")
+
+    def etcd(self, host: Host, endpoint: str, *flags: str) -> EtcdServer:
+        """An etcd on a host, killed when the cluster is closed; not started yet."""
+        folder = self.job.folder / f"etcd-{host}"
+        server = EtcdServer(folder, *flags, endpoint=endpoint, enter=host.spaces.enter)
+        self.clean_up.callback(server.kill)
+        return server
+
+    def plug(self, spaces: Spaces) -> str:
+        """Put a cable between the switch and these namespaces; returns the switch's port."""
+        self._plugged += 1
+        port = f"port{self._plugged}"
+        self.switch.ip(
+            f"link add {port} type veth peer name eth0 netns {spaces.pid}",
+            f"link set {port} master br0",
+            f"link set {port} up",
+        )
+        return port
+
+    def of(self, place: dict[str, Any]) -> Host:
+        """The host on which a worker runs."""
+        return self.hosts[place["node"]]
+
+    def check_reachable(self, places: list[dict[str, Any]]) -> None:
+        """The master's address is the first node's own, one that the others reach."""
+        first = self.of(places[0])
+        assert places[0]["MASTER_ADDR"] in (first.address, first.address6)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.switch.close)
+            for host in self.hosts.values():
+                stack.callback(host.close)
+            stack.push(self.clean_up.pop_all())
+
+
+@functools.cache
+def _why_not() -> str:
+    """What keeps this machine from having hosts; empty if nothing does."""
+    tools = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
+    if tools:
+        return f"no {', '.join(tools)} here: install iproute2 and util-linux"
+    bridge = "ip link add br0 type bridge && mount --bind /dev/null /etc/hosts"
+    tried = subprocess.run(
+        ["unshare", *SPACES, "sh", "-c", bridge], capture_output=True, text=True, check=False
+    )
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@pytest.fixture
+def cluster(job: Job) -> Iterator[Cluster]:
+    """Hosts of which nothing is left, and on which the job left nothing either."""
+    if _why_not():
+        pytest.skip(_why_not())
+    cluster = Cluster(job)
+    try:
+        yield cluster
+        job.close()
+        job.gone()
+        for host in cluster.hosts.values():
+            left = list(host.temporary.iterdir()) if host.temporary.exists() else []
+            assert not left, f"left on {host}: {left}"
+    finally:
+        cluster.close()
