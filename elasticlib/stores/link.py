@@ -7,6 +7,10 @@ flight end with StoreUnavailable, and the link is never used again.
 from __future__ import annotations
 
 import contextlib
+
+# Else the first connection imports it, in whatever thread, and a child that is forked amid that
+# waits for the end of the import for ever.
+import encodings.idna  # noqa: F401
 import itertools
 import queue
 import socket

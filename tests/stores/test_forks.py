@@ -117,6 +117,20 @@ def test_a_child_born_amid_its_parents_requests_is_served(server: TcpStoreServer
         assert said(process) == "done"
 
 
+IMPORTING = """
+store = TcpStore(host, port, timeout=10)
+before = set(sys.modules)
+store.set("key", b"")
+store.wait("key", after=0, timeout=1.0)
+print(sorted(set(sys.modules) - before), flush=True)
+"""
+
+
+def test_no_request_imports_anything_which_a_child_would_wait_for(server: TcpStoreServer) -> None:
+    with script(IMPORTING, server.host, server.port) as process:
+        assert said(process) == "[]"
+
+
 CONNECTING = """
 store = TcpStore(host, port, timeout=10)
 threading.Thread(target=store.connect, daemon=True).start()
