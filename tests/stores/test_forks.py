@@ -202,5 +202,6 @@ def test_a_servers_end_is_seen_though_its_child_lives_on() -> None:
             process.kill()
             with pytest.raises(StoreUnavailable):
                 store.wait("key", after=version, timeout=15.0)
+        process.wait(10.0)  # its connection may be closed a moment before its listener
         with TcpStoreServer("127.0.0.1", port) as again:
             assert again.port == port
