@@ -181,6 +181,8 @@ def test_a_parents_end_is_seen_though_its_child_lives_on(server: TcpStoreServer)
 
 SERVING = """
 server = TcpStoreServer(host, port).start()
+store = TcpStore(host, server.port)
+store.connect()
 
 def child():
     assert not server.serving and server.labels == ()

@@ -221,6 +221,11 @@ def test_each_part_of_the_exchange_is_proven(change: dict[str, str]) -> None:
     assert not proves(proof, SECRET, Role.SERVER, EXCHANGE)
 
 
+def test_what_was_told_is_proven_where_it_was_told() -> None:
+    one, other = Exchange("ab", "c", "d"), Exchange("a", "bc", "d")
+    assert not proves(prove(SECRET, Role.CLIENT, one), SECRET, Role.CLIENT, other)
+
+
 @pytest.mark.parametrize("secret", [b"", "text"])
 def test_what_is_no_secret_is_refused_without_being_shown(secret: object) -> None:
     for make in (TcpStore, TcpStoreServer):
