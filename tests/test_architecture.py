@@ -20,6 +20,8 @@ PURE = {
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",
+    "stores/secret.py",
+    "stores/admission.py",
     "stores/service.py",
     "stores/file_format.py",
     "workers/lines.py",

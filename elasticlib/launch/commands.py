@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import queue
 import resource
 import signal
@@ -17,7 +18,9 @@ from collections.abc import Sequence
 from ..agent.observers import SignalObserver
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
+from ..stores.secret import VARIABLE
 from ..stores.server import TcpStoreServer
+from .secret import read_secret
 
 LOOK_SECONDS = 1.0
 
@@ -46,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         "0 for any free one",
     )
     store.add_argument("--job", default="", help="serve this job only, refuse others by name")
+    store.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="serve only those who know the secret in this file; or give it as "
+        f"{VARIABLE} in the environment",
+    )
     store.set_defaults(run=_serve_store)
     return parser
 
@@ -59,11 +68,16 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 def _serve_store(chosen: argparse.Namespace) -> int:
     host, port = chosen.bind
+    try:
+        secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
+    except ConfigError as error:
+        print(f"elasticlib store: error: {error}", file=sys.stderr)
+        return 2
     _allow_many_descriptors()
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
     with SignalObserver((signal.SIGTERM, signal.SIGINT), heard.put):
         try:
-            server = TcpStoreServer(host, port, job=chosen.job).start()
+            server = TcpStoreServer(host, port, job=chosen.job, secret=secret).start()
         except OSError as error:
             where = join_endpoint(host, port)
             print(f"elasticlib store: cannot serve on {where}: {error.strerror}", file=sys.stderr)

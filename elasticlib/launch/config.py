@@ -22,6 +22,8 @@ MASTER_PORT = 29500
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
 LONGEST_RUN_ID = 256
+TCP_BACKENDS = ("tcp", "c10d", "static")
+"""Those that meet in a TCP store."""
 
 
 @attrs.frozen
@@ -35,6 +37,7 @@ class RendezvousOptions:
     keep_alive_interval: float = 1.0
     keep_alive_max_attempt: int = 5
     is_host: bool | None = None
+    secret_file: str | None = None
 
     @property
     def timing(self) -> Timing:
@@ -107,6 +110,12 @@ def _truth(key: str, value: Any) -> bool:
     return truth
 
 
+def _path(key: str, value: Any) -> str:
+    if not str(value):
+        raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
+    return str(value)
+
+
 _READERS = {
     "join_timeout": _seconds,
     "last_call_timeout": _seconds,
@@ -115,6 +124,7 @@ _READERS = {
     "keep_alive_interval": _seconds,
     "keep_alive_max_attempt": _attempts,
     "is_host": _truth,
+    "secret_file": _path,
 }
 
 
@@ -203,7 +213,11 @@ class LaunchConfig:
             )
         if self.alone and self.rdzv_backend not in ("tcp", "c10d"):
             raise ConfigError(f"--rdzv-backend {self.rdzv_backend} needs an --rdzv-endpoint")
-        hosted = not self.alone and self.rdzv_backend in ("tcp", "c10d", "static")
+        hosted = not self.alone and self.rdzv_backend in TCP_BACKENDS
+        if self.options.secret_file is not None and self.rdzv_backend not in TCP_BACKENDS:
+            raise ConfigError(
+                f"--rdzv-conf secret_file is for the tcp store, not for {self.rdzv_backend}"
+            )
         if self.options.is_host is not None and not hosted:
             raise ConfigError("--rdzv-conf is_host means the store at a tcp --rdzv-endpoint")
 

@@ -26,6 +26,7 @@ from ..workers.output import OutputPlan
 from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState
 from .config import LaunchConfig
 from .meeting import open_meeting
+from .secret import read_secret
 
 
 class ChildFailedError(ElasticError):
@@ -88,7 +89,8 @@ def _name(entrypoint: Entrypoint) -> str:
 def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was."""
     _check_log_dir(config.log_dir)
-    meeting = open_meeting(config)
+    secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
+    meeting = open_meeting(config, secret)
     try:
         agent = LocalElasticAgent(
             WorkerSpec(entrypoint, config.nproc_per_node, config.role),

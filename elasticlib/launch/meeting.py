@@ -28,7 +28,7 @@ from ..stores.interface import Store
 from ..stores.server import TcpStoreServer
 from ..stores.tcp import TcpStore
 from .backends import BackendRequest, open_backend, warn_of_shadows
-from .config import LaunchConfig
+from .config import TCP_BACKENDS, LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -77,14 +77,18 @@ class Meeting:
             self.server.close()
 
 
-def open_meeting(config: LaunchConfig) -> Meeting:
+def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     """Bind or find the store, and make the handler; no other node is waited for.
+
+    secret: what the nodes must prove to know to meet in a TCP store.
 
     Raises:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
     warn_of_shadows()
+    if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
+        log.warning("nobody is asked for the secret: it is not for %s", config.rdzv_backend)
     if config.foreign:
         opened = open_backend(config.rdzv_backend, _request(config))
         if isinstance(opened, RendezvousHandler):
@@ -97,7 +101,7 @@ def open_meeting(config: LaunchConfig) -> Meeting:
         store = etcd.open(config.options.read_timeout)
         find_address = partial(etcd.find_address, _outward_address)
     else:
-        server, tcp = _open_tcp(config)
+        server, tcp = _open_tcp(config, secret)
         store, find_address = tcp, lambda: _address_towards(tcp)
     handler = _handler(config, store, find_address)
     return Meeting(handler, store, server, Keys(config.run_id).node())
@@ -158,14 +162,15 @@ def _handler(
     )
 
 
-def _open_tcp(config: LaunchConfig) -> tuple[TcpStoreServer | None, TcpStore]:
+def _open_tcp(config: LaunchConfig, secret: bytes | None) -> tuple[TcpStoreServer | None, TcpStore]:
+    serve = partial(TcpStoreServer, job=config.run_id, secret=secret)
     if config.alone:
-        server: TcpStoreServer | None = TcpStoreServer("127.0.0.1", 0, job=config.run_id).start()
+        server: TcpStoreServer | None = serve("127.0.0.1", 0).start()
         assert server is not None
         host, port = server.host, server.port
     else:
         host, port = split_endpoint(config.rdzv_endpoint, STORE_PORT)
-        server = _host_if_ours(host, port, config)
+        server = _host_if_ours(host, port, config, serve)
         if server is not None:
             host, port = server.host, server.port
     store = TcpStore(
@@ -174,11 +179,14 @@ def _open_tcp(config: LaunchConfig) -> tuple[TcpStoreServer | None, TcpStore]:
         job=config.run_id,
         timeout=_answer_seconds(config),
         connect_timeout=CONNECT_SECONDS,
+        secret=secret,
     )
     return server, store
 
 
-def _host_if_ours(host: str, port: int, config: LaunchConfig) -> TcpStoreServer | None:
+def _host_if_ours(
+    host: str, port: int, config: LaunchConfig, serve: Callable[[str, int], TcpStoreServer]
+) -> TcpStoreServer | None:
     """The server, if the endpoint is an address of this machine that nobody serves yet."""
     must = config.options.is_host
     if config.rdzv_backend == "static" and must is None:
@@ -189,7 +197,7 @@ def _host_if_ours(host: str, port: int, config: LaunchConfig) -> TcpStoreServer 
     tried: list[str] = []
     for address in _resolve(host, port):
         try:
-            server = TcpStoreServer(address, port, job=config.run_id).start()
+            server = serve(address, port).start()
         except OSError as error:
             tried.append(f"{address}: {error.strerror}")
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):

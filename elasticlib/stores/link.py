@@ -7,6 +7,10 @@ flight end with StoreUnavailable, and the link is never used again.
 from __future__ import annotations
 
 import contextlib
+
+# Else the first connection imports it, in whatever thread, and a child that is forked amid that
+# waits for the end of the import for ever.
+import encodings.idna  # noqa: F401
 import itertools
 import queue
 import socket
@@ -16,10 +20,12 @@ from typing import Any
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
-from ..errors import ElasticError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
+from ..errors import ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
+from .forks import close_in_children
+from .handshake import shake_hands
 from .peer import RECEIVE_BYTES, bound_sending, keep_honest
 from .service import error_of
-from .wire import MAX_FRAME_BYTES, PROTOCOL, Frame, FrameReader, encode
+from .wire import MAX_FRAME_BYTES, Frame, FrameReader, encode
 
 LONGEST_WAIT = 1e6
 """Seconds; a lock or a queue cannot wait for much longer than this."""
@@ -35,7 +41,7 @@ def dial(
     for tried, (family, kind, proto, _, address) in enumerate(addresses):
         # A silent address must leave time for those behind it.
         share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
-        connection = socket.socket(family, kind, proto)
+        connection = close_in_children(socket.socket(family, kind, proto))
         try:
             connection.settimeout(share)
             connection.connect(address)
@@ -63,7 +69,14 @@ class Link:
 
     @classmethod
     def open(
-        cls, host: str, port: int, hello: Mapping[str, Any], *, connect: float, timeout: float
+        cls,
+        host: str,
+        port: int,
+        hello: Mapping[str, Any],
+        *,
+        secret: bytes | None = None,
+        connect: float,
+        timeout: float,
     ) -> Link:
         """Connect and shake hands, in `connect` seconds.
 
@@ -76,7 +89,7 @@ class Link:
         deadline = monotonic() + connect
         connection = dial(host, port, connect)
         try:
-            _shake_hands(connection, name, hello, deadline)
+            shake_hands(connection, name, hello, secret, deadline)
             connection.settimeout(None)
             keep_honest(connection, timeout)
             bound_sending(connection, timeout)
@@ -176,30 +189,3 @@ class Link:
                 answers.put(error)
         with contextlib.suppress(OSError):  # wakes the reader; it may be gone already
             self._connection.shutdown(socket.SHUT_RDWR)
-
-
-def _shake_hands(
-    connection: socket.socket, name: str, hello: Mapping[str, Any], deadline: float
-) -> None:
-    connection.settimeout(max(deadline - monotonic(), 0.01))
-    connection.sendall(encode(Frame("hello", 0, {"protocol": PROTOCOL, **hello})))
-    answer = _first_frame(connection, name, deadline)
-    if answer.op == "error":
-        raise StoreRefused(f"{name} {answer.fields['message']}")
-    if answer.op != "welcome":
-        raise StoreRefused(f"{name} answers, but not as an elasticlib store: {answer.op}")
-
-
-def _first_frame(connection: socket.socket, name: str, deadline: float) -> Frame:
-    reader = FrameReader(64 * 1024)
-    while True:
-        connection.settimeout(max(deadline - monotonic(), 0.01))
-        data = connection.recv(4096)
-        if not data:
-            raise ConnectionResetError(f"{name} ended the connection before it answered")
-        try:
-            frames = reader.feed(data)
-        except StoreError as error:
-            raise StoreRefused(f"{name} answers, but not as an elasticlib store: {error}") from None
-        if frames:
-            return frames[0]

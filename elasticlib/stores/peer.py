@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterable
 
+from .admission import HANDSHAKE_BYTES, Admission
 from .wire import Frame, FrameReader, encode
 
 RECEIVE_BYTES = 256 * 1024
@@ -40,13 +42,16 @@ def bound_sending(connection: socket.socket, timeout: float) -> None:
 class Peer:
     """A client's connection: what has arrived in part, and what is still to be sent."""
 
-    def __init__(self, number: int, connection: socket.socket, frame_bytes: int) -> None:
+    def __init__(
+        self, number: int, connection: socket.socket, admission: Admission, frame_bytes: int
+    ) -> None:
         self.number = number
         self.connection = connection
-        self.label: str | None = None
+        self.admission = admission
         self.ending = False
         self.watching_writes = False
-        self._reader = FrameReader(frame_bytes)
+        self._frame_bytes = frame_bytes
+        self._reader = FrameReader(min(frame_bytes, HANDSHAKE_BYTES))
         self._unsent = bytearray()
 
     @property
@@ -54,11 +59,19 @@ class Peer:
         """Bytes that the client has not taken yet."""
         return len(self._unsent)
 
-    def receive(self) -> list[Frame] | None:
+    @property
+    def label(self) -> str | None:
+        """The client's own name for itself; None until it is let in."""
+        return self.admission.client
+
+    def let_in(self) -> None:
+        """The handshake is done: from its next frame on, it may send long ones."""
+        self._reader.max_bytes = self._frame_bytes
+
+    def receive(self) -> Iterable[Frame] | None:
         """The frames that are complete now; None when the connection has ended.
 
-        Raises:
-            StoreRefused: bytes that are no frame.
+        To go through them raises StoreRefused where bytes are no frame.
         """
         try:
             data = self.connection.recv(RECEIVE_BYTES)
@@ -68,7 +81,7 @@ class Peer:
             return None
         if not data:
             return None
-        return [] if self.ending else self._reader.feed(data)
+        return [] if self.ending else self._reader.frames(data)
 
     def send(self, frame: Frame) -> None:
         """Put a frame behind those still to be sent; `flush` sends."""

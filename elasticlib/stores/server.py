@@ -7,7 +7,9 @@ ends nobody's lease on waking; a lease whose owner's connection ends, ends with 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
+import secrets
 import selectors
 import socket
 import threading
@@ -18,12 +20,17 @@ import attrs
 from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreRefused
+from .admission import Admission
+from .forks import close_in_children, renew_in_children
 from .peer import Peer, keep_honest
+from .secret import NONCE_BYTES, VARIABLE, check_secret
 from .service import StoreService, error_frame
 from .state import Limits
 from .wire import MAX_FRAME_BYTES, Frame
 
 log = logging.getLogger("elasticlib.stores")
+
+LONGEST_SLEEP = 3600.0
 
 
 @attrs.frozen
@@ -46,10 +53,18 @@ class TcpStoreServer:
         port: 0 for one that the system picks; `port` tells which after `start`.
         job: the job it serves; "" serves any.
         limits: what clients may cost it.
+        secret: what its clients must prove to know; it is never sent. What follows the proof is
+            neither encrypted nor signed.
     """
 
     def __init__(
-        self, host: str, port: int, *, job: str = "", limits: ServerLimits | None = None
+        self,
+        host: str,
+        port: int,
+        *,
+        job: str = "",
+        limits: ServerLimits | None = None,
+        secret: bytes | None = None,
     ) -> None:
         if not host or not 0 <= port <= 65535:
             raise ConfigError(f"a server binds a named host, port 0..65535, got {host!r}, {port}")
@@ -57,15 +72,28 @@ class TcpStoreServer:
         self.port = port
         self.job = job
         self._limits = limits or ServerLimits()
+        self._secret = check_secret(secret)
         self._loop: _Loop | None = None
+        renew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """In a forked child nothing serves: the parent does, and the child is free to start."""
+        self._loop = None
 
     def start(self) -> TcpStoreServer:
         """Bind, listen and serve in a thread. Raises the OSError of a failed bind unchanged."""
         if self._loop is None:
             listener = _listen(self.host, self.port)
             self.host, self.port = listener.getsockname()[:2]
-            self._loop = _Loop(listener, self.job, self._limits)
+            self._loop = _Loop(listener, self.job, self._secret, self._limits)
             self._loop.start()
+            if self._secret is None and not _is_loopback(self.host):
+                log.warning(
+                    "whoever reaches %s can read and change this store: to let in only those who "
+                    "know a secret, set %s, to the same for all nodes",
+                    self.address,
+                    VARIABLE,
+                )
         return self
 
     @property
@@ -104,9 +132,16 @@ class TcpStoreServer:
         self.close()
 
 
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, proto)
+    listener = close_in_children(socket.socket(family, kind, proto))
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -121,9 +156,13 @@ def _listen(host: str, port: int) -> socket.socket:
 class _Loop:
     """The thread, and all that only the thread touches, but for `_labels` and `_stopping`."""
 
-    def __init__(self, listener: socket.socket, job: str, limits: ServerLimits) -> None:
+    def __init__(
+        self, listener: socket.socket, job: str, secret: bytes | None, limits: ServerLimits
+    ) -> None:
         self._limits = limits
-        self._service = StoreService(job, limits.store, limits.frame_bytes)
+        self._job = job
+        self._secret = secret
+        self._service = StoreService(limits.store, limits.frame_bytes)
         self._listener = listener
         self._peers: dict[int, Peer] = {}
         self._unsettled: dict[int, float] = {}
@@ -133,8 +172,8 @@ class _Loop:
         self._labels: dict[int, str] = {}
         self._labels_changed = threading.Condition()
         self._stopping = threading.Event()
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = map(close_in_children, socket.socketpair())
+        self._selector = close_in_children(selectors.DefaultSelector())
         self._thread = threading.Thread(target=self._serve, name="tcp-store-server", daemon=True)
 
     def start(self) -> None:
@@ -191,10 +230,15 @@ class _Loop:
 
     def _patience(self, now: float) -> float:
         """Seconds that the loop may sleep if nothing arrives."""
-        pauses = [self._service.until_due(now), *(t - now for t in self._first_unsettled())]
+        # A client may wait for longer than a selector can.
+        pauses = [
+            LONGEST_SLEEP,
+            self._service.until_due(now),
+            *(t - now for t in self._first_unsettled()),
+        ]
         if self._accept_again is not None:
             pauses.append(self._accept_again - now)
-        return max(min((p for p in pauses if p is not None), default=3600.0), 0.0)
+        return max(min(p for p in pauses if p is not None), 0.0)
 
     def _handle(self, patience: float) -> None:
         for key, events in self._selector.select(patience):
@@ -226,51 +270,64 @@ class _Loop:
             self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+        close_in_children(connection).setblocking(False)
         try:
             keep_honest(connection, self._limits.silent_network_seconds)
         except OSError:
             connection.close()
             return
         self._accepted += 1
-        peer = Peer(self._accepted, connection, self._limits.frame_bytes)
+        admission = Admission(self._job, self._secret, secrets.token_bytes(NONCE_BYTES).hex())
+        peer = Peer(self._accepted, connection, admission, self._limits.frame_bytes)
         self._peers[peer.number] = peer
         self._unsettled[peer.number] = monotonic() + self._limits.handshake_seconds
         self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._make_room(peer)
+
+    def _make_room(self, newcomer: Peer) -> None:
+        """At the limit, who is not in yet makes way; where all others are, the newcomer does."""
         most = self._limits.connections
+        if len(self._peers) <= most:
+            return
+        oldest = next(iter(self._unsettled))
+        if oldest != newcomer.number:
+            self._drop(self._peers[oldest])
         if len(self._peers) > most:
-            self._refuse(peer, 0, StoreRefused(f"serves at most {most} connections"))
+            self._refuse(newcomer, 0, StoreRefused(f"serves at most {most} connections"))
 
     def _receive(self, peer: Peer) -> None:
-        try:
-            frames = peer.receive()
-        except StoreRefused as error:
-            self._refuse(peer, 0, error)
-            return
+        frames = peer.receive()
         if frames is None:
             self._drop(peer)
             return
-        for frame in frames:
-            if peer.label is None:
-                self._greet(peer, frame)
-            elif not peer.ending:
-                reply = self._service.answer(peer.number, frame, monotonic())
-                if reply is not None:
-                    self._send(peer, reply)
-
-    def _greet(self, peer: Peer, hello: Frame) -> None:
-        if peer.ending:
-            return
         try:
-            welcome = self._service.greet(hello)
+            for frame in frames:
+                if peer.label is None:
+                    self._admit(peer, frame)
+                else:
+                    self._answer(peer, frame)
+                if peer.ending:
+                    return
         except StoreRefused as error:
-            self._refuse(peer, hello.id, error)
+            self._refuse(peer, 0, error)
+
+    def _answer(self, peer: Peer, frame: Frame) -> None:
+        reply = self._service.answer(peer.number, frame, monotonic())
+        if reply is not None:
+            self._send(peer, reply)
+
+    def _admit(self, peer: Peer, frame: Frame) -> None:
+        try:
+            answer = peer.admission.hear(frame)
+        except StoreRefused as error:
+            self._refuse(peer, frame.id, error)
             return
-        peer.label = hello.fields["client"]
-        del self._unsettled[peer.number]
-        with self._labels_changed:
-            self._labels[peer.number] = peer.label
-        self._send(peer, welcome)
+        if peer.label is not None:
+            peer.let_in()
+            del self._unsettled[peer.number]
+            with self._labels_changed:
+                self._labels[peer.number] = peer.label
+        self._send(peer, answer)
 
     def _send(self, peer: Peer, frame: Frame) -> None:
         peer.send(frame)

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError, ElasticError, LeaseLost, StoreRefused
-from .state import KeySpace, Lease, Limits, check_key, check_ttl
-from .wire import MAX_FRAME_BYTES, PROTOCOL, Frame
+from .state import MAX_KEY_BYTES, KeySpace, Lease, Limits, check_key, check_ttl
+from .wire import MAX_FRAME_BYTES, Frame
 
 MAX_WAITS = 1000
 """How many waits one client may have pending."""
@@ -63,25 +63,13 @@ class _Call:
 class StoreService:
     """A keyspace, the waits on it, and the answers to each operation."""
 
-    def __init__(self, job: str, limits: Limits, frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._job = job
+    def __init__(self, limits: Limits, frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._space = KeySpace(limits)
         self._listing_bytes = min(frame_bytes, MAX_FRAME_BYTES) - 1024
         self._waits: dict[str, dict[tuple[int, int], int]] = {}
         self._held: dict[int, dict[int, str]] = {}
         self._deadlines: list[tuple[float, int, int]] = []
         self._told = 0
-
-    def greet(self, hello: Frame) -> Frame:
-        """The welcome for a client's first frame, or StoreRefused by name."""
-        if hello.op != "hello":
-            raise StoreRefused(f"a connection begins with hello, got {hello.op}")
-        spoken, job = hello.fields["protocol"], hello.fields["job"]
-        if spoken != PROTOCOL:
-            raise StoreRefused(f"speaks protocol {PROTOCOL}, not {spoken}")
-        if self._job and job != self._job:
-            raise StoreRefused(f"serves job {self._job!r}, not {job!r}")
-        return Frame("welcome", hello.id, {"protocol": PROTOCOL, "job": self._job})
 
     def answer(self, client: int, frame: Frame, now: float) -> Frame | None:
         """The answer to an operation; None for a wait, whose answer `settle` gives."""
@@ -215,6 +203,11 @@ class StoreService:
 
     def _wait(self, call: _Call) -> Frame | None:
         fields = call.fields
+        # Kept for as long as the wait: no key begins with a longer one.
+        if len(fields["prefix"]) > MAX_KEY_BYTES:
+            raise StoreRefused(
+                f"a prefix to wait for is at most {MAX_KEY_BYTES} long, got {len(fields['prefix'])}"
+            )
         if self._space.changed(fields["prefix"], fields["after"]):
             return Frame("answer", call.id, {"yes": True})
         self._hold(call, call.now + fields["timeout"])

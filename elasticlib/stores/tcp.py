@@ -1,7 +1,8 @@
 """The client of the TCP store: one connection for all threads, made at the first operation.
 
 A broken connection ends the operations in flight with StoreUnavailable and this client's leases
-with it; the next operation connects anew.
+with it; the next operation connects anew. A forked child's copy is another client: it leaves its
+parent's connection alone and makes one of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, StoreRefused, StoreTimeout, StoreUnavailable
+from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .link import LONGEST_WAIT, Link
+from .secret import check_secret
 from .wire import MAX_FRAME_BYTES, Frame, check_fields
 
 FIRST_PAUSE = 0.02
@@ -35,6 +38,8 @@ class TcpStore(Store):
         job: whose store it is to be; a server of another job refuses by name.
         timeout: seconds that one operation may take, `wait` beyond its own.
         connect_timeout: seconds to go on trying to connect; `timeout` unless given.
+        secret: what the server must prove to know, as this client does; it is never sent. What
+            follows the proof is neither encrypted nor signed.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class TcpStore(Store):
         job: str = "",
         timeout: float = 60.0,
         connect_timeout: float | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -55,9 +61,18 @@ class TcpStore(Store):
             raise ConfigError(f"a store is at a host and a port 1..65535, got {host!r}, {port}")
         if not (timeout > 0 and self._connect_timeout > 0):
             raise ConfigError(f"timeouts are positive, got {timeout} and {connect_timeout}")
+        self._secret = check_secret(secret)
+        self._closed = threading.Event()
+        self.begin_anew()
+        renew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """Have no connection, and no lock that a thread may hold; a closed store stays closed."""
         self.label = f"{os.getpid()}@{socket.gethostname()}/{secrets.token_hex(4)}"
         self._connecting = threading.Lock()
-        self._closed = threading.Event()
+        was_closed, self._closed = self._closed.is_set(), threading.Event()
+        if was_closed:
+            self._closed.set()
         self._link: Link | None = None
         self._local_address: str | None = None
 
@@ -152,7 +167,8 @@ class TcpStore(Store):
 
     def _connected(self) -> Link:
         deadline = monotonic() + self._connect_timeout
-        if not self._connecting.acquire(timeout=min(self._connect_timeout, LONGEST_WAIT)):
+        connecting = self._connecting
+        if not connecting.acquire(timeout=min(self._connect_timeout, LONGEST_WAIT)):
             raise StoreTimeout(f"{self.address} was not reached within {self._connect_timeout:g} s")
         try:
             if self._link is None or not self._link.alive:
@@ -160,7 +176,7 @@ class TcpStore(Store):
             assert self._link is not None
             return self._link
         finally:
-            self._connecting.release()
+            connecting.release()
 
     def _replace(self, link: Link) -> None:
         old, self._link = self._link, link
@@ -179,7 +195,14 @@ class TcpStore(Store):
                 raise StoreUnavailable(f"{self.address}: this store is closed")
             left = max(deadline - monotonic(), 0.01)
             try:
-                return Link.open(self._host, self._port, hello, connect=left, timeout=self._timeout)
+                return Link.open(
+                    self._host,
+                    self._port,
+                    hello,
+                    secret=self._secret,
+                    connect=left,
+                    timeout=self._timeout,
+                )
             except StoreTimeout:
                 raise
             except OSError as error:

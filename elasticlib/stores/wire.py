@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from ..errors import StoreRefused
+from .secret import DIGITS, is_digits
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 
 _LENGTHS = struct.Struct(">II")
@@ -65,9 +66,15 @@ TEXT = _Field("text", lambda v: type(v) is str)
 TRUTH = _Field("true or false", lambda v: type(v) is bool)
 ROWS = _Field("a list of [key, version, size]", lambda v: type(v) is list and all(map(_is_row, v)))
 
-# Between hello and welcome there is room for a challenge and its proof, once there is a secret.
+HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_digits)
+MAYBE_HEXADECIMAL = _Field(
+    f"null or {DIGITS} hexadecimal digits", lambda v: v is None or is_digits(v)
+)
+
+# hello stays as it is in every protocol, so that one of another protocol is refused by number.
 SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "hello": {"protocol": WHOLE, "job": TEXT, "client": TEXT},
+    "response": {"nonce": HEXADECIMAL, "proof": HEXADECIMAL},
     "get": {"key": TEXT},
     "set": {"key": TEXT, "ttl": MAYBE_SECONDS},
     "compare_set": {"key": TEXT, "ttl": MAYBE_SECONDS, "expected": WHOLE},
@@ -75,7 +82,8 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "refresh": {"key": TEXT, "version": WHOLE},
     "list": {"prefix": TEXT},
     "wait": {"prefix": TEXT, "after": WHOLE, "timeout": SECONDS},
-    "welcome": {"protocol": WHOLE, "job": TEXT},
+    "challenge": {"nonce": HEXADECIMAL},
+    "welcome": {"protocol": WHOLE, "job": TEXT, "proof": MAYBE_HEXADECIMAL},
     "entry": {"version": WHOLE},
     "absent": {},
     "written": {"version": WHOLE},
@@ -113,7 +121,10 @@ def decode(body: bytes) -> Frame:
     end = _LENGTH.size + size
     if end > len(body):
         raise StoreRefused(f"a header of {size} bytes does not fit a frame of {len(body)}")
-    return _checked(_header(body[_LENGTH.size : end]), body[end:])
+    try:
+        return _checked(_header(body[_LENGTH.size : end]), body[end:])
+    except RecursionError:  # be it in reading the header, or in showing a part of it
+        raise StoreRefused("a frame's header is JSON of a few levels, got too many") from None
 
 
 def check_fields(op: str, fields: Mapping[str, Any]) -> None:
@@ -129,7 +140,7 @@ def check_fields(op: str, fields: Mapping[str, Any]) -> None:
 def _header(text: bytes) -> dict[str, Any]:
     try:
         header = _from_json(text.decode())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise StoreRefused(f"a frame's header is JSON, got {text[:80]!r}: {error}") from None
     if type(header) is not dict:
         raise StoreRefused(f"a frame's header is a JSON object, got {text[:80]!r}")
@@ -149,28 +160,34 @@ def _checked(header: dict[str, Any], value: bytes) -> Frame:
 
 
 class FrameReader:
-    """Puts frames together from the pieces in which they arrive."""
+    """Puts frames together from the pieces in which they arrive.
+
+    max_bytes: the longest frame that is taken; it may be changed between two frames.
+    """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now; StoreRefused for bytes that are none of ours."""
+        return list(self.frames(data))
+
+    def frames(self, data: bytes) -> Iterator[Frame]:
+        """The same one by one, each looked at when it is asked for."""
         self._buffer += data
-        frames = []
         at = 0
-        while (end := self._end_of_frame(at)) <= len(self._buffer):
-            frames.append(decode(bytes(self._buffer[at + _LENGTH.size : end])))
-            at = end
-        if at:
+        try:
+            while (end := self._end_of_frame(at)) <= len(self._buffer):
+                start, at = at + _LENGTH.size, end
+                yield decode(bytes(self._buffer[start:end]))
+        finally:
             del self._buffer[:at]
-        return frames
 
     def _end_of_frame(self, at: int) -> int:
         if len(self._buffer) - at < _LENGTH.size:
             return sys.maxsize
         (total,) = _LENGTH.unpack_from(self._buffer, at)
-        if total > self._max_bytes:
-            raise StoreRefused(f"a frame is at most {self._max_bytes} bytes, got {total}")
+        if total > self.max_bytes:
+            raise StoreRefused(f"a frame is at most {self.max_bytes} bytes, got {total}")
         return at + _LENGTH.size + int(total)

@@ -14,8 +14,12 @@ import attrs
 
 from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
+from ..stores.secret import VARIABLE as SECRET
 
 LOCAL_RANK_MACRO = "${local_rank}"
+
+KEPT_FROM_WORKERS = frozenset({SECRET})
+"""What an agent is told and its workers have no use for: they do not speak to the store."""
 
 
 @attrs.frozen
@@ -155,7 +159,8 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
     }
-    return {**defaults, **inherited, **{name: str(value) for name, value in told.items()}}
+    passed_on = {name: text for name, text in inherited.items() if name not in KEPT_FROM_WORKERS}
+    return {**defaults, **passed_on, **{name: str(value) for name, value in told.items()}}
 
 
 def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:

@@ -16,12 +16,15 @@ from elasticlib.stores.wire import CARRIES_VALUE, SCHEMA, Frame, FrameReader, en
 WHOLE = st.integers(0, 2**63 - 1)
 SECONDS = st.floats(0, 1e9)
 TEXT = st.text(max_size=30)
+DIGITS = st.binary(min_size=32, max_size=32).map(bytes.hex)
 BY_RULE = {
     "a whole number from 0 to 2**63 - 1": WHOLE,
     "null or a whole number": st.none() | WHOLE,
     "a number of seconds from 0 to 1e9": SECONDS,
     "null or a number of seconds": st.none() | SECONDS,
     "text": TEXT,
+    "64 hexadecimal digits": DIGITS,
+    "null or 64 hexadecimal digits": st.none() | DIGITS,
     "true or false": st.booleans(),
     "a list of [key, version, size]": st.lists(st.tuples(TEXT, WHOLE, WHOLE).map(list), max_size=4),
 }

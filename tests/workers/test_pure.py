@@ -85,6 +85,13 @@ def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
     }
 
 
+def test_a_worker_is_not_handed_the_secret_of_its_agent() -> None:
+    inherited = {"ELASTICLIB_SECRET": "open sesame", "PATH": "/bin"}
+    told = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
+    assert told["PATH"] == "/bin"
+    assert "ELASTICLIB_SECRET" not in told
+
+
 def test_what_a_pod_says_of_ranks_is_overruled_and_other_settings_stay() -> None:
     inherited = {"RANK": "7", "WORLD_SIZE": "9", "OMP_NUM_THREADS": "3", "PATH": "/bin"}
     told = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)

@@ -1,0 +1,209 @@
+"""A forked child leaves its parent's store and server alone, and hides no end of theirs."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from elasticlib.errors import StoreUnavailable
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.wire import PROTOCOL, Frame, encode
+from elasticlib.testing.store_process import said
+
+BEGIN = """
+import os, sys, threading, traceback
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+
+host, port = sys.argv[1], int(sys.argv[2])
+
+def forked(act):
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        act()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+def well(pid):
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@contextmanager
+def script(code: str, host: str, port: int) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own, for a test's has threads that a child of it would miss."""
+    command = [sys.executable, "-c", BEGIN + code, host, str(port)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def server() -> Iterator[TcpStoreServer]:
+    with TcpStoreServer("127.0.0.1", 0) as server:
+        yield server
+
+
+USED_IN_BOTH = """
+store = TcpStore(host, port, timeout=10)
+lease = store.set("lease", b"", ttl=1000.0)
+
+def use_and_close():
+    store.set("child", store.label.encode())
+    store.close()
+
+for _ in range(3):
+    pid = forked(use_and_close)
+    store.set("parent", store.label.encode())
+    well(pid)
+    store.refresh("lease", lease.version)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_child_connects_for_itself_and_its_parents_connection_stands(
+    server: TcpStoreServer,
+) -> None:
+    with (
+        script(USED_IN_BOTH, server.host, server.port) as process,
+        TcpStore(server.host, server.port) as other,
+    ):
+        assert said(process) == "done"
+        parent, child = other.get("parent"), other.get("child")
+        assert parent is not None
+        assert child is not None
+        assert child.value != parent.value
+        assert sorted(server.labels) == sorted([other.label, parent.value.decode()])
+        # The lease ends with the connection, which is the one that it was made on.
+        assert other.get("lease") is not None
+
+
+BUSY = """
+store = TcpStore(host, port, timeout=10)
+stop = threading.Event()
+
+def use(number):
+    while not stop.is_set():
+        store.set(f"key/{number}", b"x" * 10_000)
+
+for number in range(4):
+    threading.Thread(target=use, args=(number,), daemon=True).start()
+for _ in range(20):
+    well(forked(lambda: store.get("key/0")))
+print("done", flush=True)
+stop.set()
+os._exit(0)
+"""
+
+
+def test_a_child_born_amid_its_parents_requests_is_served(server: TcpStoreServer) -> None:
+    with script(BUSY, server.host, server.port) as process:
+        assert said(process) == "done"
+
+
+IMPORTING = """
+store = TcpStore(host, port, timeout=10)
+before = set(sys.modules)
+store.set("key", b"")
+store.wait("key", after=0, timeout=1.0)
+print(sorted(set(sys.modules) - before), flush=True)
+"""
+
+
+def test_no_request_imports_anything_which_a_child_would_wait_for(server: TcpStoreServer) -> None:
+    with script(IMPORTING, server.host, server.port) as process:
+        assert said(process) == "[]"
+
+
+CONNECTING = """
+store = TcpStore(host, port, timeout=10)
+threading.Thread(target=store.connect, daemon=True).start()
+sys.stdin.readline()
+well(forked(store.connect))
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_child_born_while_its_parent_connects_does_not_wait_for_that() -> None:
+    welcome = Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": None})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20.0)
+        with script(CONNECTING, *listener.getsockname()) as process:
+            parents, _ = listener.accept()
+            parents.settimeout(20.0)
+            # It has said hello and waits for the answer, holding the lock on connecting.
+            parents.recv(4096)
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            childs, _ = listener.accept()
+            with parents, childs:
+                childs.sendall(encode(welcome))
+                assert said(process) == "done"
+
+
+OUTLIVED = """
+store = TcpStore(host, port, timeout=10)
+store.set("lease", b"", ttl=1000.0)
+forked(lambda: (print("done", flush=True), sys.stdin.read()))
+sys.stdin.read()
+"""
+
+
+def test_a_parents_end_is_seen_though_its_child_lives_on(server: TcpStoreServer) -> None:
+    with (
+        TcpStore(server.host, server.port) as watcher,
+        script(OUTLIVED, server.host, server.port) as process,
+    ):
+        assert said(process) == "done"
+        version = watcher.list("lease").version
+        process.kill()
+        assert watcher.wait("lease", after=version, timeout=10.0)
+        assert watcher.get("lease") is None
+
+
+SERVING = """
+server = TcpStoreServer(host, port).start()
+store = TcpStore(host, server.port)
+store.connect()
+
+def child():
+    assert not server.serving and server.labels == ()
+    server.close()
+    print(server.port, flush=True)
+    sys.stdin.read()
+
+forked(child)
+sys.stdin.read()
+"""
+
+
+def test_a_servers_end_is_seen_though_its_child_lives_on() -> None:
+    with script(SERVING, "127.0.0.1", 0) as process:
+        port = int(said(process))
+        with TcpStore("127.0.0.1", port, timeout=20.0, connect_timeout=0.5) as store:
+            store.set("key", b"")
+            version = store.list("").version
+            process.kill()
+            with pytest.raises(StoreUnavailable):
+                store.wait("key", after=version, timeout=15.0)
+        process.wait(10.0)  # its connection may be closed a moment before its listener
+        with TcpStoreServer("127.0.0.1", port) as again:
+            assert again.port == port

@@ -1,0 +1,297 @@
+"""Whatever a stranger sends, before its handshake or after, the server serves the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jobs import until
+from test_wire import frames, raw
+
+from elasticlib.clock import monotonic
+from elasticlib.stores.admission import HANDSHAKE_BYTES
+from elasticlib.stores.secret import Exchange, Role, prove
+from elasticlib.stores.server import ServerLimits, TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.wire import PROTOCOL, SCHEMA, Frame, FrameReader, encode
+from elasticlib.testing.store_process import said
+
+SECRET = b"secret"
+HELLO = encode(Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "stranger"}))
+LIMITS = ServerLimits(handshake_seconds=0.2, frame_bytes=64 * 1024, unsent_bytes=1_000_000)
+MIB = 1024 * 1024
+
+TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@st.composite
+def mistyped(draw: st.DrawFn) -> bytes:
+    """A frame of the schema's names, and anything in them."""
+    op = draw(st.sampled_from(sorted(SCHEMA)))
+    fields = {name: draw(JSON) for name in SCHEMA[op]}
+    return raw({"op": op, "id": draw(st.integers(0, 9) | JSON), **fields}, draw(st.binary()))
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> bytes:
+    depth = draw(st.integers(0, HANDSHAKE_BYTES // 2) | st.integers(900, 1100))
+    opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"1}")]))
+    return raw(b'{"op":"get","id":1,"key":' + opening * depth + closing * depth + b"}")
+
+
+HUGE = st.tuples(
+    st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.binary(max_size=3000)
+).map(lambda huge: struct.pack(">II", *huge[:2]) + huge[2])
+LONG_WAIT = st.floats(0, 1e9).map(
+    lambda timeout: raw({"op": "wait", "id": 1, "prefix": "a", "after": 10**6, "timeout": timeout})
+)
+ATTACKS = st.one_of(
+    st.binary(max_size=300),
+    HUGE,
+    mistyped(),
+    nested(),
+    LONG_WAIT,
+    frames().map(encode),
+    st.tuples(frames().map(encode), st.integers(0, 200)).map(lambda cut: cut[0][: cut[1]]),
+)
+
+
+@contextmanager
+def stranger(server: TcpStoreServer, secret: bytes | None, known: bool) -> Iterator[socket.socket]:
+    """A connection that nobody checks before it is sent; with `known`, past its handshake."""
+    with socket.create_connection((server.host, server.port), timeout=10.0) as connection:
+        if known:
+            connection.sendall(HELLO)
+            answer = answered(connection)
+            if secret is not None:
+                nonce = "0" * 64
+                exchange = Exchange(answer.fields["nonce"], nonce, "")
+                fields = {"nonce": nonce, "proof": prove(secret, Role.CLIENT, exchange)}
+                connection.sendall(encode(Frame("response", 0, fields)))
+                answer = answered(connection)
+            assert answer.op == "welcome"
+        yield connection
+
+
+def answered(connection: socket.socket) -> Frame:
+    reader = FrameReader()
+    while True:
+        data = connection.recv(65536)
+        assert data, "the server ended the connection"
+        if found := reader.feed(data):
+            return found[0]
+
+
+def read_to_the_end(connection: socket.socket) -> None:
+    """Until the server ends the connection, which fails after 10 s, or lets the stranger in."""
+    reader = FrameReader()
+    try:
+        while data := connection.recv(65536):
+            if any(frame.op == "welcome" for frame in reader.feed(data)):
+                return
+    except (ConnectionError, BrokenPipeError):
+        return
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+@pytest.mark.parametrize("known", [False, True], ids=["before", "after"])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(attacks=st.lists(st.lists(ATTACKS, min_size=1, max_size=4), min_size=1, max_size=8))
+def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
+    attacks: list[list[bytes]], known: bool, secret: bytes | None
+) -> None:
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=LIMITS, secret=secret) as server,
+        TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
+    ):
+        version = good.set("lease", b"", ttl=1000.0).version
+        before = descriptors()
+        with ExitStack() as stack:
+            for attack in attacks:
+                connection = stack.enter_context(stranger(server, secret, known))
+                try:
+                    connection.sendall(b"".join(attack))
+                except OSError:
+                    continue
+                if not known:
+                    stack.callback(read_to_the_end, connection)
+            good.refresh("lease", version)
+        assert server.wait_alone([good.label], 10.0)
+        until("no connection of a stranger to be held", lambda: descriptors() <= before, 10.0)
+        good.refresh("lease", version)
+        with TcpStore(server.host, server.port, secret=secret, timeout=10.0) as another:
+            another.set("key", b"value")
+
+
+@pytest.mark.parametrize(("secret", "begun"), [(None, False), (SECRET, False), (SECRET, True)])
+def test_a_byte_now_and_then_does_not_prolong_the_handshake(
+    secret: bytes | None, begun: bool
+) -> None:
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=LIMITS, secret=secret) as server,
+        TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
+        stranger(server, secret, known=False) as slow,
+    ):
+        good.connect()
+        start = monotonic()
+        if begun:
+            slow.sendall(HELLO)
+            assert answered(slow).op == "challenge"
+        # A length that leaves room for bytes without end.
+        slow.sendall(struct.pack(">II", HANDSHAKE_BYTES, HANDSHAKE_BYTES - 4))
+        while not select.select([slow], [], [], 0.02)[0]:
+            slow.sendall(b"x")
+            assert monotonic() - start < 5.0, "the server still listens"
+        read_to_the_end(slow)
+        good.set("key", b"")
+        assert server.clients == 1
+
+
+def test_a_known_clients_half_frame_is_not_held_against_it_nor_against_others() -> None:
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=LIMITS) as server,
+        TcpStore(server.host, server.port, timeout=10.0) as good,
+        stranger(server, None, known=True) as slow,
+    ):
+        whole = encode(Frame("get", 1, {"key": "key"}))
+        for byte in whole[:-1]:
+            slow.sendall(bytes([byte]))
+        spend(2 * LIMITS.handshake_seconds)
+        good.set("key", b"")
+        slow.sendall(whole[-1:])
+        assert answered(slow).op == "entry"
+
+
+def test_strangers_make_way_at_the_limit_of_connections() -> None:
+    limits = ServerLimits(connections=4)
+    with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, ExitStack() as stack:
+        strangers = [stack.enter_context(stranger(server, None, False)) for _ in range(8)]
+        for number in range(4):
+            store = stack.enter_context(TcpStore(server.host, server.port, timeout=10.0))
+            store.set(f"key/{number}", b"")
+        for connection in strangers:
+            read_to_the_end(connection)
+        assert server.clients == 4
+
+
+def test_the_longest_prefix_to_wait_for_is_that_of_a_key() -> None:
+    with (
+        TcpStoreServer("127.0.0.1", 0) as server,
+        stranger(server, None, known=True) as connection,
+    ):
+        fields = {"prefix": "x" * 1025, "after": 0, "timeout": 100.0}
+        connection.sendall(encode(Frame("wait", 1, fields)))
+        refused = answered(connection)
+        assert "a prefix to wait for is at most 1024 long, got 1025" in refused.fields["message"]
+
+
+SERVE = """
+import resource, sys
+from elasticlib.stores.server import TcpStoreServer
+limit = int(sys.argv[1])
+server = TcpStoreServer("127.0.0.1", 0, secret=sys.argv[2].encode() or None).start()
+if limit:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def served(log: Path, descriptors: int = 0, secret: str = "") -> Iterator[tuple[int, int]]:
+    """The pid and port of a server in a process of its own, whose memory can be measured."""
+    command = [sys.executable, "-c", SERVE, str(descriptors), secret]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        try:
+            yield process.pid, int(said(process))
+        finally:
+            process.kill()
+
+
+def peak(pid: int) -> int:
+    """The most memory that the process ever had, in bytes."""
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
+    return int(line.split()[1]) * 1024
+
+
+def test_strangers_cost_the_server_no_memory_worth_speaking_of(tmp_path: Path) -> None:
+    part = struct.pack(">II", 4 * MIB, 4 * MIB - 4) + b" " * MIB
+    with (
+        served(tmp_path / "log", secret="secret") as (pid, port),
+        TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good,
+        ExitStack() as stack,
+    ):
+        good.set("key", b"")
+        before = peak(pid)
+        for _ in range(60):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10.0)
+            stack.enter_context(connection)
+            try:
+                connection.sendall(HELLO + part)
+            except OSError:
+                continue
+        good.set("key", b"")
+        assert peak(pid) - before < 20 * MIB
+
+
+def test_a_server_out_of_descriptors_serves_whom_it_has_and_others_when_it_can(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    with (
+        served(log, descriptors=32) as (_, port),
+        TcpStore("127.0.0.1", port, timeout=20.0) as good,
+        TcpStore("127.0.0.1", port, timeout=30.0) as late,
+        ExitStack() as stack,
+    ):
+        lease = good.set("lease", b"", ttl=1000.0)
+        with ExitStack() as crowd:
+            for _ in range(60):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=10.0)
+                crowd.enter_context(connection).sendall(HELLO)
+            until("the descriptors to be spent", lambda: "cannot accept" in log.read_text())
+            for _ in range(100):
+                good.refresh("lease", lease.version)
+            entering = threading.Thread(target=late.connect)
+            entering.start()
+            stack.callback(entering.join)
+        late.set("late", b"")
+        good.refresh("lease", lease.version)
+
+
+def spend(seconds: float) -> None:
+    """Time is what is tested here; nothing is synchronised by it."""
+    threading.Event().wait(seconds)

@@ -1,0 +1,277 @@
+"""Who does not know the secret is not let in, on either side, and the secret never travels."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.clock import monotonic
+from elasticlib.errors import ConfigError, StoreRefused
+from elasticlib.stores.secret import NONCE_BYTES, Exchange, Role, prove, proves
+from elasticlib.stores.server import ServerLimits, TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.wire import PROTOCOL, Frame, FrameReader, encode
+
+SECRET = b"correct horse battery staple"
+HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
+NONCE = bytes(NONCE_BYTES).hex()
+EXCHANGE = Exchange(NONCE, "1" * 64, "job")
+
+
+@pytest.fixture
+def server() -> Iterator[TcpStoreServer]:
+    with TcpStoreServer("127.0.0.1", 0, secret=SECRET) as server:
+        yield server
+
+
+def dial(server: TcpStoreServer) -> socket.socket:
+    return socket.create_connection((server.host, server.port), timeout=5.0)
+
+
+def ask(connection: socket.socket, frame: Frame) -> Frame:
+    connection.sendall(encode(frame))
+    reader = FrameReader()
+    while True:
+        data = connection.recv(65536)
+        assert data, "the server ended the connection"
+        if frames := reader.feed(data):
+            return frames[0]
+
+
+def response(challenge: Frame, secret: bytes, role: Role = Role.CLIENT) -> Frame:
+    exchange = Exchange(challenge.fields["nonce"], NONCE, "")
+    return Frame("response", 0, {"nonce": NONCE, "proof": prove(secret, role, exchange)})
+
+
+def test_who_knows_the_secret_is_let_in_and_keeps_its_job(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port, job="\ud800", secret=SECRET) as store:
+        assert store.set("key", b"").version == 1
+
+
+@pytest.mark.parametrize("job", ["", "a"])
+def test_who_knows_another_secret_is_refused_at_once_and_told_what_to_do(
+    server: TcpStoreServer, job: str
+) -> None:
+    start = monotonic()
+    with (
+        TcpStore(server.host, server.port, job=job, secret=SECRET + b"x", timeout=60.0) as store,
+        pytest.raises(StoreRefused, match=r"has another secret .* give all nodes .* the same one"),
+    ):
+        store.get("key")
+    assert monotonic() - start < 10.0
+    assert server.clients == 0
+
+
+def test_who_has_no_secret_is_refused_and_told_what_to_do(server: TcpStoreServer) -> None:
+    named = pytest.raises(
+        StoreRefused, match=r"asks for a shared secret, and this client has none: .*ELASTICLIB_"
+    )
+    with TcpStore(server.host, server.port) as store, named:
+        store.get("key")
+
+
+def test_a_server_that_asks_for_no_secret_is_refused_by_who_has_one() -> None:
+    named = pytest.raises(StoreRefused, match="asks for no secret, and this client has one")
+    with (
+        TcpStoreServer("127.0.0.1", 0) as server,
+        TcpStore(server.host, server.port, secret=SECRET) as store,
+        named,
+    ):
+        store.get("key")
+
+
+@contextmanager
+def impostor(sends: list[Frame]) -> Iterator[tuple[int, list[bytes]]]:
+    """The port of a server that does not know the secret, and what it has heard."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(10.0)
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(10.0)
+                for frame in sends:
+                    heard.append(connection.recv(4096))
+                    connection.sendall(encode(frame))
+                heard.append(connection.recv(4096))
+
+        serving = pool.submit(serve)
+        yield listener.getsockname()[1], heard
+        serving.result(10.0)
+
+
+@pytest.mark.parametrize("proof", [None, "0" * 64])
+def test_a_server_that_cannot_prove_itself_is_refused_and_never_sees_a_request(
+    proof: str | None,
+) -> None:
+    welcome = Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": proof})
+    frames = [Frame("challenge", 0, {"nonce": NONCE}), welcome]
+    with (
+        impostor(frames) as (port, heard),
+        TcpStore("127.0.0.1", port, secret=SECRET) as store,
+        pytest.raises(StoreRefused, match="did not prove that it knows the secret"),
+    ):
+        store.set("key", b"private")
+    assert len(heard) == 3
+    assert heard[2] == b""
+    assert SECRET not in b"".join(heard)
+
+
+def test_a_clients_own_proof_sent_back_to_it_is_no_proof() -> None:
+    # The impostor answers with what it has just been sent, in the client's own words.
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        TcpStore("127.0.0.1", listener.getsockname()[1], secret=SECRET) as store,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        getting = pool.submit(store.get, "key")
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(10.0)
+            connection.recv(4096)
+            sent = ask(connection, Frame("challenge", 0, {"nonce": NONCE}))
+            fields = {"protocol": PROTOCOL, "job": "", "proof": sent.fields["proof"]}
+            connection.sendall(encode(Frame("welcome", 0, fields)))
+            with pytest.raises(StoreRefused, match="did not prove"):
+                getting.result(10.0)
+
+
+def test_a_proof_of_the_wrong_role_or_of_another_connection_does_not_let_in(
+    server: TcpStoreServer,
+) -> None:
+    with dial(server) as one, dial(server) as other:
+        first, second = ask(one, HELLO), ask(other, HELLO)
+        assert first.fields["nonce"] != second.fields["nonce"]
+        for connection, frame in (
+            (one, response(first, SECRET, Role.SERVER)),
+            (other, response(first, SECRET)),
+        ):
+            refused = ask(connection, frame)
+            assert "has another secret" in refused.fields["message"]
+    with dial(server) as connection:
+        welcome = ask(connection, response(ask(connection, HELLO), SECRET))
+        assert welcome.op == "welcome"
+
+
+def test_nobody_learns_the_job_without_the_secret() -> None:
+    with TcpStoreServer("127.0.0.1", 0, job="private", secret=SECRET) as server:
+        with dial(server) as connection:
+            challenge = ask(connection, HELLO)
+            assert challenge.fields.keys() == {"nonce"}
+            refused = ask(connection, response(challenge, b"guess"))
+            assert "private" not in refused.fields["message"]
+        named = pytest.raises(StoreRefused, match="serves job 'private', not 'other'")
+        with TcpStore(server.host, server.port, job="other", secret=SECRET) as store, named:
+            store.get("key")
+
+
+@pytest.mark.parametrize("begin", [[], [HELLO]])
+def test_no_operation_is_heard_before_the_proof(server: TcpStoreServer, begin: list[Frame]) -> None:
+    with dial(server) as connection:
+        for frame in begin:
+            assert ask(connection, frame).op == "challenge"
+        refused = ask(connection, Frame("set", 3, {"key": "a", "ttl": None}, b"x"))
+        assert refused.op == "error"
+    with TcpStore(server.host, server.port, secret=SECRET) as store:
+        assert store.get("a") is None
+
+
+def test_a_client_that_stops_at_the_challenge_is_dropped_in_time() -> None:
+    limits = ServerLimits(handshake_seconds=0.3)
+    with (
+        TcpStoreServer("127.0.0.1", 0, secret=SECRET, limits=limits) as server,
+        dial(server) as connection,
+    ):
+        assert ask(connection, HELLO).op == "challenge"
+        assert connection.recv(1000) == b""
+
+
+TOLD = st.binary(min_size=32, max_size=32).map(bytes.hex)
+EXCHANGES = st.builds(Exchange, TOLD, TOLD, st.text(max_size=10))
+ROLES = st.sampled_from(Role)
+KEYS = st.binary(min_size=1, max_size=80)
+
+
+@given(st.tuples(KEYS, ROLES, EXCHANGES), st.tuples(KEYS, ROLES, EXCHANGES))
+def test_a_proof_is_good_for_its_own_secret_role_and_exchange_alone(
+    one: tuple[bytes, Role, Exchange], other: tuple[bytes, Role, Exchange]
+) -> None:
+    assert proves(prove(*one), *one)
+    # HMAC pads a short key with zeros, so keys are told apart without those at their ends.
+    if (one[0].rstrip(b"\0"), *one[1:]) != (other[0].rstrip(b"\0"), *other[1:]):
+        assert not proves(prove(*one), *other)
+
+
+@pytest.mark.parametrize(
+    "change", [{"server_nonce": "2" * 64}, {"client_nonce": "2" * 64}, {"job": "other"}]
+)
+def test_each_part_of_the_exchange_is_proven(change: dict[str, str]) -> None:
+    changed = {"server_nonce": NONCE, "client_nonce": "1" * 64, "job": "job", **change}
+    proof = prove(SECRET, Role.CLIENT, EXCHANGE)
+    assert not proves(proof, SECRET, Role.CLIENT, Exchange(**changed))
+    assert not proves(proof, SECRET, Role.SERVER, EXCHANGE)
+
+
+def test_what_was_told_is_proven_where_it_was_told() -> None:
+    one, other = Exchange("ab", "c", "d"), Exchange("a", "bc", "d")
+    assert not proves(prove(SECRET, Role.CLIENT, one), SECRET, Role.CLIENT, other)
+
+
+@pytest.mark.parametrize("secret", [b"", "text"])
+def test_what_is_no_secret_is_refused_without_being_shown(secret: object) -> None:
+    for make in (TcpStore, TcpStoreServer):
+        with pytest.raises(ConfigError, match="a secret is one or more bytes") as raised:
+            make("127.0.0.1", 1, secret=secret)  # type: ignore[arg-type]
+        assert "text" not in str(raised.value)
+
+
+def test_no_log_and_no_repr_shows_the_secret(
+    server: TcpStoreServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with TcpStore(server.host, server.port, secret=SECRET) as store:
+        store.get("key")
+        shown = f"{store!r} {store} {server!r} {server}"
+    with TcpStore(server.host, server.port, secret=b"guess-guess") as store:
+        with pytest.raises(StoreRefused) as raised:
+            store.get("key")
+        shown += f"{store!r} {raised.value!r}"
+    for secret in (SECRET, b"guess-guess"):
+        assert secret.decode() not in shown + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "secret", "warnings"),
+    [("127.0.0.1", None, 0), ("::1", None, 0), ("0.0.0.0", None, 1), ("0.0.0.0", SECRET, 0)],
+)
+def test_a_store_open_to_other_machines_says_so_once(
+    host: str, secret: bytes | None, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TcpStoreServer(host, 0, secret=secret) as server:
+        server.start()
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == warnings
+        assert all(server.address in line and "set ELASTICLIB_SECRET" in line for line in said)
+
+
+def test_threads_that_connect_at_once_are_all_let_in(server: TcpStoreServer) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        gate = threading.Barrier(8)
+
+        def enter(number: int) -> None:
+            gate.wait(10.0)
+            with TcpStore(server.host, server.port, secret=SECRET) as store:
+                store.set(f"key/{number}", b"")
+
+        list(pool.map(enter, range(8)))
+    with TcpStore(server.host, server.port, secret=SECRET) as store:
+        assert len(store.list("key/").entries) == 8
