@@ -100,6 +100,7 @@ class Host:
 
     def __init__(self, cluster: Cluster, number: int, name: str) -> None:
         self.name = name
+        self._number = number
         self.address = f"{NETWORK}.{number}"
         self.address6 = f"{NETWORK6}:{number}"
         self.temporary = cluster.job.folder / f"temporary.{name}"
@@ -128,6 +129,8 @@ class Host:
         self._spaces = Spaces(self.name, self._names_file)
         self._port = self._cluster.plug(self._spaces)
         self._spaces.ip(
+            # A machine keeps its network card, so that others find it again at once.
+            f"link set eth0 address 02:00:0a:4d:00:{self._number:02x}",
             f"address add {self.address}/24 dev eth0",
             f"address add {self.address6}/64 dev eth0 nodad",
             "link set eth0 up",

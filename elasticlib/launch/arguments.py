@@ -66,6 +66,12 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="restarts after a failure, over the whole job (default 0)",
     )
+    _flag(
+        parser,
+        "--spares",
+        type=int,
+        help="how many nodes beyond MAX may wait to take a lost one's place (default any)",
+    )
     _flag(parser, "--role", default="default", help="the workers' role, a name")
     _flag(
         parser,
@@ -100,6 +106,19 @@ def _add_rendezvous_flags(parser: argparse.ArgumentParser) -> None:
         help="k=v,k=v: join_timeout, last_call_timeout, ...; may be given again",
     )
     _flag(parser, "--node-rank", type=int, help="this node's rank (static), or a wish (others)")
+    _flag(
+        parser,
+        "--topology",
+        default="",
+        help="where this node is, such as its rack: those with the same get adjacent ranks",
+    )
+    _flag(
+        parser,
+        "--store-grace",
+        type=float,
+        default=300.0,
+        help="seconds for which workers go on while the store is away (default 300)",
+    )
     _flag(parser, "--master-addr", help="static: where node 0 is (default 127.0.0.1)")
     _flag(parser, "--master-port", type=int, help=f"static: its port (default {MASTER_PORT})")
     _flag(parser, "--local-addr", help="the address at which others reach this node")
@@ -147,6 +166,9 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
         nproc_per_node=_worker_count(given.nproc_per_node),
         role=given.role,
         max_restarts=given.max_restarts,
+        spares=given.spares,
+        topology=given.topology,
+        store_grace=given.store_grace,
         monitor_interval=given.monitor_interval,
         shutdown_timeout=given.shutdown_timeout,
         local_addr=given.local_addr,

@@ -22,13 +22,14 @@ MASTER_PORT = 29500
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
 LONGEST_RUN_ID = 256
+ANSWER_SECONDS = 5.0
 TCP_BACKENDS = ("tcp", "c10d", "static")
 """Those that meet in a TCP store."""
 
 
 @attrs.frozen
 class RendezvousOptions:
-    """The keys of --rdzv-conf, read: seconds, and who hosts."""
+    """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough, which start."""
 
     join_timeout: float = 600.0
     last_call_timeout: float = 2.0
@@ -38,16 +39,8 @@ class RendezvousOptions:
     keep_alive_max_attempt: int = 5
     is_host: bool | None = None
     secret_file: str | None = None
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(
-            join=self.join_timeout,
-            lease=self.keep_alive_interval * self.keep_alive_max_attempt,
-            refresh=self.keep_alive_interval,
-            store_grace=self.read_timeout,
-            close=self.close_timeout,
-        )
+    quorum: str | None = None
+    launch: str = ""
 
 
 _ELSEWHERE = {
@@ -110,6 +103,18 @@ def _truth(key: str, value: Any) -> bool:
     return truth
 
 
+def _quorum(key: str, value: Any) -> str:
+    if value not in ("majority", "any"):
+        raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
+    return str(value)
+
+
+def _name(key: str, value: Any) -> str:
+    if not 0 < len(str(value).encode()) <= LONGEST_RUN_ID:
+        raise ConfigError(f"--rdzv-conf {key} is a name of 1 to {LONGEST_RUN_ID} bytes")
+    return str(value)
+
+
 def _path(key: str, value: Any) -> str:
     if not str(value):
         raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
@@ -125,6 +130,8 @@ _READERS = {
     "keep_alive_max_attempt": _attempts,
     "is_host": _truth,
     "secret_file": _path,
+    "quorum": _quorum,
+    "launch": _name,
 }
 
 
@@ -132,10 +139,13 @@ _READERS = {
 class LaunchConfig:
     """One node's part in a job.
 
-    rdzv_endpoint: `host:port`, a folder for the file backend, `host:port,host:port` for etcd, what
-    a backend of another distribution takes, or empty for one node alone.
+    rdzv_endpoint: `host:port`, or `host:port,host:port` for places to go on to when the first is
+    lost; a folder for the file backend, `host:port,host:port` for etcd, what a backend of another
+    distribution takes, or empty for one node alone.
     rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
-    static backend. shutdown_timeout: seconds between SIGTERM and SIGKILL.
+    static backend. topology: nodes with the same one get adjacent ranks. spares: how many nodes
+    beyond max_nodes may wait, None for any. store_grace: seconds for which the store may be away.
+    shutdown_timeout: seconds between SIGTERM and SIGKILL.
     """
 
     min_nodes: int = 1
@@ -149,6 +159,9 @@ class LaunchConfig:
     max_restarts: int = 3
     monitor_interval: float = 0.1
     node_rank: int | None = None
+    topology: str = ""
+    spares: int | None = None
+    store_grace: float = 300.0
     local_addr: str | None = None
     log_dir: str | None = None
     redirects: StreamChoice = attrs.field(factory=StreamChoice)
@@ -174,6 +187,10 @@ class LaunchConfig:
             raise ConfigError(
                 f"--shutdown-timeout is seconds from 0 to {LONGEST:g}, got {self.shutdown_timeout}"
             )
+        if not 0 < self.store_grace <= LONGEST:
+            raise ConfigError(
+                f"--store-grace is seconds, positive and up to {LONGEST:g}, got {self.store_grace}"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
             raise ConfigError(
                 f"need 0 <= --node-rank < {self.max_nodes} nodes, got {self.node_rank}"
@@ -183,6 +200,7 @@ class LaunchConfig:
         # Read for its errors, so that a bad value is named before anything starts.
         assert self.options
         assert self.limits
+        assert self.timing
         if not self.foreign:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         elsewhere = self.foreign or self.rdzv_backend == "file"
@@ -192,8 +210,8 @@ class LaunchConfig:
             self._check_static()
         if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
             raise ConfigError(
-                f"the {self.rdzv_backend} backend remembers how a job ended: name each job with "
-                "an --rdzv-id of its own"
+                f"the {self.rdzv_backend} backend may hold several jobs: name each job with an "
+                "--rdzv-id of its own"
             )
 
     def _check_streams(self) -> None:
@@ -206,6 +224,13 @@ class LaunchConfig:
                 )
 
     def _check_place(self) -> None:
+        fixed = self.alone or self.rdzv_backend == "static"
+        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
+            if fixed and given not in ("", None):
+                raise ConfigError(
+                    f"{flag} is for jobs whose nodes come and go, got {given!r} for "
+                    + ("one node alone" if self.alone else "the static backend's fixed ranks")
+                )
         if self.alone and self.max_nodes > 1:
             raise ConfigError(
                 f"{self.max_nodes} nodes need a place to meet: give --rdzv-endpoint HOST:PORT, "
@@ -218,20 +243,29 @@ class LaunchConfig:
             raise ConfigError(
                 f"--rdzv-conf secret_file is for the tcp store, not for {self.rdzv_backend}"
             )
-        if self.options.is_host is not None and not hosted:
-            raise ConfigError("--rdzv-conf is_host means the store at a tcp --rdzv-endpoint")
+        for key in ("is_host", "quorum"):
+            if getattr(self.options, key) is not None and not hosted:
+                raise ConfigError(f"--rdzv-conf {key} means the store at a tcp --rdzv-endpoint")
 
     def _check_endpoint(self) -> None:
-        host, port = split_endpoint(self.rdzv_endpoint, STORE_PORT)
-        if port == 0:
-            raise ConfigError(
-                f"nodes cannot meet at port 0, got --rdzv-endpoint {self.rdzv_endpoint}; "
-                "--standalone takes a free port for one node"
-            )
-        if host in ("0.0.0.0", "::"):
-            raise ConfigError(
-                f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
-            )
+        for endpoint in self.endpoints:
+            host, port = split_endpoint(endpoint, STORE_PORT)
+            if port == 0:
+                raise ConfigError(
+                    f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
+                    "--standalone takes a free port for one node"
+                )
+            if host in ("0.0.0.0", "::"):
+                raise ConfigError(
+                    f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
+                )
+        if len(set(self.endpoints)) < len(self.endpoints):
+            raise ConfigError(f"--rdzv-endpoint names a place twice: {self.rdzv_endpoint}")
+        several = len(self.endpoints) > 1
+        if several and self.options.is_host:
+            raise ConfigError("--rdzv-conf is_host=true means one endpoint, got several")
+        if self.options.quorum and not several:
+            raise ConfigError("--rdzv-conf quorum is for a list of endpoints, got one")
 
     def _check_static(self) -> None:
         if self.min_nodes != self.max_nodes:
@@ -241,11 +275,18 @@ class LaunchConfig:
             )
         if self.node_rank is None:
             raise ConfigError("the static backend needs a --node-rank on each node")
+        if len(self.endpoints) > 1:
+            raise ConfigError("the static backend meets at one endpoint, got a list")
 
     @property
     def alone(self) -> bool:
         """Whether this node needs nobody, and no place to meet."""
         return not self.rdzv_endpoint
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The places at which the TCP store may be served, the first one first."""
+        return tuple(part.strip() for part in self.rdzv_endpoint.split(","))
 
     @property
     def foreign(self) -> bool:
@@ -272,9 +313,31 @@ class LaunchConfig:
 
     @property
     def limits(self) -> Limits:
+        several = self.rdzv_backend in TCP_BACKENDS and len(self.endpoints) > 1
+        static = self.rdzv_backend == "static"
         return Limits(
             self.min_nodes,
             self.max_nodes,
             self.max_restarts,
-            last_call=self.options.last_call_timeout,
+            last_call=0.0 if static else self.options.last_call_timeout,
+            fixed_ranks=static,
+            spares=self.spares,
+            quorum=several and self.options.quorum != "any",
+            launch=self.options.launch,
         )
+
+    @property
+    def timing(self) -> Timing:
+        options = self.options
+        return Timing(
+            join=options.join_timeout,
+            lease=options.keep_alive_interval * options.keep_alive_max_attempt,
+            refresh=options.keep_alive_interval,
+            store_grace=self.store_grace,
+            close=options.close_timeout,
+        )
+
+    @property
+    def answer_seconds(self) -> float:
+        """A store that hangs is noticed within a lease; how long it may is store_grace's affair."""
+        return min(self.options.read_timeout, max(self.timing.lease, ANSWER_SECONDS))

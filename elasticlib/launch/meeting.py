@@ -1,12 +1,7 @@
-"""Opens what a launch needs to meet its other nodes: a store, perhaps its server, a handler.
-
-Which machine hosts the TCP store is decided by addresses: whoever can bind the endpoint does.
-The decision explains itself in one line.
-"""
+"""Opens what a launch needs to meet its other nodes: a store, perhaps its server, a handler."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -16,25 +11,20 @@ from functools import partial
 
 import attrs
 
-from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError, StoreError, StoreUnavailable
+from ..errors import StoreError
 from ..rendezvous.document import Node
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.keys import Keys
-from ..rendezvous.static import StaticRendezvousHandler
 from ..stores.file import FileStore
 from ..stores.interface import Store
+from ..stores.moving import MovingStore
 from ..stores.server import TcpStoreServer
-from ..stores.tcp import TcpStore
 from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import TCP_BACKENDS, LaunchConfig
+from .tcp_place import TcpMeetingPlace, address_towards, outward_address
 
 log = logging.getLogger("elasticlib.launch")
-
-ANSWER_SECONDS = 5.0
-CONNECT_SECONDS = 2.0
-"""For one attempt: the handler goes on trying, and can be told to stop in between."""
 
 
 @attrs.frozen
@@ -46,8 +36,13 @@ class Meeting:
 
     handler: RendezvousHandler
     store: Store | None
-    server: TcpStoreServer | None
+    own_server: TcpStoreServer | None
     nodes: str
+
+    @property
+    def server(self) -> TcpStoreServer | None:
+        """What this node serves just now, which may have moved here."""
+        return self.store.server if isinstance(self.store, MovingStore) else self.own_server
 
     def serve_others(self, stopped: Callable[[], bool]) -> None:
         """Keep serving the store while other nodes of the job live, or until told to stop.
@@ -73,8 +68,8 @@ class Meeting:
                 self.store.close()
         except StoreError as error:
             log.warning("the store was not left cleanly: %s", error)
-        if self.server is not None:
-            self.server.close()
+        if self.own_server is not None:
+            self.own_server.close()
 
 
 def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
@@ -93,16 +88,16 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         opened = open_backend(config.rdzv_backend, _request(config))
         if isinstance(opened, RendezvousHandler):
             return Meeting(opened, None, None, Keys(config.run_id).node())
-        store, find_address = opened, _outward_address
+        store, find_address = opened, outward_address
     elif config.rdzv_backend == "file":
         store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
-        find_address = _outward_address
+        find_address = outward_address
     elif (etcd := config.etcd) is not None:
-        store = etcd.open(config.options.read_timeout)
-        find_address = partial(etcd.find_address, _outward_address)
+        store = etcd.open(config.answer_seconds)
+        find_address = partial(etcd.find_address, outward_address)
     else:
-        server, tcp = _open_tcp(config, secret)
-        store, find_address = tcp, lambda: _address_towards(tcp)
+        server, tcp = TcpMeetingPlace(config, secret).open()
+        store, find_address = tcp, partial(address_towards, tcp)
     handler = _handler(config, store, find_address)
     return Meeting(handler, store, server, Keys(config.run_id).node())
 
@@ -112,16 +107,11 @@ def _request(config: LaunchConfig) -> BackendRequest:
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         options=config.foreign_options,
-        timeout=_answer_seconds(config),
-        node=_node(config, config.local_addr or _outward_address()),
+        timeout=config.answer_seconds,
+        node=_node(config, config.local_addr or outward_address()),
         limits=config.limits,
-        timing=config.options.timing,
+        timing=config.timing,
     )
-
-
-def _answer_seconds(config: LaunchConfig) -> float:
-    """A store that hangs is noticed within a lease; how long it may is the keeper's affair."""
-    return min(config.options.read_timeout, max(config.options.timing.lease, ANSWER_SECONDS))
 
 
 def _node(config: LaunchConfig, address: str) -> Node:
@@ -133,110 +123,19 @@ def _node(config: LaunchConfig, address: str) -> Node:
         slots=config.nproc_per_node,
         role=config.role,
         hint=config.node_rank,
+        topology=config.topology,
     )
 
 
 def _handler(
     config: LaunchConfig, store: Store, find_address: Callable[[], str]
 ) -> RendezvousHandler:
-    node = _node(config, config.local_addr or "")
-    timing = config.options.timing
-    if config.rdzv_backend == "static":
-        return StaticRendezvousHandler(
-            store,
-            config.run_id,
-            node,
-            config.max_nodes,
-            max_restarts=config.max_restarts,
-            timing=timing,
-            find_address=find_address,
-        )
     return DynamicRendezvousHandler(
         store,
         config.run_id,
-        node,
+        _node(config, config.local_addr or ""),
         config.limits,
-        timing=timing,
+        timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
     )
-
-
-def _open_tcp(config: LaunchConfig, secret: bytes | None) -> tuple[TcpStoreServer | None, TcpStore]:
-    serve = partial(TcpStoreServer, job=config.run_id, secret=secret)
-    if config.alone:
-        server: TcpStoreServer | None = serve("127.0.0.1", 0).start()
-        assert server is not None
-        host, port = server.host, server.port
-    else:
-        host, port = split_endpoint(config.rdzv_endpoint, STORE_PORT)
-        server = _host_if_ours(host, port, config, serve)
-        if server is not None:
-            host, port = server.host, server.port
-    store = TcpStore(
-        host,
-        port,
-        job=config.run_id,
-        timeout=_answer_seconds(config),
-        connect_timeout=CONNECT_SECONDS,
-        secret=secret,
-    )
-    return server, store
-
-
-def _host_if_ours(
-    host: str, port: int, config: LaunchConfig, serve: Callable[[str, int], TcpStoreServer]
-) -> TcpStoreServer | None:
-    """The server, if the endpoint is an address of this machine that nobody serves yet."""
-    must = config.options.is_host
-    if config.rdzv_backend == "static" and must is None:
-        must = config.node_rank == 0
-    if must is False:
-        return None
-    endpoint = join_endpoint(host, port)
-    tried: list[str] = []
-    for address in _resolve(host, port):
-        try:
-            server = serve(address, port).start()
-        except OSError as error:
-            tried.append(f"{address}: {error.strerror}")
-            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
-            continue
-        log.info("this node hosts the store at %s", server.address)
-        return server
-    why = "; ".join(tried) or "the name resolves to nothing here"
-    if must:
-        raise ConfigError(f"this node is to host the store at {endpoint}, but cannot: {why}")
-    log.info("another process hosts the store at %s (%s)", endpoint, why)
-    return None
-
-
-def _resolve(host: str, port: int) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return []
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-
-def _address_towards(store: TcpStore) -> str:
-    """This node's literal address, learnt from the socket that reached the store."""
-    store.connect()
-    address = store.local_address
-    if address is None:
-        raise StoreUnavailable(f"the connection to {store.address} was lost as it was made")
-    return address
-
-
-def _outward_address() -> str:
-    """The address of the default route's interface; loopback on a machine without one."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                # Connecting a datagram socket chooses a route and sends nothing.
-                probe.connect((target, 9))
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -68,8 +68,9 @@ def change_since(head: Head | None, intent: Intent) -> Change | None:
     A store that has forgotten it is no news: those who remember are going to say it again.
     """
     final = final_change(head, intent)
-    if final is not None or head is None or gives_way(head, intent.incarnation):
+    if final is not None or intent.joining or gives_way(head, intent.incarnation):
         return final
+    assert head is not None
     if head.incarnation != intent.incarnation:
         return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
     if head.roll == intent.node.roll and head.phase is Phase.SETTLED:

@@ -66,18 +66,25 @@ _HEAD: _Fields = {
     "refused": (list,),
     "ending": (dict, type(None)),
 }
-_NOTE: _Fields = {"reason": (str,), "here": (list,), "count": (int,), "waiting": (int,)}
+_NOTE: _Fields = {
+    "reason": (str,),
+    "here": (list,),
+    "count": (int,),
+    "waiting": (int,),
+    "stuck": (bool,),
+}
 
 
 @attrs.frozen
 class Note:
     """What the node that leads tells those who wait: why, who is here (the first names of
-    `count`), and how many wait to be let in."""
+    `count`), how many wait to be let in, and whether there are too few to go on."""
 
     reason: str = ""
     here: tuple[str, ...] = ()
     count: int = 0
     waiting: int = 0
+    stuck: bool = False
 
 
 def encode_node(node: Node) -> bytes:

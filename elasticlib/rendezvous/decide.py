@@ -6,7 +6,7 @@ out is a `Decision`, whose sentence is the log line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import attrs
 
@@ -27,13 +27,16 @@ from .document import (
 )
 from .ranks import in_rank_order
 
+QUORUM = "without a quorum the job might go on twice; --rdzv-conf quorum=any lets it"
+
 
 @attrs.frozen
 class View:
     """What the node that leads has read of its job.
 
     live: those whose lease stands, in the order in which they last spoke. done: ids of members
-    that finished the document's generation. memory: what a node that was in it says of a job
+    that finished the document's generation; gone: of those that have said that they leave it,
+    which they say where a quorum counts. memory: what a node that was in it says of a job
     that the store has forgotten. quiet: seconds, on the reader's own clock, since it last saw a
     node arrive. patience: seconds for which others may still be missing because the store was
     away. mark: a name that nobody has used. beyond: the incarnation that had ended before this
@@ -45,6 +48,7 @@ class View:
     document: Document | None
     live: tuple[Node, ...]
     done: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
     memory: Head | None = None
     quiet: float = 0.0
     patience: float = 0.0
@@ -55,11 +59,15 @@ class View:
 
 @attrs.frozen
 class Decision:
-    """Why, what to write if anything, and in how many seconds time alone could change it."""
+    """Why, what to write if anything, and in how many seconds time alone could change it.
+
+    stuck: there are too few here to go on, and the job may have gone on elsewhere.
+    """
 
     reason: str
     write: Document | None = None
     again: float | None = None
+    stuck: bool = False
 
 
 def decide(view: View) -> Decision:
@@ -100,8 +108,8 @@ def _recall(view: View) -> Decision | None:
         return Decision(f"{forgot}, and all of its nodes remember it", write=job)
     if memory.limits.quorum and len(here) * 2 <= memory.nodes:
         return Decision(
-            f"{forgot}: {count} of its nodes are here, and more than half must be "
-            "(or --rdzv-conf quorum=any)"
+            f"{forgot}: {count} of its nodes are here, and more than half must be ({QUORUM})",
+            stuck=True,
         )
     if view.patience > 0:
         return Decision(f"{forgot}: {count} of its nodes are here", again=view.patience)
@@ -130,6 +138,8 @@ def _watch(view: View, document: Document) -> Decision:
     lost = [m for m in document.members if m.id not in live and m.id not in view.done]
     if lost and view.patience > 0:
         return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
+    if lost and _lacks_quorum(view, document, {*live, *view.done}):
+        return _minority(lost, view, document)
     if lost:
         cause = f"{_names(lost, view)} left"
         return Decision(cause, write=reopen(document, cause, _claim(document, view.live)))
@@ -144,6 +154,24 @@ def _watch(view: View, document: Document) -> Decision:
     if view.done:
         return Decision(f"{len(view.done)} of {len(members)} nodes are done")
     return _admit(view, document)
+
+
+def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool:
+    """Whether those of the last generation who are here could be the lesser part of it.
+
+    Half is enough where the store is: whoever has gone elsewhere needs more than half.
+    """
+    members = document.member_ids
+    accounted = members & {*here, *view.gone, *document.expelled}
+    return document.limits.quorum and len(accounted) * 2 < len(members)
+
+
+def _minority(lost: Iterable[Node], view: View, document: Document) -> Decision:
+    return Decision(
+        f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
+        f"{document.generation} are out of reach, and half must be here ({QUORUM})",
+        stuck=True,
+    )
 
 
 def _admit(view: View, document: Document) -> Decision:
@@ -178,6 +206,8 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
+    if _lacks_quorum(view, document, {n.id for n in view.live}):
+        return _minority([m for m in document.members if m.id not in here], view, document)
     charged = document.failure is not None and members <= here
     if charged and document.restarts >= limits.max_restarts:
         return _spent(view, document, candidates)

@@ -6,6 +6,7 @@ itself, so a store that is away blocks nobody for longer than the caller's own t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -85,6 +86,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 return info
 
     def wait_for_change(self, timeout: float) -> Change | None:
+        self._keeper.start()
         held = self._keeper.intent
 
         def change(snapshot: Snapshot) -> Change | None:
@@ -108,6 +110,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
+        self._keeper.start()
+        with contextlib.suppress(ElasticError):
+            self._keeper.wait_for(lambda snapshot: snapshot, self._clock() + self._timing.lease)
         head = self._keeper.head
         return self._keeper.stopping or (head is not None and head.phase.terminal)
 

@@ -25,10 +25,11 @@ class Leader:
 @attrs.frozen
 class Intent:
     """The node's record, whether it seeks another generation than the one in it, and what it
-    remembers of that: the last head of which it was a member.
+    remembers of that: the last head of which it was a member. silent: it has not asked for one.
     """
 
     node: Node
+    silent: bool = True
     joining: bool = True
     incarnation: str = ""
     memory: Head | None = None
@@ -48,7 +49,7 @@ class Intent:
     def seek(self) -> Intent:
         """Our workers are gone; we want the generation after the one that we held."""
         node = attrs.evolve(self.node, runs=False, left=self.node.roll)
-        return attrs.evolve(self, node=node, joining=True)
+        return attrs.evolve(self, node=node, silent=False, joining=True)
 
     def meet(self, head: Head | None) -> Intent:
         """While joining, whatever was held in another incarnation counts for nothing."""
@@ -59,7 +60,7 @@ class Intent:
         if self.memory is not None and gives_way(head, self.incarnation):
             return self
         node = attrs.evolve(self.node, roll="", rank=0, left="", claim=None, claim_roll="")
-        return Intent(node, incarnation=head.incarnation)
+        return Intent(node, self.silent, incarnation=head.incarnation)
 
     def enter(self, head: Head, seat: Seat) -> Intent:
         """We are a member of this generation and may run its workers."""
@@ -73,6 +74,8 @@ class Intent:
 
     def record(self, head: Head | None) -> Node | None:
         """What should stand in the store for this node; None for nothing."""
+        if self.silent:
+            return None
         if self.joining:
             return self._waiting(head)
         if gives_way(head, self.incarnation) or (head is not None and head.roll == self.node.roll):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -28,6 +27,7 @@ from ..errors import (
     describe,
 )
 from ..stores.interface import Store
+from .backoff import backoff
 from .codec import Note
 from .decide import Decision, gives_way
 from .document import Ending, Head, Limits, Node, Phase
@@ -41,11 +41,7 @@ from .watcher import Watcher
 log = logging.getLogger("elasticlib.rendezvous")
 
 FIRST_NOTE_SECONDS = 1.0
-LONGEST_PAUSE = 0.5
-"""Between tries to reach a store that is away: shorter than a last call, so that those who
-remember a job are back before newcomers begin another."""
-PACE_SECONDS = 2e-4
-"""Between two looks of the node that leads, for each node that is there."""
+PACE_SECONDS = 2e-4  # for each node that is there, between two looks of the one that leads
 
 Answer = TypeVar("Answer")
 
@@ -53,8 +49,8 @@ Answer = TypeVar("Answer")
 class Keeper:
     """Refreshes the node's lease, reads, decides and writes, until it is stopped.
 
-    find_address is called in the keeper's thread before the node first speaks, for a node
-    without an address; as often as it raises a StoreError.
+    find_address is called before a node without an address first speaks, as often as it raises
+    a StoreError.
     """
 
     def __init__(
@@ -149,7 +145,7 @@ class Keeper:
 
     @property
     def stood_at(self) -> float:
-        """When a settled generation was last seen to stand, on the keeper's clock."""
+        """When a generation was last seen to stand, on the keeper's clock."""
         with self._changed:
             standing = self._snapshot is not None and _settled(self._snapshot)
             return self._clock() if standing else self._stood_at
@@ -169,7 +165,7 @@ class Keeper:
             self._intent = self._intent.enter(head, seat)
 
     def fail(self, reason: str) -> None:
-        """Say that our workers failed."""
+        """Our workers failed."""
         with self._changed:
             self._intent = self._intent.fail(reason)
         self._inbox.put("fail")
@@ -187,10 +183,14 @@ class Keeper:
         self._inbox.put("finish")
 
     def close_job(self, cause: str) -> None:
-        """End the job for all its nodes."""
+        """End the job for all its nodes; returns when the store has it, or the node has left."""
+        self.start()
         with self._changed:
             self._closing = cause
-        self._inbox.put("close")
+            self._inbox.put("close")
+            self._changed.wait_for(
+                lambda: self._closing is None or self._stopping, self._timing.close
+            )
 
     def wait_for(self, answer: Callable[[Snapshot], Answer | None], deadline: float) -> Answer:
         """The first answer that a snapshot gives.
@@ -217,23 +217,22 @@ class Keeper:
 
     def _loop(self) -> None:
         while not self._stopping:
+            pause = 0.0
             try:
                 pause = self._round()
                 self._misses = 0
             except (StoreRefused, RendezvousMismatch) as error:
                 self._fail(error)
-                break
             except StoreError as error:
                 pause = self._miss(error)
             except Exception as error:
                 # Callers wait on this thread: it must not end without telling them.
                 log.exception("the rendezvous broke")
                 self._fail(RendezvousError(f"the rendezvous broke: {describe(error)}"))
-                break
             self._next_event(pause)
         self._watcher.stop()
         try:
-            self._participant.withdraw()
+            self._participant.leave(self._intent)
         except StoreError as error:
             log.info("left without a word, the store being away: %s", error)
 
@@ -285,7 +284,9 @@ class Keeper:
         ending = Ending(self._intent.node.host, today())
         if not self._participant.close(snapshot, Phase.ABORTED, cause, ending):
             return 0.01
-        self._closing = None
+        with self._changed:
+            self._closing = None
+            self._changed.notify_all()
         return 0.0
 
     def _report(self, snapshot: Snapshot) -> None:
@@ -298,18 +299,22 @@ class Keeper:
             self._participant.report_done(snapshot, done)
 
     def _check_standing(self, snapshot: Snapshot, now: float) -> None:
-        """A store that has forgotten the job has until the end of our patience to hear of it."""
+        """Where the store has forgotten the job, or too few are here to go on, the others have
+        until the end of our patience to come; and they may be elsewhere."""
         intent, timing = self._intent, self._timing
-        if intent.memory is None or not gives_way(snapshot.head, intent.incarnation):
+        forgotten = intent.memory is not None and gives_way(snapshot.head, intent.incarnation)
+        if not forgotten and not self._note.stuck:
             self._stood = now
-        elif now - self._stood >= timing.store_grace:
-            self._give_up(
-                f"the store has forgotten the job's generation {intent.held}, and for "
-                f"{timing.store_grace:g} s (--store-grace) too few nodes that remember it "
-                f"have come: {self._note.reason}"
+        elif now - self._stood >= timing.store_grace and intent.memory is not None:
+            reason = (
+                f"for {timing.store_grace:g} s (--store-grace) too few nodes of generation "
+                f"{intent.held} have come to the store: {self._note.reason}"
             )
-        elif now - self._stood >= 2 * timing.lease and self._store.look_elsewhere():
-            log.warning("too few nodes have come to this store: looking elsewhere")
+            self._fail(StoreUnavailable(reason))
+        elif now - self._stood >= timing.lease and self._store.look_elsewhere(
+            self._participant.finds_more(snapshot.head, intent)
+        ):
+            log.warning("too few nodes were at the store: this one has gone to another")
 
     def _explain(self, decision: Decision, snapshot: Snapshot, now: float) -> float:
         """Say what a waiting node waits for, when that changes and every so often; seconds until
@@ -370,12 +375,8 @@ class Keeper:
 
     def _fail(self, error: ElasticError) -> None:
         with self._changed:
-            self._error = error
+            self._error, self._stopping = error, True
             self._changed.notify_all()
-
-    def _give_up(self, reason: str) -> None:
-        self._fail(StoreUnavailable(reason))
-        self._stopping = True
 
     def _miss(self, error: StoreError) -> float:
         """The store does not answer: how long to pause, or the end of our patience."""
@@ -391,9 +392,9 @@ class Keeper:
         self._misses += 1
         self._look_at = now
         if now - self._answered >= grace:
-            self._give_up(f"the store was away for {grace:g} s ({knob}): {error}")
-        pause = min(LONGEST_PAUSE, 0.02 * 2.0 ** min(self._misses, 10))
-        return pause * random.uniform(0.5, 1.0)
+            reason = f"the store was away for {grace:g} s ({knob}): {error}"
+            self._fail(StoreUnavailable(reason))
+        return backoff(self._misses)
 
 
 def _settled(snapshot: Snapshot) -> bool:

@@ -7,7 +7,7 @@ leased records of the living, the rolls of members cut into shards, and who is d
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import quote
 
 import attrs
@@ -76,6 +76,14 @@ class Keys:
     def done(self, roll: str, node_id: str = "") -> str:
         return f"{self.dones}{roll}/{node_id}"
 
+    @property
+    def gones(self) -> str:
+        return f"{self.job}gone/"
+
+    def gone(self, roll: str, node_id: str = "") -> str:
+        """Written by a node that leaves its generation and says so."""
+        return f"{self.gones}{roll}/{node_id}"
+
 
 class Read:
     """One listing of a job, or of its watched part, as what it means."""
@@ -139,9 +147,16 @@ class Read:
 
     def done(self) -> frozenset[str]:
         """The members that have finished the head's generation."""
+        return self._ids(self._keys.done)
+
+    def gone(self) -> frozenset[str]:
+        """The members that have said that they leave the head's generation."""
+        return self._ids(self._keys.gone)
+
+    def _ids(self, key: Callable[[str], str]) -> frozenset[str]:
         if self.head is None:
             return frozenset()
-        prefix = self._keys.done(self.head.roll)
+        prefix = key(self.head.roll)
         return frozenset(entry.key.removeprefix(prefix) for entry in self._under(prefix))
 
     def gates(self) -> tuple[str, ...]:
@@ -153,10 +168,10 @@ class Read:
         keys = self._keys
         old = [
             entry.key
-            for prefix in (keys.gate(), keys.dones, keys.rolls, keys.memory)
+            for prefix in (keys.gate(), keys.dones, keys.gones, keys.rolls, keys.memory)
             for entry in self._under(prefix)
         ]
-        ours = (keys.done(roll), keys.shard(roll))
+        ours = (keys.done(roll), keys.gone(roll), keys.shard(roll))
         return tuple(k for k in old if k != keys.gate(roll) and not k.startswith(ours))
 
     def _under(self, prefix: str) -> Iterable[Entry]:

@@ -7,7 +7,7 @@ supplies the time and chooses when each step happens, so that both run the very 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -15,6 +15,7 @@ from ..errors import LeaseLost, RendezvousMismatch
 from ..stores.interface import ABSENT, Entry, Store
 from .codec import (
     Note,
+    decode_head,
     decode_note,
     decode_shard,
     encode_head,
@@ -67,7 +68,8 @@ class Participant:
         self._signature = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
         self._said: Node | None = None
         self._leases: dict[str, int] = {}
-        self._was_away = False
+        self._kept_at = float("-inf")
+        self._away = 0.0
         self._spoke_at = float("-inf")
         self._known: frozenset[str] = frozenset()
         self._last_arrival: float | None = None
@@ -92,12 +94,14 @@ class Participant:
         key = self.keys.node(self._me)
         if self._said is not None and not self._keep(key):
             # The store was away or is another: what we told it may be gone as well.
-            self._said, self._done, self._was_away = None, None, True
+            self._said, self._done = None, None
+            self._away = max(self._lease, now - self._kept_at)
         self._keep(self.keys.leader)
         if self._said is None or _worth_a_write(self._said, record):
             self._spoke_at = now if self._said is None else self._spoke_at
             entry = self._store.set(key, encode_node(record), ttl=self._lease)
             self._said, self._leases[key] = record, entry.version
+        self._kept_at = now
 
     def _keep(self, key: str) -> bool:
         version = self._leases.get(key, ABSENT)
@@ -110,8 +114,14 @@ class Participant:
             return False
         return True
 
+    def leave(self, intent: Intent) -> None:
+        """Withdraw for good; where a quorum counts, in words that outlive the node."""
+        if self.limits.quorum and intent.memory is not None and self._said is not None:
+            self._store.set(self.keys.gone(intent.memory.roll, self._me), b"")
+        self.withdraw()
+
     def withdraw(self) -> None:
-        """Leave: the leases end now."""
+        """Fall silent: the leases end now."""
         leases, self._leases, self._said = self._leases, {}, None
         for key, version in leases.items():
             self._store.delete(key, expected=version)
@@ -170,6 +180,7 @@ class Participant:
             document=document,
             live=live,
             done=read.done(),
+            gone=read.gone(),
             memory=memory,
             quiet=self._quiet(live, now),
             patience=self._patience(memory, now),
@@ -178,10 +189,9 @@ class Participant:
 
     def _patience(self, memory: Head | None, now: float) -> float:
         """How long others may still take to come back, after an absence of the store's that
-        ended our own lease as well."""
-        if memory is None and not self._was_away:
-            return 0.0
-        return max(0.0, self._lease - (now - self._spoke_at))
+        ended our own lease as well: they may find it later than we by as long as it was away."""
+        away = self._away if memory is None else max(self._away, self._lease)
+        return max(0.0, away - (now - self._spoke_at))
 
     def _quiet(self, live: tuple[Node, ...], now: float) -> float:
         ids = frozenset(node.id for node in live)
@@ -312,6 +322,22 @@ class Participant:
             return True
         return self._store.compare_set(gate.key, endpoint.encode(), expected=gate.version).won
 
+    def finds_more(self, head: Head | None, intent: Intent) -> Callable[[Store, bool], bool]:
+        """Whether the job is further at another store than it is here, where this is its head;
+        or, where none has it, whether the other comes first, so that all look at the same one."""
+        forgotten = gives_way(head, intent.incarnation)
+
+        def accept(other: Store, earlier: bool) -> bool:
+            entry = other.get(self.keys.head)
+            there = None if entry is None else decode_head(entry.value)
+            if there is None or gives_way(there, intent.incarnation):
+                return forgotten and earlier
+            if forgotten or head is None:
+                return True
+            return there.incarnation == head.incarnation and there.generation > head.generation
+
+        return accept
+
     def report_done(self, snapshot: Snapshot, roll: str) -> None:
         """Leave a record, which outlives the node, that its workers succeeded."""
         if self._done != roll and snapshot.head is not None and snapshot.head.roll == roll:
@@ -321,13 +347,18 @@ class Participant:
 
 def noted(decision: Decision, view: View) -> Note:
     """What there is to tell of a decision: why, who is here, and how many wait to be let in."""
-    known = frozenset() if view.document is None else view.document.member_ids
+    document = view.document
+    waiting = 0
+    if document is not None and document.phase is Phase.SETTLED:
+        members = document.member_ids
+        waiting = sum(node.id not in members for node in view.live)
     names = sorted((node.host for node in view.live), key=natural)
     return Note(
         reason=decision.reason,
         here=tuple(names[:NAMES_IN_A_NOTE]),
         count=len(names),
-        waiting=sum(node.id not in known for node in view.live) if known else 0,
+        waiting=waiting,
+        stuck=decision.stuck,
     )
 
 

@@ -31,6 +31,7 @@ of your own subclasses `Store`, and its test subclasses the suite.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -86,12 +87,14 @@ class Store(abc.ABC):
         True when it has (or, rarely, may have); False when `timeout` seconds went by without.
         """
 
-    def look_elsewhere(self) -> bool:
-        """Go to another place where this store may be served, if it has several.
+    def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
+        """Go to another place where this store is served, if it has several and one is accepted.
 
-        True if it has: what was read or leased here then counts for nothing. Called when a job's
-        nodes do not find each other where they are.
+        `accept(store, earlier)` is asked of each; earlier: it comes before this one in the list.
+        True if we went: what was read or leased here then counts for nothing. Called when a
+        job's nodes do not find each other where they are.
         """
+        del accept
         return False
 
     def close(self) -> None:  # noqa: B027 - most stores have nothing to close

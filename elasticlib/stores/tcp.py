@@ -86,9 +86,12 @@ class TcpStore(Store):
         """This machine's literal address towards the store; None before the first connection."""
         return self._local_address
 
-    def connect(self) -> None:
-        """Connect now, if there is no connection; every operation does so by itself."""
-        self._live_link()
+    def connect(self, timeout: float | None = None) -> None:
+        """Connect now, if there is no connection; every operation does so by itself.
+
+        timeout: seconds, in place of this store's own connect_timeout.
+        """
+        self._live_link(timeout)
 
     def get(self, key: str) -> Entry | None:
         answer = self._request("get", {"key": check_key(key)})
@@ -159,20 +162,20 @@ class TcpStore(Store):
             raise StoreRefused(f"{self.address} answered {op} with {answer.op}")
         return answer
 
-    def _live_link(self) -> Link:
+    def _live_link(self, patience: float | None = None) -> Link:
         link = self._link
         if link is None or not link.alive:
-            return self._connected()
+            return self._connected(self._connect_timeout if patience is None else patience)
         return link
 
-    def _connected(self) -> Link:
-        deadline = monotonic() + self._connect_timeout
+    def _connected(self, patience: float) -> Link:
+        deadline = monotonic() + patience
         connecting = self._connecting
-        if not connecting.acquire(timeout=min(self._connect_timeout, LONGEST_WAIT)):
-            raise StoreTimeout(f"{self.address} was not reached within {self._connect_timeout:g} s")
+        if not connecting.acquire(timeout=min(patience, LONGEST_WAIT)):
+            raise StoreTimeout(f"{self.address} was not reached within {patience:g} s")
         try:
             if self._link is None or not self._link.alive:
-                self._replace(self._open_until(deadline))
+                self._replace(self._open_until(deadline, patience))
             assert self._link is not None
             return self._link
         finally:
@@ -186,7 +189,7 @@ class TcpStore(Store):
         if self._closed.is_set():  # while we connected
             link.close("this store is closed")
 
-    def _open_until(self, deadline: float) -> Link:
+    def _open_until(self, deadline: float, patience: float) -> Link:
         """A link, however often connecting fails before the deadline."""
         pause = FIRST_PAUSE
         hello = {"job": self._job, "client": self.label}
@@ -209,8 +212,7 @@ class TcpStore(Store):
                 left = deadline - monotonic()
                 if left <= pause:
                     raise StoreUnavailable(
-                        f"{self.address} was not reached within {self._connect_timeout:g} s: "
-                        f"{error}"
+                        f"{self.address} was not reached within {patience:g} s: {error}"
                     ) from error
             self._closed.wait(pause)
             pause = min(pause * 2, LONGEST_PAUSE)

@@ -81,7 +81,7 @@ class SimulatedNode:
         hint = index % simulation.limits.max_nodes if simulation.limits.fixed_ranks else None
         node = Node(id=f"{self.name}-1", host=self.name, address="127.0.0.1", slots=1, hint=hint)
         self.id = node.id
-        self.intent = Intent(node)
+        self.intent = Intent(node).seek()
         self._participant = Participant(
             simulation.store.client_of(self), RUN_ID, node, simulation.limits, simulation.lease
         )

@@ -55,7 +55,9 @@ def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_bac
     cluster: Cluster, how: str
 ) -> None:
     first, *_ = hosts = cluster.grow(3)
-    flags = ("--nnodes", "1:3", *at(first))
+    # With a last call that is longer than those who remember take to come back.
+    conf = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5")
+    flags = ("--nnodes", "1:3", "--rdzv-endpoint", f"{first.address}:{PORT}", *conf)
     agents = [host.run(*flags) for host in hosts]
     before = cluster.job.settled(3, seconds=SOON)
     if how == "killed":
@@ -182,7 +184,7 @@ def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cl
 
 def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> None:
     first, second = cluster.grow(2)
-    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "3")
+    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "12")
     agents = [host.run(*flags) for host in (first, second)]
     before = cluster.job.settled(2, seconds=SOON)
     first.power_off()

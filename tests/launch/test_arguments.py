@@ -8,7 +8,7 @@ import pytest
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_parser, parse
-from elasticlib.launch.config import LaunchConfig, read_options
+from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
 from elasticlib.stores.etcd_access import Member
 from elasticlib.workers.spec import Command, Module, Script
@@ -172,5 +172,6 @@ def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_conf_values_may_be_numbers_or_text() -> None:
-    options = read_options({"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"})
-    assert (options.timing.refresh, options.timing.lease) == (0.5, 2.0)
+    conf = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"}
+    timing = LaunchConfig(rdzv_configs=conf, store_grace=7.0).timing
+    assert (timing.refresh, timing.lease, timing.store_grace) == (0.5, 2.0, 7.0)

@@ -23,7 +23,8 @@ from elasticlib.testing.rendezvous_over_store import Listener
 
 class GivesARankTwice(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
-        return attrs.evolve(super().next_rendezvous(), rank=0)
+        info = super().next_rendezvous()
+        return attrs.evolve(info, seat=attrs.evolve(info.seat, rank=0))
 
 
 class UsesAGenerationAgain(DynamicRendezvousHandler):

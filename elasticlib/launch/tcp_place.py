@@ -1,0 +1,172 @@
+"""Where the TCP store of a launch is served, and by whom: decided by addresses, not by names.
+
+Whoever can bind an endpoint hosts it. The decision explains itself in one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import resource
+import socket
+from functools import partial
+
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
+from ..errors import ConfigError, StoreUnavailable
+from ..stores.moving import MovingStore, Place
+from ..stores.server import TcpStoreServer
+from ..stores.tcp import TcpStore
+from .config import LaunchConfig
+
+log = logging.getLogger("elasticlib.launch")
+
+CONNECT_SECONDS = 1.0
+"""For one attempt: the handler goes on trying, and can be told to stop in between."""
+SPARE_DESCRIPTORS = 256
+
+
+class TcpMeetingPlace:
+    """The store of a launch, and what it takes to serve it here."""
+
+    def __init__(self, config: LaunchConfig, secret: bytes | None) -> None:
+        self._config = config
+        self._secret = secret
+
+    def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
+        """The server, if this node is the host, and a client.
+
+        Raises:
+            ConfigError: the endpoint cannot be what the flags say.
+        """
+        config = self._config
+        if config.alone:
+            server = self._serve("127.0.0.1", 0)
+            return server, self._reach(server.host, server.port)
+        endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
+        if len(endpoints) > 1:
+            places = [
+                Place(
+                    join_endpoint(host, port),
+                    partial(self._reach_at, host, port),
+                    partial(self._host_if_ours, host, port),
+                )
+                for host, port in endpoints
+            ]
+            return None, MovingStore(places, patience=config.timing.lease)
+        ((host, port),) = endpoints
+        hosted = self._host_if_ours(host, port)
+        if hosted is not None:
+            return hosted, self._reach(hosted.host, hosted.port)
+        return None, self._reach_at(host, port)
+
+    def _serve(self, address: str, port: int) -> TcpStoreServer:
+        _allow_descriptors(self._config.max_nodes + SPARE_DESCRIPTORS)
+        return TcpStoreServer(address, port, job=self._config.run_id, secret=self._secret).start()
+
+    def _reach(self, host: str, port: int) -> TcpStore:
+        return TcpStore(
+            host,
+            port,
+            job=self._config.run_id,
+            timeout=self._config.answer_seconds,
+            connect_timeout=CONNECT_SECONDS,
+            secret=self._secret,
+        )
+
+    def _reach_at(self, host: str, port: int) -> TcpStore:
+        found = _resolve(host, port)
+        # A name that means this machine, where another of its processes serves at its address.
+        return self._reach(found[0] if _is_own_name(host, found) else host, port)
+
+    def _host_if_ours(self, host: str, port: int) -> TcpStoreServer | None:
+        """The server, if the endpoint is an address of this machine that nobody serves yet."""
+        must = self._config.options.is_host
+        if self._config.rdzv_backend == "static" and must is None:
+            must = self._config.node_rank == 0
+        if must is False:
+            return None
+        endpoint = join_endpoint(host, port)
+        tried: list[str] = []
+        for address in _resolve(host, port):
+            try:
+                server = self._serve(address, port)
+            except OSError as error:
+                tried.append(f"{address}: {error.strerror}")
+                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                    raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
+                continue
+            log.info("this node hosts the store at %s", server.address)
+            return server
+        why = "; ".join(tried) or "the name resolves to nothing here"
+        if must:
+            raise ConfigError(f"this node is to host the store at {endpoint}, but cannot: {why}")
+        log.info("another process hosts the store at %s (%s)", endpoint, why)
+        return None
+
+
+def address_towards(store: TcpStore | MovingStore) -> str:
+    """This node's literal address, learnt from the socket that reached the store."""
+    store.connect()
+    address = store.local_address
+    if address is None:
+        raise StoreUnavailable("the connection to the store was lost as it was made")
+    return address
+
+
+def outward_address() -> str:
+    """The address of the default route's interface; loopback on a machine without one."""
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                # Connecting a datagram socket chooses a route and sends nothing.
+                probe.connect((target, 9))
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    """The addresses of a host, each once.
+
+    Debian lets a machine's own name mean 127.0.1.1, where no other machine can reach it: such a
+    name stands for the address that the others know it by.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+    if _is_literal(host) or host == "localhost" or host.endswith(".localhost"):
+        return addresses
+    if all(_is_loopback(address) for address in addresses):
+        return [outward_address()]
+    return addresses
+
+
+def _is_own_name(host: str, found: list[str]) -> bool:
+    return len(found) == 1 and not _is_literal(host) and found[0] == outward_address()
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _allow_descriptors(count: int) -> None:
+    """So many at least, as each node's connection takes one; no more, as workers inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < count:
+        log.warning("the store needs %d descriptors for all nodes, and may have %d", count, most)

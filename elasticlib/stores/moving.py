@@ -1,0 +1,198 @@
+"""A store that is served at the first of several places where it can be.
+
+When it has not been heard of for a while, its clients go on to the next place, one after another,
+and whoever owns that place serves there. What was read or leased at one place counts for nothing
+at another: it is for the job's nodes to say again what the job was, if they are enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import attrs
+
+from ..clock import Clock, monotonic
+from ..errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from .interface import CompareSet, Entry, Listing, Store
+from .server import TcpStoreServer
+from .tcp import TcpStore
+
+log = logging.getLogger("elasticlib.stores")
+
+SCAN_SECONDS = 0.5
+"""For one place, when we look at which of them the store is served."""
+
+Answer = TypeVar("Answer")
+
+
+@attrs.frozen
+class Place:
+    """Where a store may be served.
+
+    reach: a client, which connects when it is first used. serve: the server, if this place is
+    ours and nobody serves there; else None.
+    """
+
+    name: str
+    reach: Callable[[], TcpStore]
+    serve: Callable[[], TcpStoreServer | None]
+
+
+class MovingStore(Store):
+    """A client of the store at whichever of its places that is served at.
+
+    Args:
+        places: in the order in which they are tried; the same on all nodes.
+        patience: seconds without an answer after which the next place is tried.
+    """
+
+    def __init__(
+        self, places: Sequence[Place], *, patience: float, clock: Clock = monotonic
+    ) -> None:
+        if not places:
+            raise ConfigError("a store is served at one place at least, got none")
+        self._places = tuple(places)
+        self._patience = patience
+        self._clock = clock
+        self._moving = threading.RLock()
+        self._closed = False
+        self._at = 0
+        self._store: TcpStore | None = None
+        self._server: TcpStoreServer | None = None
+        self._heard_at = clock()
+
+    @property
+    def server(self) -> TcpStoreServer | None:
+        """The server where we are, if it is ours."""
+        return self._server
+
+    @property
+    def local_address(self) -> str | None:
+        """This machine's literal address towards the store; None before the first connection."""
+        return None if self._store is None else self._store.local_address
+
+    def connect(self) -> None:
+        """Connect now, if there is no connection; every operation does so by itself."""
+        self._ask(lambda store: store.connect())
+
+    def get(self, key: str) -> Entry | None:
+        return self._ask(lambda store: store.get(key))
+
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        return self._ask(lambda store: store.set(key, value, ttl=ttl))
+
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        return self._ask(lambda store: store.compare_set(key, value, expected=expected, ttl=ttl))
+
+    def delete(self, key: str, *, expected: int | None = None) -> bool:
+        return self._ask(lambda store: store.delete(key, expected=expected))
+
+    def refresh(self, key: str, version: int) -> None:
+        self._ask(lambda store: store.refresh(key, version))
+
+    def list(self, prefix: str) -> Listing:
+        return self._ask(lambda store: store.list(prefix))
+
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        return self._ask(lambda store: store.wait(prefix, after=after, timeout=timeout))
+
+    def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
+        with self._moving:
+            for number, place in enumerate(self._places):
+                if number == self._at or self._closed:
+                    continue
+                found = place.reach()
+                try:
+                    found.connect(SCAN_SECONDS)
+                    accepted = accept(found, number < self._at)
+                except StoreError as error:
+                    log.debug("not at %s: %s", place.name, error)
+                    accepted = False
+                if accepted:
+                    self._settle(number, found)
+                    return True
+                found.close()
+        return False
+
+    def close(self) -> None:
+        # Without the lock: whoever holds it may be trying to connect.
+        self._closed = True
+        store, server = self._store, self._server
+        if store is not None:
+            store.close()
+        if server is not None:
+            server.close()
+
+    def _ask(self, question: Callable[[TcpStore], Answer]) -> Answer:
+        store = self._here()
+        try:
+            answer = question(store)
+        except (StoreUnavailable, StoreTimeout):
+            self._miss(store)
+            raise
+        if store is self._store:
+            self._heard_at = self._clock()
+        return answer
+
+    def _here(self) -> TcpStore:
+        with self._moving:
+            if self._closed:
+                raise StoreUnavailable("this store is closed")
+            if self._store is None:
+                self._arrive()
+            assert self._store is not None
+            return self._store
+
+    def _arrive(self) -> None:
+        """Go where it is served already; where it is not, to the first place."""
+        for number, place in enumerate(self._places):
+            found = self._reached(place)
+            if found is not None:
+                self._settle(number, found)
+                return
+        self._go_to(0)
+
+    def _miss(self, store: TcpStore) -> None:
+        with self._moving:
+            away = self._clock() - self._heard_at
+            if store is not self._store or away < self._patience or self._closed:
+                return
+            there = (self._at + 1) % len(self._places)
+            names = self._places[self._at].name, self._places[there].name
+            log.warning("no answer from %s for %.1f s: going on to %s", names[0], away, names[1])
+            self._go_to(there)
+
+    def _go_to(self, number: int) -> None:
+        # Ours is the place only if nobody serves there, and no place serves two of ours.
+        self._settle(self._at, None)
+        server = self._places[number].serve()
+        self._settle(number, self._places[number].reach(), server)
+
+    def _settle(
+        self, number: int, store: TcpStore | None, server: TcpStoreServer | None = None
+    ) -> None:
+        """Be there, and leave where we were."""
+        left = self._store, self._server
+        if store is not None and number != self._at:
+            log.info("the store is now the one at %s", self._places[number].name)
+        self._at, self._store, self._server = number, store, server
+        self._heard_at = self._clock()
+        for one in left:
+            if one is not None:
+                one.close()
+        if self._closed:  # while we moved
+            self.close()
+
+    def _reached(self, place: Place) -> TcpStore | None:
+        store = place.reach()
+        try:
+            store.connect(SCAN_SECONDS)
+        except (StoreUnavailable, StoreTimeout):
+            store.close()
+            return None
+        return store
