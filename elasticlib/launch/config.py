@@ -177,6 +177,16 @@ class LaunchConfig:
             raise ConfigError(
                 f"--rdzv-id names the job in 1 to {LONGEST_RUN_ID} bytes, got {self.run_id[:40]!r}"
             )
+        self._check_numbers()
+        self._check_streams()
+        self._check_place()
+        # Read for its errors, so that a bad value is named before anything starts.
+        assert self.options
+        assert self.limits
+        assert self.timing
+        self._check_backend()
+
+    def _check_numbers(self) -> None:
         if self.nproc_per_node < 1:
             raise ConfigError(f"--nproc-per-node is at least 1, got {self.nproc_per_node}")
         if not 0 < self.monitor_interval <= LONGEST:
@@ -195,12 +205,8 @@ class LaunchConfig:
             raise ConfigError(
                 f"need 0 <= --node-rank < {self.max_nodes} nodes, got {self.node_rank}"
             )
-        self._check_streams()
-        self._check_place()
-        # Read for its errors, so that a bad value is named before anything starts.
-        assert self.options
-        assert self.limits
-        assert self.timing
+
+    def _check_backend(self) -> None:
         if not self.foreign:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         elsewhere = self.foreign or self.rdzv_backend == "file"

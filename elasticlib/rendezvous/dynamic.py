@@ -70,6 +70,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             clock=clock,
             find_address=find_address,
         )
+        self._exchange = self._keeper.exchange
 
     def get_backend(self) -> str:
         return self._backend
@@ -87,13 +88,13 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def wait_for_change(self, timeout: float) -> Change | None:
         self._keeper.start()
-        held = self._keeper.intent
+        held = self._exchange.intent
 
         def change(snapshot: Snapshot) -> Change | None:
             return change_since(snapshot.head, held)
 
         try:
-            return self._keeper.wait_for(change, self._clock() + timeout)
+            return self._exchange.wait_for(change, self._clock() + timeout)
         except RendezvousTimeout:
             return None
         except RendezvousClosed as error:
@@ -102,25 +103,27 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return Change(ChangeKind.LOST, str(error))
 
     def report_failure(self, reason: str) -> bool:
-        self._keeper.fail(reason)
+        self._exchange.fail(reason)
         return True
 
     def report_done(self) -> bool:
-        self._keeper.finish()
+        self._exchange.finish()
         return True
 
     def is_closed(self) -> bool:
         self._keeper.start()
         with contextlib.suppress(ElasticError):
-            self._keeper.wait_for(lambda snapshot: snapshot, self._clock() + self._timing.lease)
-        head = self._keeper.head
-        return self._keeper.stopping or (head is not None and head.phase.terminal)
+            self._exchange.wait_for(lambda snapshot: snapshot, self._clock() + self._timing.lease)
+        head = self._exchange.head
+        return self._exchange.stopping or (head is not None and head.phase.terminal)
 
     def set_closed(self) -> None:
-        self._keeper.close_job(f"closed by {self._keeper.intent.node.host}")
+        self._keeper.start()
+        cause = f"closed by {self._exchange.intent.node.host}"
+        self._exchange.close_job(cause, self._timing.close)
 
     def num_nodes_waiting(self) -> int:
-        return self._keeper.note.waiting
+        return self._exchange.note.waiting
 
     def shutdown(self) -> bool:
         ended = self._keeper.stop()
@@ -130,20 +133,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _join(self) -> tuple[Head, Seat]:
         """Wait to be a member; the join timeout runs while no generation stands, so that a spare
         waits for as long as one does."""
-        self._keeper.seek()
+        self._exchange.seek()
         began = self._clock()
         deadline = began + self._timing.join
         while True:
             try:
-                return self._keeper.wait_for(self._entered, deadline)
+                return self._exchange.wait_for(self._entered, deadline)
             except RendezvousTimeout as error:
-                deadline = max(began, self._keeper.stood_at) + self._timing.join
+                deadline = max(began, self._exchange.stood_at) + self._timing.join
                 if self._clock() >= deadline:
                     raise RendezvousTimeout(self._waited_for(error)) from None
 
     def _entered(self, snapshot: Snapshot) -> tuple[Head, Seat] | None:
         """The generation that this node has become a member of, and its seat there."""
-        intent = self._keeper.intent
+        intent = self._exchange.intent
         final = final_change(snapshot.head, intent)
         if final is not None:
             assert snapshot.head is not None
@@ -156,19 +159,19 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _enter(self, head: Head, seat: Seat) -> RendezvousInfo | None:
         """Meet at torch's store; None if the generation ended before its workers began."""
-        self._keeper.enter(head, seat)
-        intent = self._keeper.intent
+        self._exchange.enter(head, seat)
+        intent = self._exchange.intent
         if seat.rank == 0:
             address = intent.node.address
             port = self._open_at(address)
-            self._keeper.publish(head.roll, join_endpoint(address, port))
+            self._exchange.publish(head.roll, join_endpoint(address, port))
 
         def met(now: Snapshot) -> tuple[str | None] | None:
             if change_since(now.head, intent) is not None:
                 return (None,)
             return None if now.master is None else (now.master,)
 
-        (master,) = self._keeper.wait_for(met, self._clock() + self._timing.join)
+        (master,) = self._exchange.wait_for(met, self._clock() + self._timing.join)
         if master is None:
             self._close_bootstrap()
             return None
@@ -184,7 +187,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         )
 
     def _waited_for(self, error: RendezvousTimeout) -> str:
-        names = ", ".join(self._keeper.note.here) or "nobody"
+        names = ", ".join(self._exchange.note.here) or "nobody"
         return (
             f"no generation settled within join_timeout={self._timing.join:g} s: {error}; "
             f"here: {names}; at least {self._limits.min_nodes} nodes are needed (--nnodes)"
@@ -201,7 +204,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             ) from error
         with self._opening:
             # Opening takes seconds the first time, in which we may have been shut down.
-            if self._keeper.stopping:
+            if self._exchange.stopping:
                 bootstrap.close()
                 raise RendezvousClosed("this node has left the rendezvous")
             self._bootstrap = bootstrap

@@ -31,6 +31,8 @@ from .keys import Keys, Read
 from .ranks import Seat, deal_shards, natural, shard_of
 
 NOTE_SECONDS = 1.0
+KEEP_SHARE = 0.1
+"""Of a lease: who has spoken for it so lately need not do so again."""
 NAMES_IN_A_NOTE = 16
 
 
@@ -92,15 +94,19 @@ class Participant:
             self.withdraw()
             return
         key = self.keys.node(self._me)
+        if now - self._kept_at >= self._lease * KEEP_SHARE:
+            self._keep_all(key, now)
+        if self._said is None or _worth_a_write(self._said, record):
+            self._spoke_at = now if self._said is None else self._spoke_at
+            entry = self._store.set(key, encode_node(record), ttl=self._lease)
+            self._said, self._leases[key], self._kept_at = record, entry.version, now
+
+    def _keep_all(self, key: str, now: float) -> None:
         if self._said is not None and not self._keep(key):
             # The store was away or is another: what we told it may be gone as well.
             self._said, self._done = None, None
             self._away = max(self._lease, now - self._kept_at)
         self._keep(self.keys.leader)
-        if self._said is None or _worth_a_write(self._said, record):
-            self._spoke_at = now if self._said is None else self._spoke_at
-            entry = self._store.set(key, encode_node(record), ttl=self._lease)
-            self._said, self._leases[key] = record, entry.version
         self._kept_at = now
 
     def _keep(self, key: str) -> bool:

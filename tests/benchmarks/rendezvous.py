@@ -1,21 +1,31 @@
-"""How long N nodes take to settle, in one process over loopback, beside torch's own handler.
+"""What a rendezvous costs: to settle, to stand idle, and when a node dies; beside torch's own.
 
-    python tests/benchmarks/rendezvous.py [--nodes 2,16,64,128] [--torch-up-to 128]
+    python tests/benchmarks/rendezvous.py [--nodes 2,16,64,128] [--torch-up-to 128] [--repeat 3]
 
-All nodes start at once and the maximum is N, so no last call is waited for. Ours meet over one
-TcpStoreServer, torch's over one TCPStore, each node with a client of its own.
+All nodes are in one process, over loopback. They start at once and the maximum is N, so no last
+call is waited for. Ours meet over one `elasticlib store`, torch's over one TCPStore (whose server
+is no Python, and takes no turn of this process's), each node with a client of its own. Idle:
+store operations and CPU seconds, per node and second, while a generation stands. Death: from the
+end of rank 0's connection to the survivors' next generation; torch's handler does not notice one
+while nobody waits to join, so there is none to compare with.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import logging
 import resource
 import socket
+import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ClassVar
 
 from elasticlib import (
     DynamicRendezvousHandler,
@@ -23,11 +33,11 @@ from elasticlib import (
     Node,
     RendezvousHandler,
     TcpStore,
-    TcpStoreServer,
     Timing,
 )
 
 BOUND = 60.0
+IDLE_SECONDS = 10.0
 
 
 class Listener:
@@ -63,11 +73,29 @@ def settle(meet: Sequence[Callable[[], object]]) -> float | None:
     return time.monotonic() - began
 
 
-def ours(count: int) -> float | None:
-    with TcpStoreServer("127.0.0.1", 0).start() as server:
-        stores = [TcpStore(server.host, server.port) for _ in range(count)]
-        limits, timing = Limits(count, count), Timing(join=BOUND, close=5.0)
-        handlers: list[RendezvousHandler] = [
+class Counted(TcpStore):
+    """A client that counts what it asks."""
+
+    asked: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def _request(self, op: str, *args: Any, **more: Any) -> Any:
+        self.asked[op] += 1
+        return super()._request(op, *args, **more)
+
+
+class Nodes:
+    """So many nodes over one server; all is closed at the end."""
+
+    def __init__(self, count: int) -> None:
+        command = [sys.executable, "-m", "elasticlib.launch.commands", "store"]
+        self.server = subprocess.Popen(
+            [*command, "--bind", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+        )
+        assert self.server.stdout is not None
+        port = int(self.server.stdout.readline().split()[2].rpartition(":")[2])
+        self.stores = [Counted("127.0.0.1", port) for _ in range(count)]
+        limits, timing = Limits(1, count, last_call=BOUND), Timing(join=BOUND, close=5.0)
+        self.handlers: list[RendezvousHandler] = [
             DynamicRendezvousHandler(
                 store,
                 "bench",
@@ -76,15 +104,46 @@ def ours(count: int) -> float | None:
                 timing=timing,
                 open_bootstrap=Listener,
             )
-            for i, store in enumerate(stores)
+            for i, store in enumerate(self.stores)
         ]
-        try:
-            return settle([handler.next_rendezvous for handler in handlers])
-        finally:
-            for handler in handlers:
-                handler.shutdown()
-            for store in stores:
-                store.close()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handler in self.handlers:
+            handler.shutdown()
+        for store in self.stores:
+            store.close()
+        self.server.terminate()
+        self.server.communicate(timeout=BOUND)
+
+    def settle(self) -> float | None:
+        return settle([handler.next_rendezvous for handler in self.handlers])
+
+    def idle(self, seconds: float) -> tuple[float, float]:
+        """Operations and CPU seconds, for each node and second, while nothing happens."""
+        Counted.asked.clear()
+        cpu = time.process_time()
+        time.sleep(seconds)
+        share = seconds * len(self.handlers)
+        return sum(Counted.asked.values()) / share, (time.process_time() - cpu) / share
+
+    def lose_first(self) -> float | None:
+        """Seconds from the end of the first node's connection to the next generation."""
+
+        def again(handler: RendezvousHandler) -> object:
+            while handler.wait_for_change(BOUND) is None:
+                pass
+            return handler.next_rendezvous()
+
+        survivors = [partial(again, handler) for handler in self.handlers[1:]]
+        return settle([*survivors, self.stores[0].close])
+
+
+def ours(count: int) -> float | None:
+    with Nodes(count) as nodes:
+        return nodes.settle()
 
 
 def torchs(count: int) -> float | None:
@@ -108,21 +167,44 @@ def torchs(count: int) -> float | None:
     return taken
 
 
+def median(measure: Callable[[], float | None], repeat: int) -> float | None:
+    """None if one of them did not end in time."""
+    taken = []
+    for _ in range(repeat):
+        one = measure()
+        if one is None:
+            return None
+        taken.append(one)
+    return statistics.median(taken)
+
+
+def shown(seconds: float | None) -> str:
+    return f"> {BOUND:g}" if seconds is None else f"{seconds:.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", default="2,16,64,128")
     parser.add_argument("--torch-up-to", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(f"{'nodes':>6} {'elasticlib':>11} {'torch':>8}   seconds to settle")
-    for count in map(int, args.nodes.split(",")):
-        mine = ours(count)
-        theirs = torchs(count) if count <= args.torch_up_to else None
-        shown = [f"> {BOUND:g}" if t is None else f"{t:.2f}" for t in (mine, theirs)]
-        if count > args.torch_up_to:
-            shown[1] = "-"
-        print(f"{count:6} {shown[0]:>11} {shown[1]:>8}", flush=True)
+    counts = [int(count) for count in args.nodes.split(",")]
+    print(f"{'nodes':>6} {'elasticlib':>11} {'torch':>8}   seconds to settle, medians")
+    for count in counts:
+        mine = shown(median(partial(ours, count), args.repeat))
+        theirs = "-"
+        if count <= args.torch_up_to:
+            theirs = shown(median(partial(torchs, count), args.repeat))
+        print(f"{count:6} {mine:>11} {theirs:>8}", flush=True)
+    print(f"{'nodes':>6} {'ops/s':>11} {'cpu':>8} {'death':>8}   idle, per node; rank 0 dies")
+    for count in counts:
+        with Nodes(count) as nodes:
+            nodes.settle()
+            operations, cpu = nodes.idle(IDLE_SECONDS)
+            lost = shown(nodes.lose_first()) if count > 1 else "-"
+            print(f"{count:6} {operations:11.2f} {cpu:8.5f} {lost:>8}", flush=True)
 
 
 if __name__ == "__main__":
