@@ -119,13 +119,27 @@ def encode_shard(rows: Iterable[Row]) -> bytes:
 
 
 def decode_shard(data: bytes) -> tuple[Row, ...]:
+    return tuple(_row(row) for row in _rows(data))
+
+
+def find_seat(data: bytes, node_id: str) -> Seat | None:
+    """One node's seat on a shard, if it has one there; the rows of others are not looked at."""
+    for row in _rows(data):
+        if isinstance(row[0], dict) and row[0].get("id") == node_id:
+            return _row(row)[1]
+    return None
+
+
+def _rows(data: bytes) -> list[list[object]]:
     rows = _parse(data, "a roll")
     if not isinstance(rows, list) or any(not isinstance(r, list) or len(r) != 2 for r in rows):
         raise RendezvousMismatch("a roll in the store is no list of nodes and seats")
-    return tuple(
-        (Node(**_checked(node, _NODE, "a member")), Seat(**_checked(seat, _SEAT, "a seat")))
-        for node, seat in rows
-    )
+    return rows
+
+
+def _row(row: list[object]) -> Row:
+    node, seat = row
+    return Node(**_checked(node, _NODE, "a member")), Seat(**_checked(seat, _SEAT, "a seat"))
 
 
 def encode_head(head: Head) -> bytes:

@@ -82,7 +82,6 @@ class Keeper:
             self._note_at = self._answered + FIRST_NOTE_SECONDS
             self._thread = threading.Thread(target=self._loop, name="rendezvous", daemon=True)
             self._thread.start()
-            self._watcher.start()
 
     def stop(self) -> bool:
         """Leave the job; whether that was done within the timing's `close` seconds.

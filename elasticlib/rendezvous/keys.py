@@ -10,54 +10,36 @@ import logging
 from collections.abc import Callable, Iterable
 from urllib.parse import quote
 
-import attrs
-
 from ..errors import RendezvousMismatch
 from ..stores.interface import Entry, Listing
 from .codec import decode_head, decode_leader, decode_node, decode_shard
 from .document import Document, Head, Node, of_members
-from .intent import Leader
 from .ranks import shard_count
 
 log = logging.getLogger("elasticlib.rendezvous")
 
 
-@attrs.frozen
 class Keys:
-    """The keys of one job; `run_id` may be any text."""
+    """The keys of one job; `run_id` may be any text.
 
-    run_id: str
+    job: what all of them begin with. watched: what every node watches. leader: leased by the node
+    that decides. memory: the head as those remember it whose store has forgotten it.
+    """
 
-    @property
-    def job(self) -> str:
-        """What all keys of the job begin with."""
-        return f"{quote(self.run_id, safe='')}/"
-
-    @property
-    def watched(self) -> str:
-        return f"{self.job}head/"
-
-    @property
-    def head(self) -> str:
-        return f"{self.watched}document"
-
-    @property
-    def leader(self) -> str:
-        """Leased by the node that decides."""
-        return f"{self.watched}leader"
-
-    @property
-    def memory(self) -> str:
-        """The head as those remember it whose store has forgotten it."""
-        return f"{self.watched}memory"
+    def __init__(self, run_id: str) -> None:
+        self.job = f"{quote(run_id, safe='')}/"
+        self.watched = f"{self.job}head/"
+        self.head = f"{self.watched}document"
+        self.leader = f"{self.watched}leader"
+        self.memory = f"{self.watched}memory"
+        self.note = f"{self.job}note"
+        self.rolls = f"{self.job}roll/"
+        self.dones = f"{self.job}done/"
+        self.gones = f"{self.job}gone/"
 
     def gate(self, roll: str = "") -> str:
         """Stands for as long as the generation does; its value is where torch's store is."""
         return f"{self.watched}gate/{roll}"
-
-    @property
-    def note(self) -> str:
-        return f"{self.job}note"
 
     def node(self, node_id: str = "") -> str:
         return f"{self.job}node/{node_id}"
@@ -65,20 +47,8 @@ class Keys:
     def shard(self, roll: str, number: int | str = "") -> str:
         return f"{self.rolls}{roll}/{number}"
 
-    @property
-    def rolls(self) -> str:
-        return f"{self.job}roll/"
-
-    @property
-    def dones(self) -> str:
-        return f"{self.job}done/"
-
     def done(self, roll: str, node_id: str = "") -> str:
         return f"{self.dones}{roll}/{node_id}"
-
-    @property
-    def gones(self) -> str:
-        return f"{self.job}gone/"
 
     def gone(self, roll: str, node_id: str = "") -> str:
         """Written by a node that leaves its generation and says so."""
@@ -95,11 +65,8 @@ class Read:
         self.head_entry = self._entries.get(keys.head)
         self.head = None if self.head_entry is None else decode_head(self.head_entry.value)
         self.leader_entry = self._entries.get(keys.leader)
+        self.leader = None if self.leader_entry is None else decode_leader(self.leader_entry.value)
         self.memory_entry = self._entries.get(keys.memory)
-
-    @property
-    def leader(self) -> Leader | None:
-        return None if self.leader_entry is None else decode_leader(self.leader_entry.value)
 
     @property
     def memory(self) -> Head | None:

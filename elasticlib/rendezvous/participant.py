@@ -17,12 +17,12 @@ from .codec import (
     Note,
     decode_head,
     decode_note,
-    decode_shard,
     encode_head,
     encode_leader,
     encode_node,
     encode_note,
     encode_shard,
+    find_seat,
 )
 from .decide import Decision, View, decide, gives_way
 from .document import Document, Ending, Head, Limits, Node, Phase, end
@@ -167,9 +167,8 @@ class Participant:
         if self._seat[0] != head.roll:
             number = shard_of(self._me, head.nodes)
             entry = self._store.get(self.keys.shard(head.roll, number))
-            rows = () if entry is None else decode_shard(entry.value)
-            found = [seat for node, seat in rows if node.id == self._me]
-            self._seat = (head.roll, found[0] if found else None)
+            seat = None if entry is None else find_seat(entry.value, self._me)
+            self._seat = (head.roll, seat)
         return self._seat[1]
 
     def _view(self, read: Read, intent: Intent, now: float) -> View:

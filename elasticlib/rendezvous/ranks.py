@@ -15,7 +15,7 @@ import attrs
 
 from .document import Document, Node
 
-SHARD_NODES = 16
+SHARD_NODES = 64
 """Members on one shard of a roll, on average."""
 
 

@@ -28,12 +28,14 @@ class Watcher:
         self._fences: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="rendezvous-watch", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
     def arm(self, prefix: str, version: int) -> None:
-        """Tell once when something under the prefix has changed since that version."""
+        """Tell once when something under the prefix has changed since that version.
+
+        To be called from one thread.
+        """
         self._fences.put((prefix, version))
+        if self._thread.ident is None:
+            self._thread.start()
 
     def stop(self) -> None:
         self._stopping = True
