@@ -171,7 +171,8 @@ REFUSED_FOR_LOSS = [
 def test_what_cannot_outlive_a_loss_as_asked_is_refused_with_exit_code_2(
     line: str, sentence: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*line.split(), script]) == 2
+    soon = ("--rdzv-conf", "join_timeout=0.5")  # where it is not refused
+    assert main([*line.split(), *soon, script]) == 2
     said = capsys.readouterr().err
     assert said.startswith("elasticrun: error: ")
     assert sentence in said

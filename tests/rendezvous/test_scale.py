@@ -128,14 +128,17 @@ class Ticking(CountedStore):
     def __init__(self, inner: Store, step: float) -> None:
         super().__init__(inner)
         self._step = step
-        self.now = 0.0
+        self._now = 0.0
         self.rounds = 0
 
     def refresh(self, key: str, version: int) -> None:
         super().refresh(key, version)
         if key != KEYS.leader:
-            self.now += self._step
+            self._now += self._step
             self.rounds += 1
+
+    def clock(self) -> float:
+        return self._now
 
     def go_on(self, rounds: int) -> None:
         """Wait until its node has taken so many more."""
@@ -199,7 +202,7 @@ def test_a_handler_that_has_settled_looks_once_a_lease(handlers: Handlers) -> No
     step, rounds = 0.005, 25
     stores = [Ticking(handlers.client(), step) for _ in range(4)]
     timing = Timing(join=1e6, lease=rounds * step, refresh=step)
-    handlers.settle([(store, lambda store=store: store.now) for store in stores], timing)
+    handlers.settle([(store, store.clock) for store in stores], timing)
     for store in stores:
         store.go_on(2 * rounds)
     before = [(store.rounds, Counter(store.calls)) for store in stores]

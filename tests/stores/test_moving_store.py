@@ -56,8 +56,8 @@ class Spot:
         return Place(self.endpoint, self.reach, self.serve)
 
     def reach(self) -> TcpStore:
-        patience = {"timeout": 5.0, "connect_timeout": self.connect_timeout}
-        store = TcpStore(self.host, self.port, job=JOB, **patience)
+        patience = self.connect_timeout
+        store = TcpStore(self.host, self.port, job=JOB, timeout=5.0, connect_timeout=patience)
         self.reached.append(store)
         self.reaching.put(store)
         return store
@@ -111,14 +111,18 @@ def is_closed(store: TcpStore) -> bool:
 # -- the contract ------------------------------------------------------------------------------
 
 
-def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> MovingStore:
+def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
     """A client of the store that is served at one of these endpoints, none of them ours."""
 
     def place(host: str, port: int) -> Place:
-        return Place(host, lambda: TcpStore(host, port, job=JOB, timeout=timeout), lambda: None)
+        def reach() -> TcpStore:
+            return TcpStore(host, port, job=JOB, timeout=timeout, connect_timeout=1.0)
 
+        return Place(host, reach, lambda: None)
+
+    # A busy machine may pass over the place at first, and comes back to it.
     places = [place(host, port) for host, port in endpoints]
-    return MovingStore(places, patience=timeout)
+    return until_answered(MovingStore(places, patience=1.0))
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["one place", "two places, first empty"])
