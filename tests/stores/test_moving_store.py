@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
-import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
 
 from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
 from elasticlib.launch.config import LaunchConfig
@@ -20,74 +19,6 @@ from elasticlib.stores.moving import MovingStore, Place
 from elasticlib.stores.server import TcpStoreServer
 from elasticlib.stores.tcp import TcpStore
 from elasticlib.testing import ClientRecipe, StoreContract
-
-JOB = "moving"
-PATIENCE = 3.0
-
-
-class Spot:
-    """A place at a port that nobody else gets, and the clients that reached for it."""
-
-    def __init__(self, stack: ExitStack, address: str) -> None:
-        self._stack = stack
-        # Bound and never listened at: a server can bind beside it, and who connects is refused.
-        holder = stack.enter_context(socket.socket())
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
-        self.host, self.port = holder.getsockname()
-        self.connect_timeout = 0.05
-        self.reached: list[TcpStore] = []
-        self.reaching: queue.SimpleQueue[TcpStore] = queue.SimpleQueue()
-        self.served: list[TcpStoreServer] = []
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def open(self, job: str = JOB) -> TcpStoreServer:
-        """Another node serves here."""
-        server = TcpStoreServer(self.host, self.port, job=job)
-        return self._stack.enter_context(server)
-
-    def theirs(self) -> Place:
-        return Place(self.endpoint, self.reach, lambda: None)
-
-    def ours(self) -> Place:
-        return Place(self.endpoint, self.reach, self.serve)
-
-    def reach(self) -> TcpStore:
-        patience = self.connect_timeout
-        store = TcpStore(self.host, self.port, job=JOB, timeout=5.0, connect_timeout=patience)
-        self.reached.append(store)
-        self.reaching.put(store)
-        return store
-
-    def serve(self) -> TcpStoreServer | None:
-        try:
-            server = TcpStoreServer(self.host, self.port, job=JOB).start()
-        except OSError:
-            return None
-        self.served.append(server)
-        return server
-
-
-class World:
-    """Three places, and a clock that stands still until it is told."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self.now = 0.0
-        self.spots = tuple(Spot(stack, f"127.0.0.{number}") for number in (2, 3, 4))
-
-    def store(self, *places: Place) -> MovingStore:
-        store = MovingStore(places, patience=PATIENCE, clock=lambda: self.now)
-        return self._stack.enter_context(store)
-
-    def misses(self, store: Store, at: float) -> None:
-        """At this time the store is asked, and does not answer."""
-        self.now = at
-        with pytest.raises(StoreUnavailable):
-            store.get("key")
 
 
 @pytest.fixture
@@ -100,29 +31,7 @@ def world() -> Iterator[World]:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def is_closed(store: TcpStore) -> bool:
-    try:
-        store.get("key")
-    except StoreUnavailable as error:
-        return "this store is closed" in str(error)
-    return False
-
-
 # -- the contract ------------------------------------------------------------------------------
-
-
-def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
-    """A client of the store that is served at one of these endpoints, none of them ours."""
-
-    def place(host: str, port: int) -> Place:
-        def reach() -> TcpStore:
-            return TcpStore(host, port, job=JOB, timeout=timeout, connect_timeout=1.0)
-
-        return Place(host, reach, lambda: None)
-
-    # A busy machine may pass over the place at first, and comes back to it.
-    places = [place(host, port) for host, port in endpoints]
-    return until_answered(MovingStore(places, patience=1.0))
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["one place", "two places, first empty"])
@@ -142,7 +51,7 @@ class TestMovingStore(StoreContract):
 
     @pytest.fixture
     def client_recipe(self, endpoints: list[tuple[str, int]]) -> ClientRecipe:
-        return ClientRecipe(f"{__name__}:reaching", (endpoints, self.patience))
+        return ClientRecipe("places:reaching", (endpoints, self.patience))
 
 
 # -- when it moves -----------------------------------------------------------------------------
@@ -301,6 +210,12 @@ def test_no_place_serves_two_of_ours(world: World) -> None:
     assert store.server is one.served[1]
 
 
+def host_at(store: Store) -> str | None:
+    """The address at which this client serves the store itself."""
+    assert isinstance(store, MovingStore)
+    return None if store.server is None else store.server.host
+
+
 def test_agents_host_by_the_addresses_of_a_list_and_move_by_it(world: World) -> None:
     """As launched: the node that has the first address serves, and the next when it is gone."""
     endpoints = ",".join(spot.endpoint for spot in world.spots[:2])
@@ -320,23 +235,6 @@ def test_agents_host_by_the_addresses_of_a_list_and_move_by_it(world: World) -> 
         entry = until_answered(second).set("key", b"value")
         assert until_answered(third).get("key") == entry
         assert [host_at(store) for store in (second, third)] == ["127.0.0.3", None]
-
-
-def host_at(store: Store) -> str | None:
-    """The address at which this client serves the store itself."""
-    assert isinstance(store, MovingStore)
-    return None if store.server is None else store.server.host
-
-
-def until_answered(store: Store) -> Store:
-    """The store, once it answers; connecting takes its own time between two attempts."""
-    for _ in range(100):
-        try:
-            store.get("key")
-        except StoreUnavailable:
-            continue
-        return store
-    raise AssertionError("no answer in a hundred attempts")
 
 
 # -- looking elsewhere -------------------------------------------------------------------------
