@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
-from jobs import Job, alive, check_one_world, generation_of
+from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of, until
 
 pytestmark = pytest.mark.faults
 
@@ -107,3 +108,44 @@ def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> No
     assert not alive(before[1]["pid"])
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0, 0]
+
+
+def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -> None:
+    endpoint = job.store()
+    more = ("--spares", "1", "--rdzv-conf", "keep_alive_interval=0.2")
+
+    def start(name: str) -> Node:
+        return job.run(name, *flags(endpoint, "2", *more), PYTHONPATH=WITHOUT_TORCH)
+
+    members = {name: start(name) for name in "ab"}
+    before = job.settled(2)
+    extra = {name: start(name) for name in "cd"}
+    until("a spare to end", lambda: any(n.process.poll() is not None for n in extra.values()))
+    (spare,) = [name for name, node in extra.items() if node.process.poll() is None]
+    (sent_away,) = extra.keys() - {spare}
+    assert extra[sent_away].exit_code() == 1
+    (error,) = re.findall(r"^elasticrun: .*", extra[sent_away].text, re.MULTILINE)
+    assert "the job has all that it wants, 2 nodes and 1 spares (--spares)" in error
+    assert not job.places(generation_of(before) + 1)
+    members[before[0]["node"]].kill()
+    after = job.settled(2, after=generation_of(before))
+    check_one_world(after)
+    assert [place["node"] for place in after] == [before[1]["node"], spare]
+    job.finish()
+    assert (members[before[1]["node"]].exit_code(), extra[spare].exit_code()) == (0, 0)
+
+
+def test_nodes_of_one_topology_get_adjacent_ranks(job: Job) -> None:
+    endpoint = job.store()
+    racks = dict(zip("abcdef", "xyzxyz", strict=True))
+    nodes = [
+        job.run(name, *flags(endpoint, "6", "--topology", rack), PYTHONPATH=WITHOUT_TORCH)
+        for name, rack in racks.items()
+    ]
+    places = job.settled(6)
+    check_one_world(places)
+    order = [racks[place["node"]] for place in places]
+    assert order[0::2] == order[1::2]
+    assert set(order[0::2]) == set("xyz")
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0] * 6

@@ -9,6 +9,7 @@ import pytest
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_parser, parse
 from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.elasticrun import main
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
 from elasticlib.stores.etcd_access import Member
 from elasticlib.workers.spec import Command, Module, Script
@@ -132,6 +133,84 @@ def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, s
     with pytest.raises(ConfigError) as refused:
         parse([script if word == "SCRIPT" else word for word in line.split()])
     assert sentence in str(refused.value)
+
+
+TWO = "--nnodes 2 --rdzv-endpoint"
+STATIC = "--nnodes 2 --rdzv-backend static --node-rank 0 --rdzv-endpoint"
+REFUSED_FOR_LOSS = [
+    ("--store-grace 0", "--store-grace is seconds, positive and up to 1e+06, got 0.0"),
+    ("--store-grace=-1", "--store-grace is seconds, positive and up to 1e+06, got -1.0"),
+    ("--store-grace nan", "--store-grace is seconds, positive and up to 1e+06, got nan"),
+    ("--store-grace 1e10", "--store-grace is seconds, positive and up to 1e+06"),
+    (f"{TWO} h:1 --spares=-1", "need spares >= 0, got -1"),
+    ("--spares 1", "--spares is for jobs whose nodes come and go, got 1 for one node alone"),
+    ("--standalone --spares 0", "--spares is for jobs whose nodes come and go, got 0 for one"),
+    ("--standalone --topology r", "--topology is for jobs whose nodes come and go, got 'r'"),
+    (f"{STATIC} h:1 --spares 1", "got 1 for the static backend's fixed ranks"),
+    (f"{STATIC} h:1 --topology r", "--topology is for jobs whose nodes come and go"),
+    (f"{STATIC} h:1,g:1", "the static backend meets at one endpoint, got a list"),
+    (f"{TWO} h:1,g:1,h:1", "--rdzv-endpoint names a place twice: h:1,g:1,h:1"),
+    (f"{TWO} h:1,g:0", "nodes cannot meet at port 0, got --rdzv-endpoint g:0"),
+    (f"{TWO} h:1,0.0.0.0:1", "--rdzv-endpoint is an address that the other nodes reach"),
+    (f"{TWO} h:1,", "HOST:PORT"),
+    (f"{TWO} h:1,g:99999", "HOST:PORT"),
+    (f"{TWO} h:1,g:1 --rdzv-conf is_host=true", "is_host=true means one endpoint, got several"),
+    (f"{TWO} h:1 --rdzv-conf quorum=any", "--rdzv-conf quorum is for a list of endpoints, got one"),
+    (f"{TWO} h:1,g:1 --rdzv-conf quorum=maybe", "quorum is majority or any, got 'maybe'"),
+    ("--standalone --rdzv-conf quorum=any", "quorum means the store at a tcp --rdzv-endpoint"),
+    (
+        "--rdzv-backend file --rdzv-endpoint m --rdzv-id j --rdzv-conf quorum=any",
+        "quorum means the store at a tcp --rdzv-endpoint",
+    ),
+    (f"{TWO} h:1 --rdzv-conf launch=", "--rdzv-conf launch is a name of 1 to 256 bytes"),
+    (f"{TWO} h:1 --rdzv-conf launch={'x' * 257}", "launch is a name of 1 to 256 bytes"),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), REFUSED_FOR_LOSS)
+def test_what_cannot_outlive_a_loss_as_asked_is_refused_with_exit_code_2(
+    line: str, sentence: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soon = ("--rdzv-conf", "join_timeout=0.5")  # where it is not refused
+    assert main([*line.split(), *soon, script]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("elasticrun: error: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["--store-grace soon", "--spares some", "--spares 1.5"])
+def test_what_is_no_number_is_refused_with_exit_code_2_and_the_flag(
+    line: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*line.split(), script])
+    assert ended.value.code == 2
+    assert f"argument {line.split()[0]}" in capsys.readouterr().err
+
+
+def test_what_a_job_may_lose_is_read(script: str) -> None:
+    flags = "--nnodes 1:4 --spares 2 --topology rack7 --store-grace 9 --rdzv-endpoint h,g:7"
+    config, _ = parse([*flags.split(), "--rdzv-conf", "launch=monday,is_host=false", script])
+    assert (config.limits.spares, config.limits.launch, config.limits.quorum) == (2, "monday", True)
+    assert (config.topology, config.timing.store_grace) == ("rack7", 9.0)
+    assert (config.endpoints, config.options.is_host) == (("h", "g:7"), False)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "counts"),
+    [
+        ("h:1", "", False),
+        ("h:1,g:1", "", True),
+        ("h:1,g:1", "quorum=majority", True),
+        ("h:1,g:1", "quorum=any", False),
+    ],
+)
+def test_a_quorum_counts_where_the_store_may_move(
+    endpoint: str, conf: str, counts: bool, script: str
+) -> None:
+    config, _ = parse(["--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf, script])
+    assert config.limits.quorum is counts
 
 
 def test_an_unknown_backend_is_refused_by_the_config_too() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from elasticlib.rendezvous.document import Limits, Phase
-from elasticlib.testing.simulation import Faults, Simulation
+from elasticlib.testing.simulation import Faults, Mark, Simulation
 
 SLICES = 20
 
@@ -20,10 +21,25 @@ def simulation(seed: int) -> Simulation:
     return Simulation(seed, limits, nodes=draw.randint(1, 8))
 
 
+def harsh_simulation(seed: int) -> Simulation:
+    """As above, and what its nodes ask for and all other faults are drawn too."""
+    draw = random.Random(seed)
+    most = draw.randint(1, 7)
+    fixed = draw.random() < 0.2
+    least = most if fixed else draw.randint(1, most)
+    limits = Limits(least, most, max_restarts=100, fixed_ranks=fixed)
+    faults = Faults(cuts=2, forgets=draw.randint(0, 2), echoes=3)
+    return Simulation(seed, limits, nodes=draw.randint(1, 8), faults=faults)
+
+
+@pytest.mark.parametrize("cluster", [simulation, harsh_simulation])
 @pytest.mark.parametrize("part", range(SLICES))
-def test_every_promise_holds_for_every_seed(part: int, request: pytest.FixtureRequest) -> None:
-    for seed in range(part, request.config.getoption("--seeds"), SLICES):
-        simulation(seed).run()
+def test_every_promise_holds_for_every_seed(
+    part: int, cluster: Callable[[int], Simulation], request: pytest.FixtureRequest
+) -> None:
+    """Of the seeds that --seeds allows, half are played with each kind of cluster."""
+    for seed in range(part, request.config.getoption("--seeds") // 2, SLICES):
+        cluster(seed).run()
 
 
 def test_seed_75_a_member_that_slept_through_its_generation_says_that_it_is_free() -> None:
@@ -35,11 +51,50 @@ def test_seed_75_a_member_that_slept_through_its_generation_says_that_it_is_free
     simulation(75).run()
 
 
-def test_a_store_that_comes_back_empty_is_a_new_incarnation_for_all() -> None:
-    """A generation's number alone says nothing there: it counts from 1 again."""
-    for seed in range(150):
-        faults = Faults(forgets=2)
-        Simulation(seed, Limits(1, 4, max_restarts=100), nodes=3, faults=faults).run()
+def test_seed_130_a_member_that_entered_as_the_store_was_emptied_remembers_its_generation() -> None:
+    """All had entered generation 4 and not read again when the store came back empty.
+
+    A member that remembered only what it had read since would have had nothing to say of it:
+    a stranger wrote down the limits of a new job, and the members waited for ever for theirs.
+    """
+    harsh_simulation(130).run()
+
+
+def test_seed_112_acting_twice_on_one_snapshot_takes_nothing_from_the_generation_it_settled() -> (
+    None
+):
+    """The node that led acted again on the snapshot of which generation 1 had come.
+
+    Under the mark of the first time, it took what it had lost for its own, and removed it: the
+    shards of the generation that stood. Its members were then put into it while they ran it.
+    """
+    harsh_simulation(112).run()
+
+
+def test_forgetting_alone_stops_no_workers_and_generation_1_stands_for_ever() -> None:
+    stood = 0
+    for seed in range(60):
+        nodes = 1 + seed % 4
+        limits, faults = Limits(nodes, nodes), Faults(0, 0, 0, 0, 0, forgets=2)
+        played = Simulation(seed, limits, nodes=nodes, faults=faults).run()
+        marks = [moment.mark for moment in played.story]
+        if Mark.STARTS in marks[marks.index(Mark.FORGETS) :]:
+            continue  # Nobody can remember a generation that it had not heard of by then.
+        settled = {(d.generation, d.roll) for d in played.documents if d.phase is Phase.SETTLED}
+        assert [generation for generation, _ in settled] == [1]
+        assert Mark.STOPS not in marks
+        stood += 1
+    assert stood > 40
+
+
+def test_a_forgotten_job_goes_on_where_some_remember_it_and_begins_anew_where_none_do() -> None:
+    """A number alone says nothing then: a new incarnation counts from 1 again."""
+    anew = 0
+    for seed in range(100):
+        limits = Limits(1, 4, max_restarts=100)
+        played = Simulation(seed, limits, nodes=3, faults=Faults(forgets=2)).run()
+        anew += len({d.incarnation for d in played.documents if d.phase is Phase.SETTLED}) > 1
+    assert 0 < anew < 50
 
 
 def test_the_same_seed_is_the_same_story() -> None:

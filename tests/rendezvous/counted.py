@@ -1,0 +1,195 @@
+"""A store that counts what one node asks of it, and nodes that take turns on a clock of ours."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from elasticlib.errors import StoreUnavailable
+from elasticlib.rendezvous.change import change_since, has_entered
+from elasticlib.rendezvous.document import Document, Limits, Node, Phase
+from elasticlib.rendezvous.intent import Intent
+from elasticlib.rendezvous.keys import Keys, Read
+from elasticlib.rendezvous.participant import Participant, Snapshot
+from elasticlib.stores.interface import CompareSet, Entry, Listing, Store
+from elasticlib.stores.memory import MemoryStore
+
+RUN = "run"
+KEYS = Keys(RUN)
+LEASE = 5.0
+
+
+class CountedStore(Store):
+    """One node's client: how often each operation was asked for, on which keys, and the bytes.
+
+    breaks_after: so many operations are let through, and no more.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.calls: Counter[str] = Counter()
+        self.listed: Counter[str] = Counter()
+        self.got: Counter[str] = Counter()
+        self.bytes = 0
+        self.breaks_after: int | None = None
+
+    @property
+    def operations(self) -> int:
+        """All but `wait`, which costs nothing while nothing changes."""
+        return sum(count for kind, count in self.calls.items() if kind != "wait")
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self.calls, self.listed, self.got, self.bytes = Counter(), Counter(), Counter(), 0
+
+    def _count(self, kind: str, *values: bytes) -> None:
+        if self.breaks_after == self.operations:
+            raise StoreUnavailable("as if the node had died here")
+        self.calls[kind] += 1
+        self.bytes += sum(map(len, values))
+
+    def get(self, key: str) -> Entry | None:
+        entry = self.inner.get(key)
+        self._count("get", b"" if entry is None else entry.value)
+        self.got[key] += 1
+        return entry
+
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        self._count("set", value)
+        return self.inner.set(key, value, ttl=ttl)
+
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        self._count("compare_set", value)
+        return self.inner.compare_set(key, value, expected=expected, ttl=ttl)
+
+    def delete(self, key: str, *, expected: int | None = None) -> bool:
+        self._count("delete")
+        return self.inner.delete(key, expected=expected)
+
+    def refresh(self, key: str, version: int) -> None:
+        self._count("refresh")
+        self.inner.refresh(key, version)
+
+    def list(self, prefix: str) -> Listing:
+        listing = self.inner.list(prefix)
+        self._count("list", *(entry.value for entry in listing.entries))
+        self.listed[prefix] += 1
+        return listing
+
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        self.calls["wait"] += 1
+        return self.inner.wait(prefix, after=after, timeout=timeout)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Member:
+    """A node that takes its steps when it is told to, and reads only what has changed."""
+
+    def __init__(self, crew: Crew, name: str, limits: Limits) -> None:
+        self._crew = crew
+        self.name = name
+        self.store = CountedStore(crew.memory.client())
+        node = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
+        self.id = node.id
+        self.intent = Intent(node).seek()
+        self.participant = Participant(self.store, RUN, node, limits, LEASE)
+        self.seen: Snapshot | None = None
+        self.publishes = True
+
+    @property
+    def generation(self) -> int:
+        """Whose workers run here, or 0."""
+        return 0 if self.intent.joining else self.intent.held
+
+    def turn(self) -> None:
+        """What the handler's loop does in one turn; workers are stopped as soon as they must."""
+        now, joined = self._crew.now, self.seen is None
+        if self.seen is None:
+            self._meet(self.participant.read(self.intent, now))
+        assert self.seen is not None
+        self.participant.speak(self.intent, self.seen.head, now)
+        if (joined and self.seen.leader is None) or self._stirred():
+            self.look()
+
+    def _stirred(self) -> bool:
+        assert self.seen is not None
+        prefix, version = self.participant.prefix, self.seen.version
+        return self.store.inner.wait(prefix, after=version, timeout=0.0)
+
+    def look(self) -> None:
+        now = self._crew.now
+        self._meet(self.participant.look(self.intent, now))
+        assert self.seen is not None
+        self._heed(self.seen)
+        self.participant.act(self.seen)
+        self.participant.speak(self.intent, self.seen.head, now)
+
+    def leave(self) -> None:
+        self.participant.leave(self.intent)
+        self.store.close()
+
+    def _meet(self, snapshot: Snapshot) -> None:
+        self.seen = snapshot
+        self.intent = self.intent.meet(snapshot.head)
+
+    def _heed(self, snapshot: Snapshot) -> None:
+        head, seat = snapshot.head, snapshot.seat
+        if self.intent.joining and has_entered(head, seat, self.intent):
+            assert head is not None
+            assert seat is not None
+            self.intent = self.intent.enter(head, seat)
+            if seat.rank == 0 and self.publishes:
+                self.participant.publish_master(snapshot, head.roll, "127.0.0.1:1")
+        elif not self.intent.joining and change_since(head, self.intent) is not None:
+            self.intent = self.intent.seek()
+
+
+class Crew:
+    """Nodes over one memory store whose clock, like theirs, moves only when it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.memory = MemoryStore(clock=lambda: self.now)
+        self.members: list[Member] = []
+        self._numbers = itertools.count()
+
+    def add(self, count: int, limits: Limits) -> None:
+        self.members += [Member(self, f"n{next(self._numbers)}", limits) for _ in range(count)]
+
+    def turns(self, count: int = 1, seconds: float = 0.0) -> None:
+        """All take a turn, one after another; so often, and so long after each other."""
+        for _ in range(count):
+            self.now += seconds
+            for member in self.members:
+                member.turn()
+
+    def lose(self, member: Member) -> None:
+        self.members.remove(member)
+        member.leave()
+
+    def settle(self) -> Document:
+        """Turns until all are in the generation that stands; some few are enough."""
+        for _ in range(12):
+            self.turns()
+            document = self.document()
+            if document is not None and document.phase is Phase.SETTLED:
+                held = {member.generation for member in self.members}
+                if held == {document.generation}:
+                    return document
+        raise AssertionError("no common generation in twelve turns")
+
+    def document(self) -> Document | None:
+        return Read(KEYS, self.memory.list(KEYS.job)).document(None)[0]
+
+    @property
+    def leader(self) -> Member:
+        (leader,) = [member for member in self.members if member.participant.leads]
+        return leader
+
+    @property
+    def followers(self) -> list[Member]:
+        return [member for member in self.members if not member.participant.leads]

@@ -1,0 +1,188 @@
+"""How a job ends, who hears of it, and how its run id is used again: the real handlers."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import attrs
+import pytest
+from test_handlers import Cluster, change
+
+from elasticlib.errors import RendezvousClosed
+from elasticlib.rendezvous.change import ChangeKind
+from elasticlib.rendezvous.codec import decode_head
+from elasticlib.rendezvous.document import Head, Limits
+from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler as Handler
+from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
+from elasticlib.rendezvous.keys import Keys
+
+FULL = Limits(2, 2)
+ROOM = Limits(2, 3, last_call=0.0)
+SAID = r"\(said by [ab] at \d{4}-\d\d-\d\d.\d\d:\d\d:\d\d"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rendezvous"):
+            thread.join(5.0)
+            assert not thread.is_alive(), thread.name
+
+
+def head_of(cluster: Cluster) -> Head:
+    entry = cluster.store.get(Keys("run").head)
+    assert entry is not None
+    return decode_head(entry.value)
+
+
+def met(futures: list[Future[RendezvousInfo]]) -> list[int]:
+    """The generations in which they met."""
+    return [future.result(20).generation for future in futures]
+
+
+def job_of_two(cluster: Cluster, limits: Limits, names: str = "ab") -> list[Handler]:
+    """Two nodes of one generation."""
+    handlers = [cluster.node(name, limits) for name in names]
+    assert met([cluster.join(handler) for handler in handlers]) == [1, 1]
+    return handlers
+
+
+def succeed(handlers: list[Handler]) -> None:
+    for handler in handlers:
+        handler.report_done()
+    assert [change(handler).kind for handler in handlers] == [ChangeKind.SUCCEEDED] * len(handlers)
+
+
+def leave(handlers: Sequence[RendezvousHandler]) -> None:
+    assert all(handler.shutdown() for handler in handlers)
+
+
+def turned_away(cluster: Cluster, name: str, limits: Limits) -> str:
+    """What a node hears that comes now."""
+    with pytest.raises(RendezvousClosed) as closed:
+        cluster.join(cluster.node(name, limits)).result(20)
+    return str(closed.value)
+
+
+def test_a_run_id_can_be_used_again_once_all_nodes_of_a_full_job_have_left(
+    cluster: Cluster,
+) -> None:
+    incarnations = set()
+    for names in ("ab", "cd", "ef"):
+        handlers = job_of_two(cluster, FULL, names)
+        incarnations.add(head_of(cluster).incarnation)
+        succeed(handlers)
+        leave(handlers)
+    assert len(incarnations) == 3
+
+
+def test_so_can_that_of_a_job_that_failed(cluster: Cluster) -> None:
+    handlers = job_of_two(cluster, FULL)
+    handlers[1].report_failure("exit code 7")
+    assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
+    for future in [cluster.join(handler) for handler in handlers]:
+        with pytest.raises(RendezvousClosed, match="failed: b: exit code 7"):
+            future.result(20)
+    leave(handlers)
+    again = [cluster.node(name, FULL) for name in "cd"]
+    infos = [future.result(20) for future in [cluster.join(handler) for handler in again]]
+    assert [(info.generation, info.restarts) for info in infos] == [(1, 0), (1, 0)]
+
+
+def test_and_that_of_a_job_that_somebody_closed(cluster: Cluster) -> None:
+    handlers = job_of_two(cluster, FULL)
+    handlers[0].set_closed()
+    assert [change(handler).kind for handler in handlers] == [ChangeKind.ABORTED] * 2
+    leave(handlers)
+    job_of_two(cluster, FULL, "cd")
+
+
+def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: Cluster) -> None:
+    handlers = job_of_two(cluster, FULL)
+    succeed(handlers)
+    heard = turned_away(cluster, "c", FULL)
+    assert re.search(f"succeeded: 2 nodes done; nothing was run here {SAID}", heard), heard
+    assert head_of(cluster).phase.terminal
+
+
+def test_who_comes_late_where_there_was_room_for_it_belongs_to_the_job_that_is_over(
+    cluster: Cluster,
+) -> None:
+    handlers = job_of_two(cluster, ROOM)
+    succeed(handlers)
+    leave(handlers)
+    for name in "cd":
+        heard = turned_away(cluster, name, ROOM)
+        assert re.search(f"succeeded: 2 nodes done; nothing was run here {SAID}", heard), heard
+        assert "another --rdzv-id, or --rdzv-conf launch=NAME on all nodes" in heard
+
+
+def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Cluster) -> None:
+    handlers = job_of_two(cluster, ROOM)
+    handlers[0].report_failure("exit code 3")
+    assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
+    for future in [cluster.join(handler) for handler in handlers]:
+        with pytest.raises(RendezvousClosed, match="a: exit code 3") as closed:
+            future.result(20)
+        assert "nothing was run here" not in str(closed.value)
+    leave(handlers)
+    heard = turned_away(cluster, "c", ROOM)
+    assert re.search(rf"failed: a: exit code 3 .*nothing was run here {SAID}", heard), heard
+
+
+def test_where_starts_have_names_another_name_begins_anew_and_the_same_is_late(
+    cluster: Cluster,
+) -> None:
+    first, second = (attrs.evolve(ROOM, launch=name) for name in ("monday", "tuesday"))
+    handlers = job_of_two(cluster, first)
+    succeed(handlers)
+    leave(handlers)
+    assert "succeeded: 2 nodes done; nothing was run here" in turned_away(cluster, "c", first)
+    leave([cluster.handlers[-1]])
+    job_of_two(cluster, second, "de")
+    assert head_of(cluster).limits.launch == "tuesday"
+
+
+def test_a_named_start_waits_for_the_last_nodes_of_the_one_before(cluster: Cluster) -> None:
+    first, second = (attrs.evolve(FULL, launch=name) for name in ("monday", "tuesday"))
+    handlers = job_of_two(cluster, first)
+    succeed(handlers)
+    leave(handlers[:1])
+    again = [cluster.join(cluster.node(name, second)) for name in "cd"]
+    nodes = Keys("run").node()
+    while len((listing := cluster.store.list(nodes)).entries) < 3:
+        assert cluster.store.wait(nodes, after=listing.version, timeout=10.0)
+    assert not any(future.done() for future in again)
+    assert head_of(cluster).limits == first
+    leave(handlers[1:])
+    assert met(again) == [1, 1]
+
+
+def test_those_of_the_old_job_hear_of_its_end_though_others_wait_to_begin_anew(
+    cluster: Cluster,
+) -> None:
+    first, second = (attrs.evolve(FULL, launch=name) for name in ("monday", "tuesday"))
+    handlers = job_of_two(cluster, first)
+    for handler in handlers:
+        handler.report_done()
+    assert change(handlers[0]).kind is ChangeKind.SUCCEEDED
+    again = [cluster.join(cluster.node(name, second)) for name in "cd"]
+    assert change(handlers[1]).kind is ChangeKind.SUCCEEDED
+    leave(handlers)
+    assert met(again) == [1, 1]
+
+
+def test_the_end_names_its_node_and_its_time(cluster: Cluster) -> None:
+    handlers = job_of_two(cluster, FULL)
+    handlers[1].set_closed()
+    assert change(handlers[0]).reason == "closed by b"
+    ending = head_of(cluster).ending
+    assert ending is not None
+    assert ending.by == "b"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", ending.at)

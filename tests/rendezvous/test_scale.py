@@ -1,0 +1,216 @@
+"""What N nodes ask of their store: a constant each, in operations and in bytes, whatever N is."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from counted import KEYS, RUN, CountedStore, Crew, Member
+from jobs import until
+
+from elasticlib.clock import Clock, monotonic
+from elasticlib.rendezvous.document import Limits, Node
+from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
+from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.interface import Store
+from elasticlib.stores.memory import MemoryStore
+
+COUNTS = [8, 32, 128, 256]
+OPERATIONS = 16
+"""Of one node, its announcement included, from its first look until its workers start."""
+LISTINGS = 8
+"""Of the whole job, by the node that leads, for one generation."""
+
+
+def crew_of(count: int) -> Crew:
+    """So many nodes that have settled; they came in four waves."""
+    crew = Crew()
+    for _ in range(4):
+        crew.add(count // 4, Limits(1, count))
+        crew.turns()
+    assert len(crew.settle().members) == count
+    return crew
+
+
+def lose_one(crew: Crew, member: Member) -> None:
+    """The next generation, without it; what it takes is counted from zero."""
+    for one in crew.members:
+        one.store.begin()
+    crew.lose(member)
+    assert crew.settle().member_ids == {one.id for one in crew.members}
+
+
+def check_frugal(crew: Crew) -> None:
+    followers = [member.store for member in crew.followers]
+    assert max(store.operations for store in followers) <= OPERATIONS
+    for store in followers:
+        check_reads_its_own_alone(store)
+    # The node that leads writes the shards and sweeps up, a small part of an operation each.
+    leader = crew.leader.store
+    assert leader.operations <= 4 * OPERATIONS + len(crew.members) / 4
+    assert leader.listed[KEYS.job] <= LISTINGS
+
+
+def check_reads_its_own_alone(store: CountedStore) -> None:
+    """Nothing that tells of all nodes: the watched part, and one shard of each roll."""
+    assert set(store.listed) <= {KEYS.watched}
+    rolls = [key.removeprefix(KEYS.rolls).partition("/")[0] for key in store.got]
+    read = [roll for key, roll in zip(store.got, rolls, strict=True) if key.startswith(KEYS.rolls)]
+    assert len(set(read)) == len(read)
+    assert all(store.got[key] == 1 for key in store.got if key.startswith(KEYS.rolls))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_node_settles_with_a_few_operations_of_its_own(count: int) -> None:
+    crew = crew_of(count)
+    check_frugal(crew)
+    assert sum(member.store.operations for member in crew.members) <= OPERATIONS * count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("who", ["a follower", "the leader"])
+def test_so_does_every_survivor_of_a_lost_node(count: int, who: str) -> None:
+    crew = crew_of(count)
+    lose_one(crew, crew.leader if who == "the leader" else crew.followers[-1])
+    check_frugal(crew)
+    assert sum(member.store.operations for member in crew.members) <= OPERATIONS * count
+
+
+def test_a_followers_bytes_do_not_grow_with_the_job() -> None:
+    few, many = crew_of(32), crew_of(256)
+    for stage in ("all settle", "one is lost"):
+        if stage == "one is lost":
+            lose_one(few, few.followers[-1])
+            lose_one(many, many.followers[-1])
+        most = [max(member.store.bytes for member in crew.followers) for crew in (few, many)]
+        assert most[1] <= 2 * most[0], stage
+        usual = [sorted(m.store.bytes for m in crew.followers)[15] for crew in (few, many)]
+        assert usual[1] <= 1.5 * usual[0], stage
+
+
+def test_all_bytes_of_the_leader_are_a_constant_for_each_node() -> None:
+    each = [crew_of(count).leader.store.bytes / count for count in (32, 256)]
+    assert each[1] <= each[0]
+
+
+def test_who_has_settled_refreshes_its_lease_and_asks_for_nothing_else() -> None:
+    crew = crew_of(32)
+    crew.turns()
+    for member in crew.members:
+        member.store.begin()
+    crew.turns(60, seconds=1.0)
+    for member in crew.followers:
+        assert member.store.calls == {"refresh": 60}
+    assert crew.leader.store.calls == {"refresh": 120}
+
+
+# -- the handler's own pace --------------------------------------------------------------------
+
+
+class Listener:
+    """The least that a bootstrap store can be."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Ticking(CountedStore):
+    """Its node's clock is moved by the node itself: each refresh of its lease takes `step`."""
+
+    def __init__(self, inner: Store, step: float) -> None:
+        super().__init__(inner)
+        self._step = step
+        self._now = 0.0
+        self.rounds = 0
+
+    def refresh(self, key: str, version: int) -> None:
+        super().refresh(key, version)
+        if key != KEYS.leader:
+            self._now += self._step
+            self.rounds += 1
+
+    def clock(self) -> float:
+        return self._now
+
+    def go_on(self, rounds: int) -> None:
+        """Wait until its node has taken so many more."""
+        last = self.rounds + rounds
+        until(f"{rounds} more rounds", lambda: self.rounds > last)
+
+
+class Handlers:
+    """Real handlers over one memory store in which no lease ends."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._memory = MemoryStore(clock=lambda: 0.0)
+
+    def client(self) -> MemoryStore:
+        return self._stack.enter_context(self._memory.client())
+
+    def settle(self, nodes: Sequence[tuple[CountedStore, Clock]], timing: Timing) -> None:
+        """All come at once, each with its store and its clock."""
+        count = len(nodes)
+        handlers = [
+            DynamicRendezvousHandler(
+                store,
+                RUN,
+                Node(id=f"n{number}-1", host=f"n{number}", address="127.0.0.1", slots=1),
+                Limits(count, count),
+                timing=timing,
+                open_bootstrap=Listener,
+                clock=clock,
+            )
+            for number, (store, clock) in enumerate(nodes)
+        ]
+        pool = self._stack.enter_context(ThreadPoolExecutor(count))
+        for handler in handlers:
+            self._stack.callback(handler.shutdown)
+        futures = [pool.submit(handler.next_rendezvous) for handler in handlers]
+        assert sorted(future.result(60).rank for future in futures) == list(range(count))
+
+
+@pytest.fixture
+def handlers() -> Iterator[Handlers]:
+    with ExitStack() as stack:
+        yield Handlers(stack)
+
+
+@pytest.mark.parametrize("count", [8, 32, 128])
+def test_handlers_that_come_all_at_once_ask_no_more(handlers: Handlers, count: int) -> None:
+    stores = [CountedStore(handlers.client()) for _ in range(count)]
+    # Nothing that depends on how long this machine takes.
+    patient = Timing(join=60.0, lease=1000.0, refresh=100.0)
+    handlers.settle([(store, monotonic) for store in stores], patient)
+    (leader,) = [store for store in stores if store.listed[KEYS.job]]
+    for store in stores:
+        if store is not leader:
+            check_reads_its_own_alone(store)
+            assert store.operations <= OPERATIONS
+    assert leader.listed[KEYS.job] <= 2 * count
+
+
+def test_a_handler_that_has_settled_looks_once_a_lease(handlers: Handlers) -> None:
+    step, rounds = 0.005, 25
+    stores = [Ticking(handlers.client(), step) for _ in range(4)]
+    timing = Timing(join=1e6, lease=rounds * step, refresh=step)
+    handlers.settle([(store, store.clock) for store in stores], timing)
+    for store in stores:
+        store.go_on(2 * rounds)
+    before = [(store.rounds, Counter(store.calls)) for store in stores]
+    for store in stores:
+        store.go_on(4 * rounds)
+    for store, (first, calls) in zip(stores, before, strict=True):
+        more, leases = store.calls - calls, 1 + (store.rounds - first) / rounds
+        leads = store.listed[KEYS.job] > 0
+        assert more["list"] <= leases
+        assert more["get"] <= leases * (not leads)  # the note of the one that leads
+        assert set(more) <= {"refresh", "list", "get"}

@@ -1,0 +1,117 @@
+"""Places where a store may be served, each at a port that nobody else gets."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from elasticlib.errors import StoreUnavailable
+from elasticlib.stores.interface import Store
+from elasticlib.stores.moving import MovingStore, Place
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+
+JOB = "moving"
+PATIENCE = 3.0
+
+
+class Spot:
+    """A place at a port that nobody else gets, and the clients that reached for it."""
+
+    def __init__(self, stack: ExitStack, address: str) -> None:
+        self._stack = stack
+        # Bound and never listened at: a server can bind beside it, and who connects is refused.
+        holder = stack.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        self.host, self.port = holder.getsockname()
+        self.connect_timeout = 0.05
+        self.reached: list[TcpStore] = []
+        self.reaching: queue.SimpleQueue[TcpStore] = queue.SimpleQueue()
+        self.served: list[TcpStoreServer] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def open(self, job: str = JOB) -> TcpStoreServer:
+        """Another node serves here."""
+        server = TcpStoreServer(self.host, self.port, job=job)
+        return self._stack.enter_context(server)
+
+    def theirs(self) -> Place:
+        return Place(self.endpoint, self.reach, lambda: None)
+
+    def ours(self) -> Place:
+        return Place(self.endpoint, self.reach, self.serve)
+
+    def reach(self) -> TcpStore:
+        patience = self.connect_timeout
+        store = TcpStore(self.host, self.port, job=JOB, timeout=5.0, connect_timeout=patience)
+        self.reached.append(store)
+        self.reaching.put(store)
+        return store
+
+    def serve(self) -> TcpStoreServer | None:
+        try:
+            server = TcpStoreServer(self.host, self.port, job=JOB).start()
+        except OSError:
+            return None
+        self.served.append(server)
+        return server
+
+
+class World:
+    """Three places, and a clock that stands still until it is told."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.now = 0.0
+        self.spots = tuple(Spot(stack, f"127.0.0.{number}") for number in (2, 3, 4))
+
+    def store(self, *places: Place) -> MovingStore:
+        store = MovingStore(places, patience=PATIENCE, clock=lambda: self.now)
+        return self._stack.enter_context(store)
+
+    def misses(self, store: Store, at: float) -> None:
+        """At this time the store is asked, and does not answer."""
+        self.now = at
+        with pytest.raises(StoreUnavailable):
+            store.get("key")
+
+
+def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
+    """A client of the store that is served at one of these endpoints, none of them ours."""
+
+    def place(host: str, port: int) -> Place:
+        def reach() -> TcpStore:
+            return TcpStore(host, port, job=JOB, timeout=timeout, connect_timeout=1.0)
+
+        return Place(host, reach, lambda: None)
+
+    # A busy machine may pass over the place at first, and comes back to it.
+    places = [place(host, port) for host, port in endpoints]
+    return until_answered(MovingStore(places, patience=1.0))
+
+
+def until_answered(store: Store) -> Store:
+    """The store, once it answers; connecting takes its own time between two attempts."""
+    for _ in range(100):
+        try:
+            store.get("key")
+        except StoreUnavailable:
+            continue
+        return store
+    raise AssertionError("no answer in a hundred attempts")
+
+
+def is_closed(store: TcpStore) -> bool:
+    try:
+        store.get("key")
+    except StoreUnavailable as error:
+        return "this store is closed" in str(error)
+    return False

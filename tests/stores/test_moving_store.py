@@ -1,0 +1,342 @@
+"""A store with several places: when it goes from one to the next, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
+
+from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
+from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.tcp_place import TcpMeetingPlace
+from elasticlib.stores.interface import Store
+from elasticlib.stores.moving import MovingStore, Place
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.testing import ClientRecipe, StoreContract
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Of which no thread and no descriptor is left."""
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        yield World(stack)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# -- the contract ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["one place", "two places, first empty"])
+class TestMovingStore(StoreContract):
+    examples = 8
+
+    @pytest.fixture
+    def endpoints(self, before: int) -> Iterator[list[tuple[str, int]]]:
+        with ExitStack() as stack:
+            empty = [Spot(stack, "127.0.0.2") for _ in range(before)]
+            server = stack.enter_context(TcpStoreServer("127.0.0.3", 0, job=JOB))
+            yield [*((spot.host, spot.port) for spot in empty), (server.host, server.port)]
+
+    @pytest.fixture
+    def make_store(self, endpoints: list[tuple[str, int]]) -> Callable[[], Store]:
+        return lambda: reaching(endpoints, self.patience)
+
+    @pytest.fixture
+    def client_recipe(self, endpoints: list[tuple[str, int]]) -> ClientRecipe:
+        return ClientRecipe("places:reaching", (endpoints, self.patience))
+
+
+# -- when it moves -----------------------------------------------------------------------------
+
+
+def test_a_store_without_a_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one place at least, got none"):
+        MovingStore([], patience=1.0)
+
+
+def test_it_goes_on_to_the_next_place_after_its_patience_and_not_before(world: World) -> None:
+    one, two, _ = world.spots
+    first, _ = one.open(), two.open()
+    store = world.store(one.theirs(), two.theirs())
+    world.now = 10.0
+    store.set("key", b"at the first")
+    first.close()
+    world.misses(store, 10.0 + PATIENCE - 0.01)
+    assert two.reached == []
+    world.misses(store, 10.0 + PATIENCE)
+    # What was written at one place counts for nothing at another.
+    assert store.get("key") is None
+    assert all(is_closed(left) for left in one.reached)
+
+
+def test_every_answer_renews_its_patience(world: World) -> None:
+    one, two, _ = world.spots
+    first, _ = one.open(), two.open()
+    store = world.store(one.theirs(), two.theirs())
+    for now in (0.0, 2.0, 4.0, 6.0):
+        world.now = now
+        store.get("key")
+    first.close()
+    world.misses(store, 6.0 + PATIENCE - 0.01)
+    assert two.reached == []
+
+
+def test_a_new_place_is_given_the_same_patience_and_the_last_leads_to_the_first(
+    world: World,
+) -> None:
+    one, two, three = world.spots
+    first = one.open()
+    store = world.store(*(spot.theirs() for spot in world.spots))
+    store.get("key")
+    first.close()
+    world.misses(store, PATIENCE)
+    world.misses(store, 2 * PATIENCE - 0.01)
+    assert (len(two.reached), len(three.reached)) == (1, 0)
+    world.misses(store, 2 * PATIENCE)
+    world.misses(store, 3 * PATIENCE)
+    one.open()
+    assert store.get("key") is None
+    assert [len(spot.reached) for spot in world.spots] == [2, 1, 1]
+
+
+def test_a_client_that_is_refused_hears_it_at_once_and_does_not_move(world: World) -> None:
+    one, two, _ = world.spots
+    one.open(job="another")
+    two.open()
+    store = world.store(one.theirs(), two.theirs())
+    for world.now in (0.0, 10 * PATIENCE):
+        with pytest.raises(StoreRefused, match="another"):
+            store.get("key")
+    assert two.reached == []
+
+
+def test_a_place_that_another_job_has_taken_meanwhile_is_no_reason_to_move(world: World) -> None:
+    one, two, _ = world.spots
+    first, _ = one.open(), two.open()
+    store = world.store(one.theirs(), two.theirs())
+    store.get("key")
+    first.close()
+    world.misses(store, 0.0)
+    one.open(job="another")
+    world.now = 10 * PATIENCE
+    with pytest.raises(StoreRefused, match="another"):
+        store.get("key")
+    assert two.reached == []
+
+
+# -- where it is hosted ------------------------------------------------------------------------
+
+
+def test_the_first_node_hosts_where_its_place_is(world: World) -> None:
+    one, two, _ = world.spots
+    store = world.store(one.ours(), two.ours())
+    entry = store.set("key", b"value")
+    assert [server.address for server in one.served] == [one.endpoint]
+    assert (store.server, two.served) == (one.served[0], [])
+    with one.reach() as other:
+        assert other.get("key") == entry
+
+
+def test_at_first_it_goes_where_it_is_served_though_another_place_comes_before(
+    world: World,
+) -> None:
+    one, two, _ = world.spots
+    two.open()
+    with two.reach() as writer:
+        written = writer.set("key", b"value")
+    store = world.store(one.ours(), two.ours())
+    assert store.get("key") == written
+    assert (store.server, one.served, two.served) == (None, [], [])
+
+
+def test_whoever_owns_the_next_place_serves_there_unless_somebody_does(world: World) -> None:
+    one, two, _ = world.spots
+    first = one.open()
+    owner, other, twin = (
+        world.store(one.theirs(), place) for place in (two.ours(), two.theirs(), two.ours())
+    )
+    stores = (owner, other, twin)
+    for store in stores:
+        store.get("key")
+    first.close()
+    for store in stores:
+        world.misses(store, PATIENCE)
+    assert owner.server is two.served[0]
+    assert (other.server, twin.server, len(two.served)) == (None, None, 1)
+    entry = owner.set("key", b"value")
+    assert [store.get("key") for store in stores] == [entry] * 3
+
+
+def test_who_moves_on_leaves_its_own_server(world: World) -> None:
+    one, two, _ = world.spots
+    store = world.store(one.ours(), two.ours())
+    store.get("key")
+    one.served[0].close()  # as where its thread broke
+    world.misses(store, PATIENCE)
+    assert store.server is two.served[0]
+    assert not one.served[0].serving
+    store.close()
+    assert not two.served[0].serving
+
+
+def test_its_only_place_is_served_anew_by_its_owner_when_another_server_there_is_gone(
+    world: World,
+) -> None:
+    one, _, _ = world.spots
+    first = one.open()
+    store = world.store(one.ours())
+    store.get("key")
+    first.close()
+    world.misses(store, PATIENCE)
+    store.get("key")
+    assert store.server is one.served[0]
+
+
+def test_no_place_serves_two_of_ours(world: World) -> None:
+    """Its own server lives and cannot be reached, as where an interface is gone."""
+    one, two, _ = world.spots
+    store = world.store(Place(one.endpoint, two.reach, one.serve))
+    world.misses(store, 0.0)
+    world.misses(store, PATIENCE)
+    assert [server.serving for server in one.served] == [False, True]
+    assert store.server is one.served[1]
+
+
+def host_at(store: Store) -> str | None:
+    """The address at which this client serves the store itself."""
+    assert isinstance(store, MovingStore)
+    return None if store.server is None else store.server.host
+
+
+def test_agents_host_by_the_addresses_of_a_list_and_move_by_it(world: World) -> None:
+    """As launched: the node that has the first address serves, and the next when it is gone."""
+    endpoints = ",".join(spot.endpoint for spot in world.spots[:2])
+    quick = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 2}
+    configs = [
+        LaunchConfig(max_nodes=2, run_id=JOB, rdzv_endpoint=endpoints, rdzv_configs=conf)
+        for conf in (quick, quick, {**quick, "is_host": "false"})
+    ]
+    with ExitStack() as stack:
+        stores = [TcpMeetingPlace(config, None).open()[1] for config in configs]
+        for store in stores:
+            stack.enter_context(store)
+            store.get("key")
+        first, second, third = stores
+        assert [host_at(store) for store in stores] == ["127.0.0.2", None, None]
+        first.close()
+        entry = until_answered(second).set("key", b"value")
+        assert until_answered(third).get("key") == entry
+        assert [host_at(store) for store in (second, third)] == ["127.0.0.3", None]
+
+
+# -- looking elsewhere -------------------------------------------------------------------------
+
+
+def test_elsewhere_is_every_place_but_this_and_what_is_not_taken_is_closed(world: World) -> None:
+    one, two, three = world.spots
+    two.open()
+    store = world.store(*(spot.theirs() for spot in world.spots))
+    entry = store.set("key", b"value")
+    one.open()
+    three.open()
+    seen: list[tuple[Store, bool]] = []
+
+    def refuse(found: Store, earlier: bool) -> bool:
+        assert found.get("key") is None
+        seen.append((found, earlier))
+        return False
+
+    assert not store.look_elsewhere(refuse)
+    assert seen == [(one.reached[-1], True), (three.reached[-1], False)]
+    assert all(is_closed(found) for found, _ in seen if isinstance(found, TcpStore))
+    assert store.get("key") == entry
+
+
+def test_a_place_where_nobody_serves_or_another_job_does_is_not_offered(world: World) -> None:
+    one, two, three = world.spots
+    one.open()
+    store = world.store(*(spot.theirs() for spot in world.spots))
+    store.get("key")
+    three.open(job="another")
+    assert not store.look_elsewhere(lambda _found, _earlier: True)
+    assert all(is_closed(found) for found in (*two.reached, *three.reached))
+    assert not is_closed(one.reached[-1])
+
+
+def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_server(
+    world: World,
+) -> None:
+    one, two, three = world.spots
+    store = world.store(one.ours(), two.theirs(), three.theirs())
+    store.get("key")
+    two.open()
+    three.open()
+    looked = len(three.reached)
+    with two.reach() as writer:
+        entry = writer.set("key", b"value")
+    assert store.look_elsewhere(lambda found, _earlier: found.get("key") == entry)
+    assert store.get("key") == entry
+    assert (store.server, one.served[0].serving, len(three.reached)) == (None, False, looked)
+    assert all(is_closed(left) for left in one.reached)
+
+
+# -- closing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reaches", [1, 2], ids=["looking round", "connecting"])
+def test_closing_ends_a_thread_that_tries_to_connect(world: World, reaches: int) -> None:
+    one, two, _ = world.spots
+    one.connect_timeout = two.connect_timeout = 60.0
+    store = world.store(one.theirs(), two.ours())
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(store.get, "key")
+        for _ in range(reaches):
+            one.reaching.get(timeout=10.0)
+        store.close()
+        with pytest.raises(StoreUnavailable, match="closed"):
+            asking.result(10.0)
+    assert all(is_closed(found) for found in one.reached)
+
+
+def test_closing_waits_for_nobody_and_what_is_served_after_it_is_closed_too(
+    world: World,
+) -> None:
+    one, _, _ = world.spots
+    serving, closed = threading.Event(), threading.Event()
+
+    def serve_late() -> TcpStoreServer | None:
+        serving.set()
+        closed.wait(20.0)
+        return one.serve()
+
+    store = world.store(Place(one.endpoint, one.reach, serve_late))
+    with ThreadPoolExecutor(2) as pool:
+        asking = pool.submit(store.get, "key")
+        assert serving.wait(10.0)
+        try:
+            pool.submit(store.close).result(5.0)
+        finally:
+            closed.set()
+        with pytest.raises(StoreUnavailable, match="closed"):
+            asking.result(10.0)
+    assert [server.serving for server in one.served] == [False]
+
+
+def test_a_closed_store_goes_nowhere(world: World) -> None:
+    one, two, _ = world.spots
+    one.open()
+    two.open()
+    store = world.store(one.theirs(), two.theirs())
+    store.get("key")
+    store.close()
+    world.misses(store, 10 * PATIENCE)
+    assert not store.look_elsewhere(lambda _found, _earlier: True)
+    assert two.reached == []
