@@ -244,6 +244,8 @@ class LaunchConfig:
             )
         if self.alone and self.rdzv_backend not in ("tcp", "c10d"):
             raise ConfigError(f"--rdzv-backend {self.rdzv_backend} needs an --rdzv-endpoint")
+        if self.alone and self.options.launch:
+            raise ConfigError("--rdzv-conf launch is for nodes that meet, and this one is alone")
         hosted = not self.alone and self.rdzv_backend in TCP_BACKENDS
         if self.options.secret_file is not None and self.rdzv_backend not in TCP_BACKENDS:
             raise ConfigError(
@@ -265,7 +267,10 @@ class LaunchConfig:
                 raise ConfigError(
                     f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
                 )
-        if len(set(self.endpoints)) < len(self.endpoints):
+        places = {
+            (h.lower(), p) for h, p in (split_endpoint(e, STORE_PORT) for e in self.endpoints)
+        }
+        if len(places) < len(self.endpoints):
             raise ConfigError(f"--rdzv-endpoint names a place twice: {self.rdzv_endpoint}")
         several = len(self.endpoints) > 1
         if several and self.options.is_host:
@@ -283,6 +288,8 @@ class LaunchConfig:
             raise ConfigError("the static backend needs a --node-rank on each node")
         if len(self.endpoints) > 1:
             raise ConfigError("the static backend meets at one endpoint, got a list")
+        if "last_call_timeout" in self.rdzv_configs:
+            raise ConfigError("--rdzv-conf last_call_timeout: static nodes are all waited for")
 
     @property
     def alone(self) -> bool:

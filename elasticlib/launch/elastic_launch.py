@@ -107,8 +107,10 @@ def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
             interval=config.monitor_interval,
         )
         result = agent.run()
-        if result.state is not WorkerState.STOPPED:
-            with _signals() as stopped:
+        with _signals() as stopped:
+            if result.state is WorkerState.STOPPED:
+                meeting.hand_over(stopped, config.timing)
+            else:
                 meeting.serve_others(stopped)
         return result
     finally:

@@ -11,11 +11,13 @@ from functools import partial
 
 import attrs
 
-from ..errors import StoreError
-from ..rendezvous.document import Node
+from ..clock import monotonic
+from ..errors import ElasticError, StoreError
+from ..rendezvous.document import Node, Phase
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.keys import Keys
+from ..rendezvous.keys import Keys, Read
+from ..rendezvous.timing import Timing
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.moving import MovingStore
@@ -29,7 +31,7 @@ log = logging.getLogger("elasticlib.launch")
 
 @attrs.frozen
 class Meeting:
-    """What is open while a node takes part in a job; `nodes` is where its nodes' keys are.
+    """What is open while the node `me` takes part in a job.
 
     store: None where the handler is another distribution's, which looks after its own.
     """
@@ -37,7 +39,8 @@ class Meeting:
     handler: RendezvousHandler
     store: Store | None
     own_server: TcpStoreServer | None
-    nodes: str
+    run_id: str
+    me: str
 
     @property
     def server(self) -> TcpStoreServer | None:
@@ -51,15 +54,35 @@ class Meeting:
         """
         if self.server is None or self.store is None:
             return
-        told = False
+        nodes, told = Keys(self.run_id).node(), False
         try:
-            while not stopped() and (living := self.store.list(self.nodes)).entries:
+            while not stopped() and (living := self.store.list(nodes)).entries:
                 if not told:
                     told = True
                     log.info("still serving the store to %d nodes", len(living.entries))
-                self.store.wait(self.nodes, after=living.version, timeout=0.5)
+                self.store.wait(nodes, after=living.version, timeout=0.5)
         except StoreError as error:
             # How this node's run ended is known by now, and a broken server takes nothing of it.
+            log.warning("no longer serving the store: %s", error)
+
+    def hand_over(self, stopped: Callable[[], bool], timing: Timing) -> None:
+        """Having left: serve a store that can move until the others have gone on without us.
+
+        What they know of our leaving is in that store, and they need to know it to move on.
+        """
+        if not isinstance(self.store, MovingStore) or self.store.server is None:
+            return
+        keys, deadline = Keys(self.run_id), monotonic() + timing.close
+        try:
+            while not stopped() and monotonic() < deadline:
+                read = Read(keys, self.store.list(keys.job))
+                if not read.live(set()):
+                    return
+                if _goes_on_without(self.me, read):
+                    # They have met; whoever has not read so yet does within a refresh.
+                    deadline = min(deadline, monotonic() + timing.refresh)
+                self.store.wait(keys.job, after=read.version, timeout=0.2)
+        except ElasticError as error:
             log.warning("no longer serving the store: %s", error)
 
     def close(self) -> None:
@@ -72,6 +95,15 @@ class Meeting:
             self.own_server.close()
 
 
+def _goes_on_without(node_id: str, read: Read) -> bool:
+    """Whether the job is over, or a generation without this node has met."""
+    document, _ = read.document(None)
+    if document is None or document.phase is Phase.OPEN:
+        return False
+    met = read.gate is not None and bool(read.gate.value)
+    return document.phase.terminal or (met and document.rank_of(node_id) is None)
+
+
 def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     """Bind or find the store, and make the handler; no other node is waited for.
 
@@ -81,13 +113,14 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
+    node = _node(config, config.local_addr or "")
     warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
         log.warning("nobody is asked for the secret: it is not for %s", config.rdzv_backend)
     if config.foreign:
-        opened = open_backend(config.rdzv_backend, _request(config))
+        opened = open_backend(config.rdzv_backend, _request(config, node))
         if isinstance(opened, RendezvousHandler):
-            return Meeting(opened, None, None, Keys(config.run_id).node())
+            return Meeting(opened, None, None, config.run_id, node.id)
         store, find_address = opened, outward_address
     elif config.rdzv_backend == "file":
         store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
@@ -98,17 +131,25 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     else:
         server, tcp = TcpMeetingPlace(config, secret).open()
         store, find_address = tcp, partial(address_towards, tcp)
-    handler = _handler(config, store, find_address)
-    return Meeting(handler, store, server, Keys(config.run_id).node())
+    handler = DynamicRendezvousHandler(
+        store,
+        config.run_id,
+        node,
+        config.limits,
+        timing=config.timing,
+        backend=config.rdzv_backend,
+        find_address=find_address,
+    )
+    return Meeting(handler, store, server, config.run_id, node.id)
 
 
-def _request(config: LaunchConfig) -> BackendRequest:
+def _request(config: LaunchConfig, node: Node) -> BackendRequest:
     return BackendRequest(
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         options=config.foreign_options,
         timeout=config.answer_seconds,
-        node=_node(config, config.local_addr or outward_address()),
+        node=attrs.evolve(node, address=node.address or outward_address()),
         limits=config.limits,
         timing=config.timing,
     )
@@ -124,18 +165,4 @@ def _node(config: LaunchConfig, address: str) -> Node:
         role=config.role,
         hint=config.node_rank,
         topology=config.topology,
-    )
-
-
-def _handler(
-    config: LaunchConfig, store: Store, find_address: Callable[[], str]
-) -> RendezvousHandler:
-    return DynamicRendezvousHandler(
-        store,
-        config.run_id,
-        _node(config, config.local_addr or ""),
-        config.limits,
-        timing=config.timing,
-        backend=config.rdzv_backend,
-        find_address=find_address,
     )

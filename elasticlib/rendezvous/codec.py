@@ -65,6 +65,7 @@ _HEAD: _Fields = {
     "expelled": (list,),
     "refused": (list,),
     "ending": (dict, type(None)),
+    "supersedes": (str,),
 }
 _NOTE: _Fields = {
     "reason": (str,),

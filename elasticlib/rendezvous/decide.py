@@ -76,10 +76,14 @@ def decide(view: View) -> Decision:
     recalled = _recall(view)
     if recalled is not None:
         return recalled
+    nothing = document is None or (document.generation == 0 and not document.phase.terminal)
+    if view.patience > 0 and nothing:
+        # Those who were in the job may be on their way back, and it is for them to say.
+        return Decision("the store was away, and has forgotten the job", again=view.patience)
     if document is None:
         begun = Document(view.limits, view.mark)
         return Decision("the job's first node writes its limits", write=begun)
-    if document.phase.terminal:
+    if document.phase.terminal or _is_deserted(view, document):
         return _begin_anew(view, document)
     if document.phase is Phase.SETTLED:
         return _watch(view, document)
@@ -88,10 +92,11 @@ def decide(view: View) -> Decision:
 
 def gives_way(head: Head | None, incarnation: str) -> bool:
     """Whether nothing has come yet of what the store holds, so that a job which it has forgotten
-    may take its place."""
-    return head is None or (
-        head.generation == 0 and not head.phase.terminal and head.incarnation != incarnation
-    )
+    may take its place. (One that was begun in place of that very job was begun knowingly.)"""
+    if head is None:
+        return True
+    nothing = head.generation == 0 and not head.phase.terminal
+    return nothing and incarnation not in (head.incarnation, head.supersedes)
 
 
 def _recall(view: View) -> Decision | None:
@@ -119,14 +124,25 @@ def _recall(view: View) -> Decision | None:
     return Decision(cause, write=reopen(job, cause))
 
 
+def _is_deserted(view: View, document: Document) -> bool:
+    """Whether all who are here came when nobody of this job was left, so that it ended unsaid."""
+    known = document.member_ids
+    return bool(view.live) and all(
+        n.beyond and n.beyond == document.incarnation and n.id not in known for n in view.live
+    )
+
+
 def _begin_anew(view: View, document: Document) -> Decision:
     over = f"the job has {document.phase.value}: {document.cause}"
+    if not document.phase.terminal:
+        over = "nobody is left of the job that was here"
     if view.beyond != document.incarnation:
         return Decision(over)
     old = [n for n in view.live if n.beyond != document.incarnation]
     if old:
         return Decision(f"{over}; it begins anew once {_names(old, view)} have left")
-    return Decision(f"{over}; it begins anew", write=Document(view.limits, view.mark))
+    begun = Document(view.limits, view.mark, supersedes=document.incarnation)
+    return Decision(f"{over}; it begins anew", write=begun)
 
 
 def _watch(view: View, document: Document) -> Decision:
@@ -206,7 +222,7 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
-    if _lacks_quorum(view, document, {n.id for n in view.live}):
+    if _lacks_quorum(view, document, {*view.done, *(n.id for n in view.live)}):
         return _minority([m for m in document.members if m.id not in here], view, document)
     charged = document.failure is not None and members <= here
     if charged and document.restarts >= limits.max_restarts:
@@ -215,6 +231,12 @@ def _gather(view: View, document: Document) -> Decision:
     missing = _missing_ranks(ordered, limits)
     if len(ordered) < limits.min_nodes:
         return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here{missing}")
+    if limits.quorum and document.generation == 0 and len(ordered) * 2 <= limits.max_nodes:
+        return Decision(
+            f"{len(ordered)} of up to {limits.max_nodes} nodes are here, and a job that may be "
+            f"going on elsewhere begins with more than half ({QUORUM})",
+            stuck=True,
+        )
     newcomers = here - members
     if newcomers and len(ordered) < limits.max_nodes and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
@@ -240,7 +262,8 @@ def _spent(view: View, document: Document, candidates: list[Node]) -> Decision:
     others = [n for n in candidates if n.id != failure.node]
     budget = f"{document.restarts} of {limits.max_restarts} restarts used"
     if len(others) >= limits.min_nodes:
-        return Decision(f"{name} must leave: {budget}", write=expel(document, failure.node))
+        live = {n.id for n in view.live}
+        return Decision(f"{name} must leave: {budget}", write=expel(document, failure.node, live))
     cause = f"{name}: {failure.reason} ({budget})"
     return Decision(cause, write=_over(view, document, Phase.FAILED, cause, failure))
 

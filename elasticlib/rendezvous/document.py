@@ -7,7 +7,7 @@ the members are for the one that decides, and for each member there is a seat (`
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TypeVar
 
 import attrs
@@ -117,7 +117,8 @@ class Head:
     none yet), and roll names the list of its members, of whom there are `nodes`. cause says why
     the last generation ended or the next is sought; failure is the claim that is to be charged
     when the next one settles; expelled nodes have used up the budget and must leave; refused ones
-    are more spares than are wanted.
+    are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
+    this one was begun in its place.
     """
 
     limits: Limits
@@ -132,6 +133,7 @@ class Head:
     expelled: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     ending: Ending | None = None
+    supersedes: str = ""
 
 
 @attrs.frozen
@@ -189,9 +191,15 @@ def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: 
     )
 
 
-def expel(document: Document, node_id: str) -> Document:
-    """This node must leave; the others go on without being charged for it."""
-    return attrs.evolve(document, expelled=(*document.expelled, node_id), failure=None)
+def expel(document: Document, node_id: str, live: Container[str]) -> Document:
+    """This node must leave; the others go on without being charged for it.
+
+    Of those expelled before, only the living and the members are still named: an id is never
+    used again.
+    """
+    members = document.member_ids
+    there = (n for n in document.expelled if n in live or n in members)
+    return attrs.evolve(document, expelled=(*there, node_id), failure=None)
 
 
 def refuse(document: Document, node_ids: Iterable[str]) -> Document:

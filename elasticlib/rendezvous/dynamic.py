@@ -114,8 +114,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._keeper.start()
         with contextlib.suppress(ElasticError):
             self._exchange.wait_for(lambda snapshot: snapshot, self._clock() + self._timing.lease)
-        head = self._exchange.head
-        return self._exchange.stopping or (head is not None and head.phase.terminal)
+        final = final_change(self._exchange.head, self._exchange.intent)
+        return self._exchange.stopping or final is not None
 
     def set_closed(self) -> None:
         self._keeper.start()
@@ -171,7 +171,13 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 return (None,)
             return None if now.master is None else (now.master,)
 
-        (master,) = self._exchange.wait_for(met, self._clock() + self._timing.join)
+        try:
+            (master,) = self._exchange.wait_for(met, self._clock() + self._timing.join)
+        except RendezvousTimeout:
+            raise RendezvousTimeout(
+                f"group rank 0 of generation {head.generation} has not opened torch's store "
+                f"within join_timeout={self._timing.join:g} s"
+            ) from None
         if master is None:
             self._close_bootstrap()
             return None

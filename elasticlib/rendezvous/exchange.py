@@ -167,7 +167,8 @@ class Exchange:
             if settled(self._snapshot):
                 self._stood_at = self._clock()
             self._snapshot = snapshot
-            self._intend(lambda intent: intent.meet(snapshot.head))
+            head, leader = snapshot.head, snapshot.leader
+            self._intend(lambda intent: intent.meet(head).notice(head, leader))
             if any(_answers(answer, snapshot) for answer in self._awaited):
                 self._changed.notify_all()
 

@@ -42,7 +42,9 @@ class Intent:
     def arrive(self, head: Head | None, limits: Limits, leader: Leader | None) -> Intent:
         """What a first look at the store makes of us: one of the job, too late for it, or, where
         it is over and its nodes are gone, one of those with whom it begins anew."""
-        if head is None or not head.phase.terminal or late_for(head, limits, leader):
+        if head is None:
+            return self
+        if late_for(head, limits, leader) if head.phase.terminal else _is_led(head, leader):
             return self
         return attrs.evolve(self, node=attrs.evolve(self.node, beyond=head.incarnation))
 
@@ -62,9 +64,17 @@ class Intent:
         node = attrs.evolve(self.node, roll="", rank=0, left="", claim=None, claim_roll="")
         return Intent(node, self.silent, incarnation=head.incarnation)
 
+    def notice(self, head: Head | None, leader: Leader | None) -> Intent:
+        """One of the job is there after all: it goes on, and we are of it."""
+        if head is None or head.limits.launch or self.node.beyond != head.incarnation:
+            return self
+        if not _is_led(head, leader):
+            return self
+        return attrs.evolve(self, node=attrs.evolve(self.node, beyond=""))
+
     def enter(self, head: Head, seat: Seat) -> Intent:
         """We are a member of this generation and may run its workers."""
-        node = attrs.evolve(self.node, roll=head.roll, rank=seat.rank, runs=True)
+        node = attrs.evolve(self.node, roll=head.roll, rank=seat.rank, runs=True, beyond="")
         return attrs.evolve(self, node=node, memory=head, joining=False)
 
     def fail(self, reason: str) -> Intent:
@@ -98,6 +108,11 @@ def late_for(head: Head, limits: Limits, leader: Leader | None) -> bool:
     """
     if limits.launch or head.limits.launch:
         return limits.launch == head.limits.launch
-    if leader is not None and leader.beyond != head.incarnation:
+    if _is_led(head, leader):
         return True
     return head.nodes < head.limits.max_nodes
+
+
+def _is_led(head: Head, leader: Leader | None) -> bool:
+    """Whether one who was there before the end leads."""
+    return leader is not None and leader.beyond != head.incarnation

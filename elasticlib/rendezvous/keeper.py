@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..clock import Clock, today
 from ..errors import (
+    ConfigError,
     RendezvousError,
     RendezvousMismatch,
     StoreError,
@@ -26,7 +27,8 @@ from .codec import Note
 from .decide import Decision, gives_way
 from .document import Ending, Limits, Node, Phase
 from .exchange import Exchange, Wishes, settled
-from .participant import Participant, Snapshot, noted
+from .notes import noted
+from .participant import Participant, Snapshot
 from .reminder import REMIND_SECONDS, Reminder
 from .timing import Timing
 from .watcher import Watcher
@@ -69,7 +71,7 @@ class Keeper:
         self._look_at = float("-inf")
         self._pace_until = float("-inf")
         self._note_at = float("inf")
-        self._answered = self._stood = clock()
+        self._missing_since = self._stood = clock()
         self._reminder = Reminder(timing.join)
         self.exchange = Exchange(node, clock, lambda: self._inbox.put("wish"))
 
@@ -78,8 +80,8 @@ class Keeper:
         with self._starting:
             if self._thread is not None or self.exchange.stopping:
                 return
-            self._stood = self._answered = self._clock()
-            self._note_at = self._answered + FIRST_NOTE_SECONDS
+            self._stood = self._clock()
+            self._note_at = self._stood + FIRST_NOTE_SECONDS
             self._thread = threading.Thread(target=self._loop, name="rendezvous", daemon=True)
             self._thread.start()
 
@@ -103,8 +105,8 @@ class Keeper:
             pause = 0.0
             try:
                 pause = self._round()
-                self._misses = 0
-            except (StoreRefused, RendezvousMismatch) as error:
+                self._back()
+            except (StoreRefused, RendezvousMismatch, ConfigError) as error:
                 self.exchange.fail_all(error)
             except StoreError as error:
                 pause = self._miss(error)
@@ -129,7 +131,6 @@ class Keeper:
         self._participant.speak(exchange.intent, exchange.head, now)
         if now >= self._look_at:
             self._look_at = now + self._look(now)
-        self._answered = now
         return max(0.0, min(self._timing.refresh, self._look_at - self._clock()))
 
     def _arrive(self) -> None:
@@ -181,8 +182,9 @@ class Keeper:
         """Where the store has forgotten the job, or too few are here to go on, the others have
         until the end of our patience to come; and they may be elsewhere."""
         intent, timing, note = self.exchange.intent, self._timing, self.exchange.note
-        forgotten = intent.memory is not None and gives_way(snapshot.head, intent.incarnation)
-        if not forgotten and not note.stuck:
+        head = snapshot.head
+        nothing = head is None or head.generation == 0 or gives_way(head, intent.incarnation)
+        if not nothing and not note.stuck:
             self._stood = now
         elif now - self._stood >= timing.store_grace and intent.memory is not None:
             reason = (
@@ -191,7 +193,7 @@ class Keeper:
             )
             self.exchange.fail_all(StoreUnavailable(reason))
         elif now - self._stood >= timing.lease and self._store.look_elsewhere(
-            self._participant.finds_more(snapshot.head, intent)
+            self._participant.finds_more(head, intent)
         ):
             log.warning("too few nodes were at the store: this one has gone to another")
 
@@ -214,10 +216,10 @@ class Keeper:
         if snapshot.view is not None:
             note = noted(decision, snapshot.view)
             self.exchange.tell_note(note)
-            again = self._participant.tell(note, now)
+            again = self._participant.notes.tell(note, now)
             self._note_at = now + REMIND_SECONDS
         elif now >= self._note_at:
-            self.exchange.tell_note(self._participant.read_note())
+            self.exchange.tell_note(self._participant.notes.read())
             self._note_at = now + self._timing.lease
         return again
 
@@ -239,6 +241,11 @@ class Keeper:
         if self._find_address is not None and not self.exchange.intent.node.address:
             self.exchange.be_at(self._find_address())
 
+    def _back(self) -> None:
+        """The store has answered: what is missing there has its time from now on."""
+        if self._misses:
+            self._misses, self._stood = 0, self._clock()
+
     def _miss(self, error: StoreError) -> float:
         """The store does not answer: how long to pause, or the end of our patience."""
         now = self._clock()
@@ -249,9 +256,10 @@ class Keeper:
         self.exchange.tell_note(Note(reason=str(error)))
         if self._misses == 0:
             log.warning("the store is away, trying for %g s (%s): %s", grace, knob, error)
+            self._missing_since = now
         self._misses += 1
         self._look_at = now
-        if now - self._answered >= grace:
+        if now - self._missing_since >= grace:
             reason = f"the store was away for {grace:g} s ({knob}): {error}"
             self.exchange.fail_all(StoreUnavailable(reason))
         return backoff(self._misses)

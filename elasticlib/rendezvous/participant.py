@@ -14,13 +14,10 @@ import attrs
 from ..errors import LeaseLost, RendezvousMismatch
 from ..stores.interface import ABSENT, Entry, Store
 from .codec import (
-    Note,
     decode_head,
-    decode_note,
     encode_head,
     encode_leader,
     encode_node,
-    encode_note,
     encode_shard,
     find_seat,
 )
@@ -28,12 +25,14 @@ from .decide import Decision, View, decide, gives_way
 from .document import Document, Ending, Head, Limits, Node, Phase, end
 from .intent import Intent, Leader
 from .keys import Keys, Read
-from .ranks import Seat, deal_shards, natural, shard_of
+from .notes import Notes
+from .ranks import Seat, deal_shards, shard_of
 
-NOTE_SECONDS = 1.0
+SHARDS_AT_ONCE = 4
 KEEP_SHARE = 0.1
 """Of a lease: who has spoken for it so lately need not do so again."""
-NAMES_IN_A_NOTE = 16
+RETURN_SECONDS = 6.0
+"""For a node to find that the store does not answer, to pause, and to connect."""
 
 
 @attrs.frozen
@@ -80,7 +79,7 @@ class Participant:
         self._document: Document | None = None
         self._seat: tuple[str, Seat | None] = ("", None)
         self._done: str | None = None
-        self._noted: tuple[Note, float] = (Note(), float("-inf"))
+        self.notes = Notes(store, self.keys.note)
 
     # -- announcing ---------------------------------------------------------------------------
 
@@ -148,8 +147,11 @@ class Participant:
         """What the store holds for this node; changes nothing there."""
         read = Read(self.keys, self._store.list(self.prefix))
         head = read.head
-        if head is not None and head.limits != self.limits and not head.phase.terminal:
-            raise RendezvousMismatch(_difference(self.limits, head.limits))
+        if read.leader is not None and head is not None and read.leader.beyond != head.incarnation:
+            self._check_limits(head)
+            if read.leader.id != self._me:
+                # Who leads was here all the time: the store was, and it was we who were away.
+                self._away = 0.0
         entry = read.leader_entry
         leads = entry is not None and self._leases.get(self.keys.leader) == entry.version
         return Snapshot(
@@ -160,6 +162,11 @@ class Participant:
             version=read.version,
             read=read,
         )
+
+    def _check_limits(self, head: Head) -> None:
+        """Of a job that somebody is in; what was left behind is not asked for its limits."""
+        if head.limits != self.limits and not head.phase.terminal:
+            raise RendezvousMismatch(_difference(self.limits, head.limits))
 
     def _find_seat(self, head: Head | None) -> Seat | None:
         if head is None or head.phase is not Phase.SETTLED:
@@ -179,6 +186,8 @@ class Participant:
             memory, document = document.head, None
         self._document = document
         live = read.live(self._foreign)
+        if document is not None and any(n.beyond != document.incarnation for n in live):
+            self._check_limits(document)
         return View(
             me=self._me,
             limits=self.limits,
@@ -196,6 +205,7 @@ class Participant:
         """How long others may still take to come back, after an absence of the store's that
         ended our own lease as well: they may find it later than we by as long as it was away."""
         away = self._away if memory is None else max(self._away, self._lease)
+        away = min(away, self._lease + RETURN_SECONDS)
         return max(0.0, away - (now - self._spoke_at))
 
     def _quiet(self, live: tuple[Node, ...], now: float) -> float:
@@ -204,11 +214,6 @@ class Participant:
             self._last_arrival = now
         self._known = ids
         return now - self._last_arrival
-
-    def read_note(self) -> Note:
-        """What the node that leads has told of late."""
-        entry = self._store.get(self.keys.note)
-        return Note() if entry is None else decode_note(entry.value)
 
     # -- leading ------------------------------------------------------------------------------
 
@@ -242,6 +247,7 @@ class Participant:
         if view is None:
             name = "nobody" if snapshot.leader is None else snapshot.leader.host
             return Decision(f"{name} decides, and this node waits"), False
+        self._forget_orphaned(snapshot, view)
         self._marks += 1
         mark = f"{self._signature}.{self._marks}"
         decision = decide(attrs.evolve(view, mark=mark, today=today))
@@ -249,17 +255,13 @@ class Participant:
             return decision, False
         return decision, self._write(decision.write, snapshot, mark)
 
-    def tell(self, note: Note, now: float) -> float:
-        """As the node that leads: tell those who wait; if it is too soon after the last time,
-        nothing is told, and the answer is in how many seconds it can be."""
-        last, told_at = self._noted
-        if note == last:
-            return float("inf")
-        if now - told_at < NOTE_SECONDS:
-            return told_at + NOTE_SECONDS - now
-        self._noted = (note, now)
-        self._store.set(self.keys.note, encode_note(note))
-        return float("inf")
+    def _forget_orphaned(self, snapshot: Snapshot, view: View) -> None:
+        """A memory that nobody here shares must not hide another that somebody has."""
+        entry, memory = snapshot.read.memory_entry, snapshot.read.memory
+        if entry is None or memory is None or view.patience > 0:
+            return
+        if not any(node.roll == memory.roll for node in view.live):
+            self._store.delete(entry.key, expected=entry.version)
 
     def close(self, snapshot: Snapshot, phase: Phase, cause: str, ending: Ending) -> bool:
         """End the job, unless it has ended; False if it has to be tried on a newer snapshot."""
@@ -297,6 +299,10 @@ class Participant:
         self._delete(key for key in read.gates() if key != self.keys.gate(document.roll))
         for number, rows in deal_shards(document).items():
             self._store.set(self.keys.shard(document.roll, number), encode_shard(rows))
+            if number % SHARDS_AT_ONCE == SHARDS_AT_ONCE - 1:
+                # On a slow store our own leases must not end while we write.
+                self._keep(self.keys.node(self._me))
+                self._keep(self.keys.leader)
         if document.phase is Phase.SETTLED:
             self._store.compare_set(self.keys.gate(document.roll), b"", expected=ABSENT)
 
@@ -329,15 +335,16 @@ class Participant:
 
     def finds_more(self, head: Head | None, intent: Intent) -> Callable[[Store, bool], bool]:
         """Whether the job is further at another store than it is here, where this is its head;
-        or, where none has it, whether the other comes first, so that all look at the same one."""
-        forgotten = gives_way(head, intent.incarnation)
+        or, where neither has it, whether the other comes first, so that all look at the same one.
+        """
+        nothing = head is None or head.generation == 0 or gives_way(head, intent.incarnation)
 
         def accept(other: Store, earlier: bool) -> bool:
             entry = other.get(self.keys.head)
             there = None if entry is None else decode_head(entry.value)
-            if there is None or gives_way(there, intent.incarnation):
-                return forgotten and earlier
-            if forgotten or head is None:
+            if there is None or there.generation == 0:
+                return nothing and earlier
+            if nothing or head is None:
                 return True
             return there.incarnation == head.incarnation and there.generation > head.generation
 
@@ -350,25 +357,10 @@ class Participant:
             self._done = roll
 
 
-def noted(decision: Decision, view: View) -> Note:
-    """What there is to tell of a decision: why, who is here, and how many wait to be let in."""
-    document = view.document
-    waiting = 0
-    if document is not None and document.phase is Phase.SETTLED:
-        members = document.member_ids
-        waiting = sum(node.id not in members for node in view.live)
-    names = sorted((node.host for node in view.live), key=natural)
-    return Note(
-        reason=decision.reason,
-        here=tuple(names[:NAMES_IN_A_NOTE]),
-        count=len(names),
-        waiting=waiting,
-        stuck=decision.stuck,
-    )
-
-
 def _worth_a_write(said: Node, record: Node) -> bool:
     """Not where only its place differs: a member is in the generation whose roll names it."""
+    if said.runs and not record.runs:
+        return True
     return record != attrs.evolve(said, runs=record.runs, roll=record.roll, rank=record.rank)
 
 

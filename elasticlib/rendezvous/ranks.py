@@ -81,7 +81,7 @@ def deal_shards(document: Document) -> Mapping[int, tuple[Row, ...]]:
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key that puts node2 before node10."""
     parts = re.split(r"(\d+)", name)
-    return tuple((0, int(p), p) if p.isdigit() else (1, 0, p) for p in parts if p)
+    return tuple((0, int(p), p) if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
 def in_rank_order(document: Document, candidates: Iterable[Node]) -> tuple[Node, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ..errors import StoreError
 from ..stores.interface import Store
+from .backoff import backoff
 
 log = logging.getLogger("elasticlib.rendezvous")
 
@@ -24,7 +25,7 @@ class Watcher:
         self._store = store
         self._patience = patience
         self._changed = changed
-        self._stopping = False
+        self._stopping = threading.Event()
         self._fences: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="rendezvous-watch", daemon=True)
 
@@ -38,18 +39,23 @@ class Watcher:
             self._thread.start()
 
     def stop(self) -> None:
-        self._stopping = True
+        self._stopping.set()
         self._fences.put(None)
 
     def _watch(self) -> None:
+        failures = 0
         while (fence := self._fences.get()) is not None:
             prefix, version = fence
             try:
-                while not self._stopping and not self._store.wait(
+                while not self._stopping.is_set() and not self._store.wait(
                     prefix, after=version, timeout=self._patience
                 ):
                     continue
+                failures = 0
             except StoreError as error:
-                # Who armed it meets the same failure at the next call, and deals with it.
-                log.debug("waiting on the store: %s", error)
+                # Who armed it meets the same failure at the next call, and deals with it; where
+                # only waiting fails, it is a poll from now on, and no faster than others' tries.
+                failures += 1
+                log.log(logging.WARNING if failures == 3 else logging.DEBUG, "waiting: %s", error)
+                self._stopping.wait(backoff(failures))
             self._changed()

@@ -15,7 +15,7 @@ from typing import TypeVar
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from .interface import CompareSet, Entry, Listing, Store
 from .server import TcpStoreServer
 from .tcp import TcpStore
@@ -63,6 +63,7 @@ class MovingStore(Store):
         self._store: TcpStore | None = None
         self._server: TcpStoreServer | None = None
         self._heard_at = clock()
+        self._refused: set[int] = set()
 
     @property
     def server(self) -> TcpStoreServer | None:
@@ -131,13 +132,31 @@ class MovingStore(Store):
     def _ask(self, question: Callable[[TcpStore], Answer]) -> Answer:
         store = self._here()
         try:
+            self._greet(store)
             answer = question(store)
         except (StoreUnavailable, StoreTimeout):
             self._miss(store)
             raise
         if store is self._store:
             self._heard_at = self._clock()
+            self._refused.discard(self._at)
         return answer
+
+    def _greet(self, store: TcpStore) -> None:
+        """Connect, if need be. A place that refuses us, being another job's, is as good as none;
+        where all do, that is the answer."""
+        try:
+            store.connect()
+        except StoreRefused as error:
+            self._refuse(self._at, error)
+            raise StoreUnavailable(str(error)) from error
+
+    def _refuse(self, number: int, error: StoreRefused) -> None:
+        if number not in self._refused:
+            log.warning("not at %s: %s", self._places[number].name, error)
+        self._refused.add(number)
+        if len(self._refused) == len(self._places):
+            raise error
 
     def _here(self) -> TcpStore:
         with self._moving:
@@ -151,7 +170,7 @@ class MovingStore(Store):
     def _arrive(self) -> None:
         """Go where it is served already; where it is not, to the first place."""
         for number, place in enumerate(self._places):
-            found = self._reached(place)
+            found = self._reached(number, place)
             if found is not None:
                 self._settle(number, found)
                 return
@@ -188,11 +207,15 @@ class MovingStore(Store):
         if self._closed:  # while we moved
             self.close()
 
-    def _reached(self, place: Place) -> TcpStore | None:
+    def _reached(self, number: int, place: Place) -> TcpStore | None:
         store = place.reach()
         try:
             store.connect(SCAN_SECONDS)
         except (StoreUnavailable, StoreTimeout):
             store.close()
+            return None
+        except StoreRefused as error:
+            store.close()
+            self._refuse(number, error)
             return None
         return store

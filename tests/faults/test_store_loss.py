@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 
@@ -184,7 +185,7 @@ def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cl
 
 def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> None:
     first, second = cluster.grow(2)
-    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "12")
+    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "8")
     agents = [host.run(*flags) for host in (first, second)]
     before = cluster.job.settled(2, seconds=SOON)
     first.power_off()
@@ -228,6 +229,39 @@ def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) 
     cluster.check_reachable(again)
     assert again[2]["node"] == first.name
     end_well(cluster.job, agents)
+
+
+def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster: Cluster) -> None:
+    """The lesser part gives up, as it should, and whoever looks after it starts it again."""
+    first, second = cluster.grow(2)
+    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "3")
+    agents = [first.run(*flags), second.run(*flags)]
+    before = cluster.job.settled(2, seconds=SOON)
+    first.link_down()
+    assert agents[1].exit_code(SOON) == 1
+    again = second.run(*flags, name="again")
+    again.says("begins with more than half")
+    first.link_up()
+    after = cluster.job.settled(2, after=generation_of(before), seconds=SOON)
+    check_one_world(after)
+    assert [place["node"] for place in after] == [first.name, "again"]
+    end_well(cluster.job, [agents[0], again])
+
+
+def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.grow(2)
+    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "8")
+    agents = [first.run(*flags)]
+    agents[0].says("hosts the store")
+    agents.append(second.run(*flags))
+    before = cluster.job.settled(2, seconds=SOON)
+    agents[0].signal(signal.SIGTERM)
+    assert agents[0].exit_code(SOON) == 128 + signal.SIGTERM
+    (after,) = cluster.job.settled(1, after=generation_of(before), seconds=SOON)
+    assert after["node"] == second.name
+    end_well(cluster.job, agents[1:])
 
 
 # -- etcd --------------------------------------------------------------------------------------

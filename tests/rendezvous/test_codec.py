@@ -55,6 +55,7 @@ heads = st.builds(
     failure=st.none() | st.builds(Failure, node=st.text(), reason=st.text()),
     expelled=st.lists(st.text(), max_size=2).map(tuple),
     refused=st.lists(st.text(), max_size=2).map(tuple),
+    supersedes=st.text(),
     ending=st.none() | st.builds(Ending, by=st.text(), at=st.text()),
 )
 

@@ -338,7 +338,23 @@ def test_a_job_that_is_over_begins_anew_once_its_nodes_have_left() -> None:
     new = attrs.evolve(C, beyond="one")
     assert decide(view(ended, A, new)).write is None
     assert decide(view(ended, new, A, beyond="one")).write is None
-    assert decide(view(ended, new, beyond="one")).write == Document(LIMITS, "next")
+    anew = Document(LIMITS, "next", supersedes="one")
+    assert decide(view(ended, new, beyond="one")).write == anew
+    # Who slept through all that has nothing to put in its place.
+    sleeper = holding(settled(A, B))
+    stays = decide(view(anew, C, D, *sleeper, memory=settled(A, B).head, quiet=9.0)).write
+    assert stays is not None
+    assert stays.incarnation == "next"
+
+
+def test_a_job_of_which_nobody_is_left_begins_anew_but_not_under_a_spare() -> None:
+    left = settled(A, B)
+    came = attrs.evolve(C, beyond="one")
+    anew = decide(view(left, came, beyond="one")).write
+    assert anew == Document(LIMITS, "next", supersedes="one")
+    kept = decide(view(left, D, came)).write
+    assert kept is not None
+    assert (kept.incarnation, kept.phase) == ("one", Phase.OPEN)
 
 
 def test_who_comes_after_the_end_is_late_if_there_was_room_for_it() -> None:

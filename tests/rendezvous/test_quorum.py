@@ -75,7 +75,7 @@ def test_the_last_of_a_job_whose_others_are_done_is_not_stuck() -> None:
 def test_who_was_sent_away_counts_for_the_half() -> None:
     document = stands(*FIVE)
     for member in (B, C):
-        document = expel(document, member.id)
+        document = expel(document, member.id, document.member_ids)
     opened = decide(view(document, A)).write
     assert opened is not None
     assert opened.phase is Phase.OPEN
@@ -116,7 +116,7 @@ def test_who_said_that_it_leaves_is_not_waited_for_by_those_who_settle() -> None
 
 def test_a_spent_budget_leaves_enough_of_two_for_one_to_go_on() -> None:
     failed = reopen(attrs.evolve(stands(A, B), restarts=1), "b: boom")
-    expelled = expel(failed, B.id)
+    expelled = expel(failed, B.id, failed.member_ids)
     written = decide(view(expelled, waiting(A))).write
     assert written is not None
     assert [m.host for m in written.members] == ["a"]
@@ -127,10 +127,20 @@ def test_the_lesser_part_settles_nothing_however_long_it_is_quiet_and_many_are_n
     check_stuck(decide(view(is_over(*FOUR), waiting(A), *new, quiet=1e9)), "b", "c", "d")
 
 
-def test_a_first_generation_needs_no_quorum() -> None:
-    written = decide(view(Document(QUORUM), A, quiet=9.0)).write
+def test_a_first_generation_needs_more_than_half_of_all_that_may_come() -> None:
+    """Whoever remembers nothing cannot know whether the job goes on elsewhere."""
+    limits = attrs.evolve(QUORUM, min_nodes=1, max_nodes=4)
+    few = decide(view(Document(limits, "one"), A, B, quiet=9.0))
+    assert (few.write, few.stuck) == (None, True)
+    assert "quorum=any" in few.reason
+    written = decide(view(Document(limits, "one"), A, B, C, quiet=9.0)).write
     assert written is not None
     assert written.generation == 1
+
+
+def test_who_is_done_counts_when_the_others_gather_too() -> None:
+    done = frozenset({B.id, C.id})
+    assert decide(view(is_over(*FIVE), waiting(A), done=done)).write is not None
 
 
 # -- where a store has forgotten it ------------------------------------------------------------

@@ -107,18 +107,29 @@ def test_a_new_place_is_given_the_same_patience_and_the_last_leads_to_the_first(
     assert [len(spot.reached) for spot in world.spots] == [2, 1, 1]
 
 
-def test_a_client_that_is_refused_hears_it_at_once_and_does_not_move(world: World) -> None:
+def test_a_place_that_another_job_has_is_passed_over_with_a_word(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     one, two, _ = world.spots
     one.open(job="another")
     two.open()
     store = world.store(one.theirs(), two.theirs())
-    for world.now in (0.0, 10 * PATIENCE):
-        with pytest.raises(StoreRefused, match="another"):
-            store.get("key")
-    assert two.reached == []
+    assert store.get("key") is None
+    assert len([r for r in caplog.records if "another" in r.message]) == 1
 
 
-def test_a_place_that_another_job_has_taken_meanwhile_is_no_reason_to_move(world: World) -> None:
+def test_where_every_place_refuses_that_is_the_answer_at_once(world: World) -> None:
+    one, two, _ = world.spots
+    one.open(job="another")
+    two.open(job="another")
+    store = world.store(one.theirs(), two.theirs())
+    with pytest.raises(StoreRefused, match="another"):
+        store.get("key")
+
+
+def test_a_place_that_another_job_has_taken_meanwhile_is_one_that_does_not_answer(
+    world: World,
+) -> None:
     one, two, _ = world.spots
     first, _ = one.open(), two.open()
     store = world.store(one.theirs(), two.theirs())
@@ -127,9 +138,9 @@ def test_a_place_that_another_job_has_taken_meanwhile_is_no_reason_to_move(world
     world.misses(store, 0.0)
     one.open(job="another")
     world.now = 10 * PATIENCE
-    with pytest.raises(StoreRefused, match="another"):
+    with pytest.raises(StoreUnavailable, match="another"):
         store.get("key")
-    assert two.reached == []
+    assert store.get("key") is None
 
 
 # -- where it is hosted ------------------------------------------------------------------------
