@@ -16,7 +16,6 @@ import argparse
 import collections
 import logging
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,21 +34,11 @@ from elasticlib import (
     TcpStore,
     Timing,
 )
+from elasticlib.testing.rendezvous_over_store import Listener
 
 BOUND = 60.0
 IDLE_SECONDS = 10.0
 SWITCH_SECONDS = 1.0
-
-
-class Listener:
-    """The least that a bootstrap store can be."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0))
-        self.port: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def settle(meet: Sequence[Callable[[], object]]) -> float | None:

@@ -18,19 +18,9 @@ from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.static import StaticRendezvousHandler
 from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.memory import MemoryStore
+from elasticlib.testing.rendezvous_over_store import Listener
 
 TIMING = Timing(join=20.0, lease=1.0, refresh=0.1, close=5.0)
-
-
-class Listener:
-    """The least that a bootstrap store can be: a socket that is owned from bind to close."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0))
-        self.port: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Cluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
 from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
+from elasticlib.testing.rendezvous_over_store import Listener
 
 COUNTS = [8, 32, 128, 256]
 OPERATIONS = 16
@@ -109,17 +109,6 @@ def test_who_has_settled_refreshes_its_lease_and_asks_for_nothing_else() -> None
 
 
 # -- the handler's own pace --------------------------------------------------------------------
-
-
-class Listener:
-    """The least that a bootstrap store can be."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0))
-        self.port: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Ticking(CountedStore):
