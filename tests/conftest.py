@@ -15,7 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fault tests run one at a time: each of them starts processes enough for both cores."""
+    """Fault tests run one at a time, as each of them starts processes enough for both cores; but
+    those on hosts of their own, which mostly wait for leases to end, beside the others."""
     for item in items:
         if item.get_closest_marker("faults") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("faults"))
+            on_hosts = "cluster" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("hosts" if on_hosts else "faults"))

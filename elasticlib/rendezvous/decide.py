@@ -76,7 +76,7 @@ def decide(view: View) -> Decision:
     recalled = _recall(view)
     if recalled is not None:
         return recalled
-    nothing = document is None or (document.generation == 0 and not document.phase.terminal)
+    nothing = document is None or not (document.roll or document.phase.terminal)
     if view.patience > 0 and nothing:
         # Those who were in the job may be on their way back, and it is for them to say.
         return Decision("the store was away, and has forgotten the job", again=view.patience)
@@ -141,7 +141,9 @@ def _begin_anew(view: View, document: Document) -> Decision:
     old = [n for n in view.live if n.beyond != document.incarnation]
     if old:
         return Decision(f"{over}; it begins anew once {_names(old, view)} have left")
-    begun = Document(view.limits, view.mark, supersedes=document.incarnation)
+    # Where the old one was not over, its generations' numbers are not used again.
+    number = 0 if document.phase.terminal else document.generation
+    begun = Document(view.limits, view.mark, generation=number, supersedes=document.incarnation)
     return Decision(f"{over}; it begins anew", write=begun)
 
 
@@ -231,7 +233,7 @@ def _gather(view: View, document: Document) -> Decision:
     missing = _missing_ranks(ordered, limits)
     if len(ordered) < limits.min_nodes:
         return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here{missing}")
-    if limits.quorum and document.generation == 0 and len(ordered) * 2 <= limits.max_nodes:
+    if limits.quorum and not document.roll and len(ordered) * 2 <= limits.max_nodes:
         return Decision(
             f"{len(ordered)} of up to {limits.max_nodes} nodes are here, and a job that may be "
             f"going on elsewhere begins with more than half ({QUORUM})",

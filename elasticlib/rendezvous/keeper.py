@@ -183,7 +183,7 @@ class Keeper:
         until the end of our patience to come; and they may be elsewhere."""
         intent, timing, note = self.exchange.intent, self._timing, self.exchange.note
         head = snapshot.head
-        nothing = head is None or head.generation == 0 or gives_way(head, intent.incarnation)
+        nothing = head is None or not head.roll or gives_way(head, intent.incarnation)
         if not nothing and not note.stuck:
             self._stood = now
         elif now - self._stood >= timing.store_grace and intent.memory is not None:

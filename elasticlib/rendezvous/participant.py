@@ -337,12 +337,12 @@ class Participant:
         """Whether the job is further at another store than it is here, where this is its head;
         or, where neither has it, whether the other comes first, so that all look at the same one.
         """
-        nothing = head is None or head.generation == 0 or gives_way(head, intent.incarnation)
+        nothing = head is None or not head.roll or gives_way(head, intent.incarnation)
 
         def accept(other: Store, earlier: bool) -> bool:
             entry = other.get(self.keys.head)
             there = None if entry is None else decode_head(entry.value)
-            if there is None or there.generation == 0:
+            if there is None or not there.roll:
                 return nothing and earlier
             if nothing or head is None:
                 return True

@@ -351,7 +351,7 @@ def test_a_job_of_which_nobody_is_left_begins_anew_but_not_under_a_spare() -> No
     left = settled(A, B)
     came = attrs.evolve(C, beyond="one")
     anew = decide(view(left, came, beyond="one")).write
-    assert anew == Document(LIMITS, "next", supersedes="one")
+    assert anew == Document(LIMITS, "next", generation=1, supersedes="one")
     kept = decide(view(left, D, came)).write
     assert kept is not None
     assert (kept.incarnation, kept.phase) == ("one", Phase.OPEN)
