@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 
 help:
 	@echo "make demo       a training job that survives: about a minute"
-	@echo "make test       all tests, three at a time: many of them wait"
+	@echo "make test       all tests, four at a time: many of them wait"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make notebooks  run the notebooks"
@@ -27,7 +27,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m elasticlib.examples.demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 3 --dist loadgroup
+	@$(BIN)/python -m pytest -q -n 4 --dist loadgroup
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

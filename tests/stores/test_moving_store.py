@@ -34,7 +34,7 @@ def world() -> Iterator[World]:
 # -- the contract ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", [0, 1], ids=["one place", "two places, first empty"])
+@pytest.mark.parametrize("before", [1], ids=["two places, first empty"])
 class TestMovingStore(StoreContract):
     examples = 8
 
