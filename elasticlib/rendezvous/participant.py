@@ -229,6 +229,8 @@ class Participant:
         """Lead, if nobody does; whether this node does now."""
         if snapshot.leader is not None or self._said is None:
             return False
+        if self._is_preceded(snapshot.head, intent):
+            return False
         leader = Leader(self._me, intent.node.host, intent.node.beyond)
         taken = self._store.compare_set(
             self.keys.leader, encode_leader(leader), expected=ABSENT, ttl=self._lease
@@ -237,6 +239,14 @@ class Participant:
             self._leases[self.keys.leader] = taken.entry.version
             self._last_arrival, self._known = None, frozenset()
         return taken.won
+
+    def _is_preceded(self, head: Head | None, intent: Intent) -> bool:
+        """Whether the job was over when we came, and one who was in it is here still: it is for
+        that one to lead, so that who comes now hears of the end and does not wait for another."""
+        if head is None or not head.phase.terminal or intent.node.beyond != head.incarnation:
+            return False
+        here = Read(self.keys, self._store.list(self.keys.node())).live(self._foreign)
+        return any(node.beyond != head.incarnation for node in here)
 
     def act(self, snapshot: Snapshot, today: str = "") -> tuple[Decision, bool]:
         """Decide on the snapshot and write; whether the write (if any) won.

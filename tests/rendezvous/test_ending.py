@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import attrs
 import pytest
+from counted import Crew
 from test_handlers import Cluster, change
 
 from elasticlib.errors import RendezvousClosed
-from elasticlib.rendezvous.change import ChangeKind
+from elasticlib.rendezvous.change import ChangeKind, final_change
 from elasticlib.rendezvous.codec import decode_head
-from elasticlib.rendezvous.document import Head, Limits
+from elasticlib.rendezvous.document import Head, Limits, Phase
 from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler as Handler
 from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.keys import Keys
@@ -22,17 +22,6 @@ from elasticlib.rendezvous.keys import Keys
 FULL = Limits(2, 2)
 ROOM = Limits(2, 3, last_call=0.0)
 SAID = r"\(said by [ab] at \d{4}-\d\d-\d\d.\d\d:\d\d:\d\d"
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("rendezvous"):
-            thread.join(5.0)
-            assert not thread.is_alive(), thread.name
 
 
 def head_of(cluster: Cluster) -> Head:
@@ -109,6 +98,30 @@ def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: C
     heard = turned_away(cluster, "c", FULL)
     assert re.search(f"succeeded: 2 nodes done; nothing was run here {SAID}", heard), heard
     assert head_of(cluster).phase.terminal
+
+
+def test_who_finds_an_old_node_is_late_even_while_nobody_leads() -> None:
+    crew = Crew()
+    crew.add(2, FULL)
+    roll = crew.settle().roll
+    for member in crew.members:
+        assert member.seen is not None
+        member.participant.report_done(member.seen, roll)
+    crew.turns()
+    crew.lose(crew.leader)
+    (old,) = crew.members
+    crew.add(1, FULL)
+    late = crew.members.pop()
+    first = late.participant.read(late.intent, crew.now)
+    assert first.head is not None
+    assert (first.head.phase, first.leader) == (Phase.SUCCEEDED, None)
+    intent = late.intent.arrive(first.head, FULL, first.leader)
+    late.participant.speak(intent, first.head, crew.now)
+    assert late.participant.look(intent, crew.now).leader is None
+    old.turn()
+    seen = late.participant.look(intent, crew.now)
+    intent = intent.meet(seen.head).notice(seen.head, seen.leader)
+    assert final_change(seen.head, intent) is not None
 
 
 def test_who_comes_late_where_there_was_room_for_it_belongs_to_the_job_that_is_over(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
@@ -56,17 +54,6 @@ class Cluster:
         for client in self.clients:
             client.close()
         self.pool.shutdown()
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("rendezvous"):
-            thread.join(5.0)
-            assert not thread.is_alive(), thread.name
 
 
 def change(handler: RendezvousHandler) -> Change:
