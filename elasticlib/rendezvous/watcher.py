@@ -1,4 +1,7 @@
-"""Waits for a store to change, in a thread of its own, and tells of it; it does nothing else."""
+"""Waits for a store to change, and tells of it; it does nothing else.
+
+Where a store has only `wait` to offer, or watching it fails, that takes a thread of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ log = logging.getLogger("elasticlib.rendezvous")
 
 
 class Watcher:
-    """Calls `changed` once for each time that it was armed, from its own thread.
+    """Calls `changed` once for each time that it was armed, from another thread.
 
-    Its thread ends with the wait that it is in, or when the store is closed; nobody need wait for
-    that. patience: seconds that one call on the store may take.
+    A thread of its own ends with the wait that it is in, or when the store is closed; nobody need
+    wait for that. patience: seconds that one call on the store may take.
     """
 
     def __init__(self, store: Store, patience: float, changed: Callable[[], None]) -> None:
@@ -28,12 +31,15 @@ class Watcher:
         self._stopping = threading.Event()
         self._fences: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="rendezvous-watch", daemon=True)
+        self._failures = 0
 
     def arm(self, prefix: str, version: int) -> None:
         """Tell once when something under the prefix has changed since that version.
 
-        To be called from one thread.
+        To be called from one thread. Raises StoreError.
         """
+        if not self._failures and self._store.watch(prefix, after=version, changed=self._told):
+            return
         self._fences.put((prefix, version))
         if self._thread.ident is None:
             self._thread.start()
@@ -42,8 +48,14 @@ class Watcher:
         self._stopping.set()
         self._fences.put(None)
 
+    def _told(self, whether: bool) -> None:
+        if not whether:
+            # Who armed us meets the same failure at its next call; where only watching fails,
+            # the thread sees to it that nobody tries too often.
+            self._failures += 1
+        self._changed()
+
     def _watch(self) -> None:
-        failures = 0
         while (fence := self._fences.get()) is not None:
             prefix, version = fence
             try:
@@ -51,11 +63,11 @@ class Watcher:
                     prefix, after=version, timeout=self._patience
                 ):
                     continue
-                failures = 0
+                self._failures = 0
             except StoreError as error:
-                # Who armed it meets the same failure at the next call, and deals with it; where
-                # only waiting fails, it is a poll from now on, and no faster than others' tries.
-                failures += 1
-                log.log(logging.WARNING if failures == 3 else logging.DEBUG, "waiting: %s", error)
-                self._stopping.wait(backoff(failures))
+                # It is a poll from now on, and no faster than others' tries.
+                self._failures += 1
+                level = logging.WARNING if self._failures == 3 else logging.DEBUG
+                log.log(level, "waiting: %s", error)
+                self._stopping.wait(backoff(self._failures))
             self._changed()

@@ -87,6 +87,15 @@ class Store(abc.ABC):
         True when it has (or, rarely, may have); False when `timeout` seconds went by without.
         """
 
+    def watch(self, prefix: str, *, after: int, changed: Callable[[bool], None]) -> bool:
+        """Like `wait`, without a thread that waits: `changed(True)` is called once, from whatever
+        thread, when something has changed, or `changed(False)` when that can no longer be told.
+
+        It must not block. False, and nothing is called: this store has only `wait` to offer.
+        """
+        del prefix, after, changed
+        return False
+
     def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
         """Go to another place where this store is served, if it has several and one is accepted.
 

@@ -23,12 +23,15 @@ from ..endpoint import join_endpoint
 from ..errors import ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
 from .forks import close_in_children
 from .handshake import shake_hands
-from .peer import RECEIVE_BYTES, bound_sending, keep_honest
+from .peer import bound_sending, keep_honest
+from .receiver import RECEIVER
 from .service import error_of
 from .wire import MAX_FRAME_BYTES, Frame, FrameReader, encode
 
 LONGEST_WAIT = 1e6
 """Seconds; a lock or a queue cannot wait for much longer than this."""
+
+Answer = Frame | ElasticError
 
 
 def dial(
@@ -57,15 +60,16 @@ class Link:
     """A greeted connection, shared by all threads of one store."""
 
     def __init__(self, name: str, connection: socket.socket, timeout: float) -> None:
+        self.connection = connection
         self._name = name
-        self._connection = connection
         self._timeout = timeout
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._state = threading.Lock()
-        self._pending: dict[int, queue.SimpleQueue[Frame | ElasticError]] = {}
+        self._pending: dict[int, Callable[[Answer], None]] = {}
         self._ended: ElasticError | None = None
-        self._thread = threading.Thread(target=self._read, name=f"tcp-store {name}", daemon=True)
+        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._gone = threading.Event()
 
     @classmethod
     def open(
@@ -102,13 +106,13 @@ class Link:
             connection.close()
             raise
         link = cls(name, connection, timeout)
-        link._thread.start()
+        RECEIVER.add(link)
         return link
 
     @property
     def local_address(self) -> str:
         """The address of this machine from which the server was reached."""
-        return str(self._connection.getsockname()[0])
+        return str(self.connection.getsockname()[0])
 
     @property
     def alive(self) -> bool:
@@ -119,14 +123,9 @@ class Link:
         self, op: str, fields: Mapping[str, Any], value: bytes = b"", *, patience: float = 0.0
     ) -> Frame:
         """The answer to one request, which may take `patience` seconds beyond the timeout."""
-        number = next(self._numbers)
-        answers: queue.SimpleQueue[Frame | ElasticError] = queue.SimpleQueue()
-        with self._state:
-            if self._ended is not None:
-                raise StoreUnavailable(str(self._ended))
-            self._pending[number] = answers
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        number = self._ask(op, fields, value, answers.put)
         try:
-            self._send(encode(Frame(op, number, fields, value)))
             answer = answers.get(timeout=min(self._timeout + patience, LONGEST_WAIT))
         except queue.Empty:
             raise StoreTimeout(
@@ -139,17 +138,39 @@ class Link:
             raise type(answer)(str(answer))
         return answer
 
+    def call_back(
+        self, op: str, fields: Mapping[str, Any], answered: Callable[[Answer], None]
+    ) -> None:
+        """Ask, and have the answer, or the error that ended the connection, passed to `answered`
+        in the receiver's thread, however long that takes; it must not block."""
+        self._ask(op, fields, b"", answered)
+
+    def _ask(
+        self, op: str, fields: Mapping[str, Any], value: bytes, answered: Callable[[Answer], None]
+    ) -> int:
+        number = next(self._numbers)
+        with self._state:
+            if self._ended is not None:
+                raise StoreUnavailable(str(self._ended))
+            self._pending[number] = answered
+        try:
+            self._send(encode(Frame(op, number, fields, value)))
+        except BaseException:
+            self._pending.pop(number, None)
+            raise
+        return number
+
     def close(self, reason: str) -> None:
         """End the connection; requests in flight raise StoreUnavailable with the reason."""
         self._end(StoreUnavailable(f"{self._name}: {reason}"))
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if not RECEIVER.is_current():
+            self._gone.wait(min(self._timeout, LONGEST_WAIT))
 
     def _send(self, data: bytes) -> None:
         if not self._sending.acquire(timeout=min(self._timeout, LONGEST_WAIT)):
             raise StoreTimeout(f"{self._name} took no request within {self._timeout:g} s")
         try:
-            self._connection.sendall(data)
+            self.connection.sendall(data)
         except BlockingIOError:
             self._end(StoreUnavailable(f"{self._name} took no data within {self._timeout:g} s"))
         except OSError as error:
@@ -157,35 +178,40 @@ class Link:
         finally:
             self._sending.release()
 
-    def _read(self) -> None:
-        reader = FrameReader(MAX_FRAME_BYTES)
-        ended: ElasticError = StoreUnavailable(f"{self._name} ended the connection")
+    # -- as the receiver calls it -------------------------------------------------------------
+
+    def received(self, data: bytes) -> None:
         try:
-            while data := self._connection.recv(RECEIVE_BYTES):
-                for frame in reader.feed(data):
-                    self._deliver(frame)
-        except OSError as error:
-            ended = StoreUnavailable(f"the connection to {self._name} broke: {error}")
+            for frame in self._reader.frames(data):
+                self._deliver(frame)
         except StoreRefused as error:
-            ended = StoreRefused(f"{self._name} sent what is no frame of ours: {error}")
-        finally:
-            self._end(ended)
-            self._connection.close()
+            self._end(StoreRefused(f"{self._name} sent what is no frame of ours: {error}"))
+
+    def ended(self, error: OSError | None) -> None:
+        how = f"{self._name} ended the connection"
+        if error is not None:
+            how = f"the connection to {self._name} broke: {error}"
+        self._end(StoreUnavailable(how))
+
+    def gone(self) -> None:
+        self._gone.set()
 
     def _deliver(self, frame: Frame) -> None:
         if frame.op == "error" and frame.id == 0:
             self._end(type(error_of(frame))(f"{self._name}: {error_of(frame)}"))
             return
-        answers = self._pending.get(frame.id)
-        if answers is not None:  # else the request has timed out
-            answers.put(error_of(frame) if frame.op == "error" else frame)
+        answered = self._pending.pop(frame.id, None)
+        if answered is not None:  # else the request has timed out
+            answered(error_of(frame) if frame.op == "error" else frame)
 
     def _end(self, error: ElasticError) -> None:
         with self._state:
             if self._ended is not None:
                 return
             self._ended = error
-            for answers in list(self._pending.values()):
-                answers.put(error)
+            awaited = list(self._pending.values())
+            self._pending.clear()
+        for answered in awaited:
+            answered(error)
         with contextlib.suppress(OSError):  # wakes the reader; it may be gone already
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)

@@ -102,6 +102,9 @@ class MovingStore(Store):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         return self._ask(lambda store: store.wait(prefix, after=after, timeout=timeout))
 
+    def watch(self, prefix: str, *, after: int, changed: Callable[[bool], None]) -> bool:
+        return self._ask(lambda store: store.watch(prefix, after=after, changed=changed))
+
     def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
         with self._moving:
             for number, place in enumerate(self._places):

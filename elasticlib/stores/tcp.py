@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..clock import monotonic
@@ -19,7 +19,7 @@ from ..endpoint import join_endpoint
 from ..errors import ConfigError, StoreRefused, StoreTimeout, StoreUnavailable
 from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
-from .link import LONGEST_WAIT, Link
+from .link import LONGEST_WAIT, Answer, Link
 from .secret import check_secret
 from .wire import MAX_FRAME_BYTES, Frame, check_fields
 
@@ -135,6 +135,16 @@ class TcpStore(Store):
         patience = min(max(timeout, 0.0), LONGEST_WAIT)
         fields = {"prefix": prefix, "after": after, "timeout": patience}
         return bool(self._request("wait", fields, patience=patience).fields["yes"])
+
+    def watch(self, prefix: str, *, after: int, changed: Callable[[bool], None]) -> bool:
+        fields = {"prefix": prefix, "after": after, "timeout": LONGEST_WAIT}
+        check_fields("wait", fields)
+
+        def answered(answer: Answer) -> None:
+            changed(isinstance(answer, Frame) and bool(answer.fields.get("yes")))
+
+        self._live_link().call_back("wait", fields, answered)
+        return True
 
     def close(self) -> None:
         self._closed.set()
