@@ -11,6 +11,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import attrs
+
 from ..clock import Clock, today
 from ..errors import (
     ConfigError,
@@ -21,7 +23,7 @@ from ..errors import (
     StoreUnavailable,
     describe,
 )
-from ..stores.interface import Store
+from ..stores.interface import Listing, Store
 from .backoff import backoff
 from .codec import Note
 from .decide import Decision, gives_way
@@ -37,6 +39,14 @@ log = logging.getLogger("elasticlib.rendezvous")
 
 FIRST_NOTE_SECONDS = 2.0
 PACE_SECONDS = 2e-4  # for each node that is there, between two looks of the one that leads
+
+
+@attrs.frozen
+class _Event:
+    """Something to look for: a wish, or a change in the store, perhaps with what is there now."""
+
+    changed: bool = False
+    listing: Listing | None = None
 
 
 class Keeper:
@@ -64,16 +74,17 @@ class Keeper:
         self._participant = Participant(store, run_id, node, limits, timing.lease)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._watcher = Watcher(store, timing.lease, lambda: self._inbox.put("look"))
+        self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._watcher = Watcher(store, timing.lease, lambda now: self._inbox.put(_Event(True, now)))
         self._watching = False
+        self._listing: Listing | None = None
         self._misses = 0
         self._look_at = float("-inf")
         self._pace_until = float("-inf")
         self._note_at = float("inf")
         self._missing_since = self._stood = clock()
         self._reminder = Reminder(timing.join)
-        self.exchange = Exchange(node, clock, lambda: self._inbox.put("wish"))
+        self.exchange = Exchange(node, clock, lambda: self._inbox.put(_Event()))
 
     def start(self) -> None:
         """Begin to look; the node is not announced before a generation is sought."""
@@ -124,13 +135,14 @@ class Keeper:
     def _round(self) -> float:
         """One turn; how many seconds may pass until the next if nothing happens."""
         exchange = self.exchange
+        listing, self._listing = self._listing, None
         if exchange.snapshot is None:
             self._arrive()
         self._learn_address()
         now = self._clock()
         self._participant.speak(exchange.intent, exchange.head, now)
         if now >= self._look_at:
-            self._look_at = now + self._look(now)
+            self._look_at = now + self._look(now, listing)
         return max(0.0, min(self._timing.refresh, self._look_at - self._clock()))
 
     def _arrive(self) -> None:
@@ -145,11 +157,16 @@ class Keeper:
     def _watch(self, snapshot: Snapshot) -> None:
         if not self._watching:
             self._watching = True
-            self._watcher.arm(self._participant.prefix, snapshot.version)
+            # The node that leads waits for more of what all say before it reads that.
+            leads = self._participant.leads
+            self._watcher.arm(self._participant.prefix, snapshot.version, listing=not leads)
 
-    def _look(self, now: float) -> float:
+    def _look(self, now: float, listing: Listing | None) -> float:
         """Read, say what callers want said, decide and write; seconds until the next look."""
-        snapshot = self._participant.look(self.exchange.intent, now)
+        before = self.exchange.snapshot
+        if listing is not None and before is not None and listing.version < before.version:
+            listing = None  # read for another reason in between, we know better
+        snapshot = self._participant.look(self.exchange.intent, now, listing)
         self.exchange.tell(snapshot)
         self._check_standing(snapshot, now)
         self._watch(snapshot)
@@ -229,8 +246,8 @@ class Keeper:
         except queue.Empty:
             return
         while True:
-            if event == "look":
-                self._watching = False
+            if event.changed:
+                self._watching, self._listing = False, event.listing
             self._look_at = min(self._look_at, self._pace_until)
             try:
                 event = self._inbox.get_nowait()

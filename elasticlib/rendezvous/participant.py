@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from ..errors import LeaseLost, RendezvousMismatch
-from ..stores.interface import ABSENT, Entry, Store
+from ..stores.interface import ABSENT, Entry, Listing, Store
 from .codec import (
     decode_head,
     encode_head,
@@ -143,9 +143,14 @@ class Participant:
         """What a change under is worth reading for."""
         return self.keys.job if self.leads else self.keys.watched
 
-    def read(self, intent: Intent, now: float) -> Snapshot:
-        """What the store holds for this node; changes nothing there."""
-        read = Read(self.keys, self._store.list(self.prefix))
+    def read(self, intent: Intent, now: float, listing: Listing | None = None) -> Snapshot:
+        """What the store holds for this node; changes nothing there.
+
+        listing: of what this node watches, as just read; not for one that leads.
+        """
+        if listing is None or self.leads:
+            listing = self._store.list(self.prefix)
+        read = Read(self.keys, listing)
         head = read.head
         if read.leader is not None and head is not None and read.leader.beyond != head.incarnation:
             self._check_limits(head)
@@ -217,9 +222,9 @@ class Participant:
 
     # -- leading ------------------------------------------------------------------------------
 
-    def look(self, intent: Intent, now: float) -> Snapshot:
+    def look(self, intent: Intent, now: float, listing: Listing | None = None) -> Snapshot:
         """Read; lead if nobody does, and remind a store that has forgotten the job."""
-        snapshot = self.read(intent, now)
+        snapshot = self.read(intent, now, listing)
         reminded = self.remind(snapshot, intent)
         if self.stand(snapshot, intent) or reminded:
             return self.read(intent, now)

@@ -11,20 +11,23 @@ import threading
 from collections.abc import Callable
 
 from ..errors import StoreError
-from ..stores.interface import Store
+from ..stores.interface import Listing, Store, Watched
 from .backoff import backoff
 
 log = logging.getLogger("elasticlib.rendezvous")
 
 
 class Watcher:
-    """Calls `changed` once for each time that it was armed, from another thread.
+    """Calls `changed` once for each time that it was armed, from another thread; perhaps with
+    what is there now.
 
     A thread of its own ends with the wait that it is in, or when the store is closed; nobody need
     wait for that. patience: seconds that one call on the store may take.
     """
 
-    def __init__(self, store: Store, patience: float, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, patience: float, changed: Callable[[Listing | None], None]
+    ) -> None:
         self._store = store
         self._patience = patience
         self._changed = changed
@@ -33,12 +36,15 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="rendezvous-watch", daemon=True)
         self._failures = 0
 
-    def arm(self, prefix: str, version: int) -> None:
-        """Tell once when something under the prefix has changed since that version.
+    def arm(self, prefix: str, version: int, *, listing: bool) -> None:
+        """Tell once when something under the prefix has changed since that version; with a
+        listing of it, if one is wanted and to be had.
 
         To be called from one thread. Raises StoreError.
         """
-        if not self._failures and self._store.watch(prefix, after=version, changed=self._told):
+        if not self._failures and self._store.watch(
+            prefix, after=version, changed=self._told, listing=listing
+        ):
             return
         self._fences.put((prefix, version))
         if self._thread.ident is None:
@@ -48,12 +54,12 @@ class Watcher:
         self._stopping.set()
         self._fences.put(None)
 
-    def _told(self, whether: bool) -> None:
-        if not whether:
+    def _told(self, watched: Watched) -> None:
+        if watched is False:
             # Who armed us meets the same failure at its next call; where only watching fails,
             # the thread sees to it that nobody tries too often.
             self._failures += 1
-        self._changed()
+        self._changed(watched if isinstance(watched, Listing) else None)
 
     def _watch(self) -> None:
         while (fence := self._fences.get()) is not None:
@@ -70,4 +76,4 @@ class Watcher:
                 level = logging.WARNING if self._failures == 3 else logging.DEBUG
                 log.log(level, "waiting: %s", error)
                 self._stopping.wait(backoff(self._failures))
-            self._changed()
+            self._changed(None)

@@ -46,6 +46,8 @@ from .state import check_ttl as check_ttl
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Watched = Listing | bool
+
 
 class Store(abc.ABC):
     """A key-value store with versions, compare-and-set, leases and waiting."""
@@ -87,13 +89,16 @@ class Store(abc.ABC):
         True when it has (or, rarely, may have); False when `timeout` seconds went by without.
         """
 
-    def watch(self, prefix: str, *, after: int, changed: Callable[[bool], None]) -> bool:
+    def watch(
+        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+    ) -> bool:
         """Like `wait`, without a thread that waits: `changed(True)` is called once, from whatever
         thread, when something has changed, or `changed(False)` when that can no longer be told.
 
-        It must not block. False, and nothing is called: this store has only `wait` to offer.
+        listing: `changed` may be given what `list(prefix)` would have answered then, in place of
+        True. It must not block. False, and nothing is called: this store has only `wait` to offer.
         """
-        del prefix, after, changed
+        del prefix, after, changed, listing
         return False
 
     def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:

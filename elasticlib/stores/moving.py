@@ -16,7 +16,7 @@ import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
-from .interface import CompareSet, Entry, Listing, Store
+from .interface import CompareSet, Entry, Listing, Store, Watched
 from .server import TcpStoreServer
 from .tcp import TcpStore
 
@@ -102,8 +102,12 @@ class MovingStore(Store):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         return self._ask(lambda store: store.wait(prefix, after=after, timeout=timeout))
 
-    def watch(self, prefix: str, *, after: int, changed: Callable[[bool], None]) -> bool:
-        return self._ask(lambda store: store.watch(prefix, after=after, changed=changed))
+    def watch(
+        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+    ) -> bool:
+        return self._ask(
+            lambda store: store.watch(prefix, after=after, changed=changed, listing=listing)
+        )
 
     def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
         with self._moving:

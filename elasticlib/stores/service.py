@@ -7,6 +7,7 @@ departs, or its time is over; the leases of a client that departs end with it.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,13 +61,21 @@ class _Call:
         return self.frame.value
 
 
+@attrs.frozen
+class _Wait:
+    """For a change past this version; listing: whether the answer is what is there then."""
+
+    after: int
+    listing: bool = False
+
+
 class StoreService:
     """A keyspace, the waits on it, and the answers to each operation."""
 
     def __init__(self, limits: Limits, frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._space = KeySpace(limits)
         self._listing_bytes = min(frame_bytes, MAX_FRAME_BYTES) - 1024
-        self._waits: dict[str, dict[tuple[int, int], int]] = {}
+        self._waits: dict[str, dict[tuple[int, int], _Wait]] = {}
         self._held: dict[int, dict[int, str]] = {}
         self._deadlines: list[tuple[float, int, int]] = []
         self._told = 0
@@ -119,20 +128,27 @@ class StoreService:
         touched = [p for p in self._waits if self._space.changed(p, self._told)]
         self._told = self._space.version
         for prefix in touched:
-            for (client, number), after in list(self._waits[prefix].items()):
+            listing: Frame | None = None
+            for (client, number), wait in list(self._waits[prefix].items()):
                 # A wait that came behind the change, in the same turn, goes on waiting.
-                if self._space.changed(prefix, after):
-                    self._release(client, number)
+                if not self._space.changed(prefix, wait.after):
+                    continue
+                self._release(client, number)
+                if wait.listing:
+                    listing = listing or self._listing(prefix)
+                    yield client, attrs.evolve(listing, id=number)
+                else:
                     yield client, Frame("answer", number, {"yes": True})
 
-    def _hold(self, call: _Call, deadline: float) -> None:
+    def _hold(self, call: _Call, wait: _Wait, deadline: float = math.inf) -> None:
         held = self._held.setdefault(call.client, {})
         if len(held) >= MAX_WAITS or call.id in held:
             raise StoreRefused(f"a client has at most {MAX_WAITS} waits, each with its own id")
         prefix = held[call.id] = call.fields["prefix"]
-        self._waits.setdefault(prefix, {})[call.client, call.id] = call.fields["after"]
-        heapq.heappush(self._deadlines, (deadline, call.client, call.id))
-        self._tidy()
+        self._waits.setdefault(prefix, {})[call.client, call.id] = wait
+        if deadline < math.inf:
+            heapq.heappush(self._deadlines, (deadline, call.client, call.id))
+            self._tidy()
 
     def _release(self, client: int, number: int) -> bool:
         prefix = self._held.get(client, {}).pop(number, None)
@@ -189,29 +205,44 @@ class StoreService:
         return Frame("answer", call.id, {"yes": True})
 
     def _list(self, call: _Call) -> Frame:
-        listing = self._space.list(call.fields["prefix"])
+        return attrs.evolve(self._listing(call.fields["prefix"]), id=call.id)
+
+    def _listing(self, prefix: str) -> Frame:
+        """What is there, or why that cannot be sent."""
+        listing = self._space.list(prefix)
         rows: list[Any] = [[e.key, e.version, len(e.value)] for e in listing.entries]
         # Twelve bytes are the longest escape of one character in JSON.
         size = sum(12 * len(key) + 50 + length for key, _, length in rows)
         if size > self._listing_bytes:
-            raise StoreRefused(
+            text = (
                 f"a listing is at most {self._listing_bytes} bytes, "
-                f"{len(rows)} entries under {call.fields['prefix']!r} take up to {size}"
+                f"{len(rows)} entries under {prefix!r} take up to {size}"
             )
+            return error_frame(0, StoreRefused(text))
         value = b"".join(entry.value for entry in listing.entries)
-        return Frame("listing", call.id, {"version": listing.version, "rows": rows}, value)
+        return Frame("listing", 0, {"version": listing.version, "rows": rows}, value)
 
     def _wait(self, call: _Call) -> Frame | None:
-        fields = call.fields
-        # Kept for as long as the wait: no key begins with a longer one.
-        if len(fields["prefix"]) > MAX_KEY_BYTES:
-            raise StoreRefused(
-                f"a prefix to wait for is at most {MAX_KEY_BYTES} long, got {len(fields['prefix'])}"
-            )
-        if self._space.changed(fields["prefix"], fields["after"]):
+        if self._has_changed(call):
             return Frame("answer", call.id, {"yes": True})
-        self._hold(call, call.now + fields["timeout"])
+        self._hold(call, _Wait(call.fields["after"]), call.now + call.fields["timeout"])
         return None
+
+    def _watch(self, call: _Call) -> Frame | None:
+        listing = call.fields["listing"]
+        if self._has_changed(call):
+            return self._list(call) if listing else Frame("answer", call.id, {"yes": True})
+        self._hold(call, _Wait(call.fields["after"], listing))
+        return None
+
+    def _has_changed(self, call: _Call) -> bool:
+        prefix = call.fields["prefix"]
+        # Kept for as long as the wait: no key begins with a longer one.
+        if len(prefix) > MAX_KEY_BYTES:
+            raise StoreRefused(
+                f"a prefix to wait for is at most {MAX_KEY_BYTES} long, got {len(prefix)}"
+            )
+        return self._space.changed(prefix, call.fields["after"])
 
 
 def _lease(client: int, ttl: float | None) -> Lease | None:
@@ -228,4 +259,5 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "refresh": StoreService._refresh,
     "list": StoreService._list,
     "wait": StoreService._wait,
+    "watch": StoreService._watch,
 }

@@ -18,7 +18,7 @@ from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, StoreRefused, StoreTimeout, StoreUnavailable
 from .forks import renew_in_children
-from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
+from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
 from .link import LONGEST_WAIT, Answer, Link
 from .secret import check_secret
 from .wire import MAX_FRAME_BYTES, Frame, check_fields
@@ -119,7 +119,36 @@ class TcpStore(Store):
         self._request("refresh", {"key": check_key(key), "version": version})
 
     def list(self, prefix: str) -> Listing:
-        answer = self._request("list", {"prefix": prefix})
+        return self._listing(self._request("list", {"prefix": prefix}))
+
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        patience = min(max(timeout, 0.0), LONGEST_WAIT)
+        fields = {"prefix": prefix, "after": after, "timeout": patience}
+        return bool(self._request("wait", fields, patience=patience).fields["yes"])
+
+    def watch(
+        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+    ) -> bool:
+        fields = {"prefix": prefix, "after": after, "listing": listing}
+        check_fields("watch", fields)
+
+        def answered(answer: Answer) -> None:
+            changed(self._watched(answer))
+
+        self._live_link().call_back("watch", fields, answered)
+        return True
+
+    def _watched(self, answer: Answer) -> Watched:
+        if not isinstance(answer, Frame):
+            return False
+        if answer.op != "listing":
+            return bool(answer.fields.get("yes"))
+        try:
+            return self._listing(answer)
+        except StoreRefused:
+            return False
+
+    def _listing(self, answer: Frame) -> Listing:
         entries = []
         at = 0
         for key, version, size in answer.fields["rows"]:
@@ -130,21 +159,6 @@ class TcpStore(Store):
                 f"{self.address}: a listing of {at} bytes came with {len(answer.value)}"
             )
         return Listing(tuple(entries), answer.fields["version"])
-
-    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        patience = min(max(timeout, 0.0), LONGEST_WAIT)
-        fields = {"prefix": prefix, "after": after, "timeout": patience}
-        return bool(self._request("wait", fields, patience=patience).fields["yes"])
-
-    def watch(self, prefix: str, *, after: int, changed: Callable[[bool], None]) -> bool:
-        fields = {"prefix": prefix, "after": after, "timeout": LONGEST_WAIT}
-        check_fields("wait", fields)
-
-        def answered(answer: Answer) -> None:
-            changed(isinstance(answer, Frame) and bool(answer.fields.get("yes")))
-
-        self._live_link().call_back("wait", fields, answered)
-        return True
 
     def close(self) -> None:
         self._closed.set()

@@ -17,7 +17,7 @@ import attrs
 from ..errors import StoreRefused
 from .secret import DIGITS, is_digits
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 
 _LENGTHS = struct.Struct(">II")
@@ -82,6 +82,7 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "refresh": {"key": TEXT, "version": WHOLE},
     "list": {"prefix": TEXT},
     "wait": {"prefix": TEXT, "after": WHOLE, "timeout": SECONDS},
+    "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "challenge": {"nonce": HEXADECIMAL},
     "welcome": {"protocol": WHOLE, "job": TEXT, "proof": MAYBE_HEXADECIMAL},
     "entry": {"version": WHOLE},

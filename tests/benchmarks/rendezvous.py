@@ -43,16 +43,13 @@ SWITCH_SECONDS = 1.0
 
 def settle(meet: Sequence[Callable[[], object]]) -> float | None:
     """Seconds until all have met; None if not within the bound."""
-    start = threading.Barrier(len(meet) + 1)
-
-    def one(join: Callable[[], object]) -> object:
-        start.wait()
-        return join()
-
     pool = ThreadPoolExecutor(len(meet))
-    futures = [pool.submit(one, join) for join in meet]
-    start.wait()
+    # Their threads are there before the time is taken.
+    there = threading.Barrier(len(meet))
+    for waiting in [pool.submit(there.wait) for _ in meet]:
+        waiting.result(BOUND)
     began = time.monotonic()
+    futures = [pool.submit(join) for join in meet]
     try:
         for future in futures:
             future.result(max(0.0, BOUND - (time.monotonic() - began)))

@@ -1,0 +1,125 @@
+"""What a store promises that can watch without a thread: one call for each watch, and no change
+is missed."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from elasticlib.errors import StoreUnavailable
+from elasticlib.rendezvous.watcher import Watcher
+from elasticlib.stores.interface import Listing, Store, Watched
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.moving import MovingStore, Place
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.service import MAX_WAITS
+from elasticlib.stores.tcp import TcpStore
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def server() -> Iterator[TcpStoreServer]:
+    with TcpStoreServer("127.0.0.1", 0).start() as server:
+        yield server
+
+
+@pytest.fixture(params=["tcp", "moving"])
+def store(request: pytest.FixtureRequest, server: TcpStoreServer) -> Iterator[Store]:
+    with reached(server) as client:
+        if request.param == "tcp":
+            yield client
+            return
+        place = Place("here", lambda: reached(server), lambda: None)
+        with MovingStore([place], patience=PATIENCE) as moving:
+            yield moving
+
+
+def reached(server: TcpStoreServer) -> TcpStore:
+    return TcpStore(server.host, server.port, timeout=PATIENCE)
+
+
+def told(store: Store, prefix: str, after: int, *, listing: bool = False) -> queue.Queue[Watched]:
+    heard: queue.Queue[Watched] = queue.Queue()
+    assert store.watch(prefix, after=after, changed=heard.put, listing=listing)
+    return heard
+
+
+@pytest.mark.parametrize("listing", [False, True])
+def test_a_watch_tells_once_of_a_change_before_it_or_during_it(store: Store, listing: bool) -> None:
+    version = store.set("watched/a", b"1").version
+    before = told(store, "watched/", 0, listing=listing)
+    during = told(store, "watched/", version, listing=listing)
+    now = store.list("watched/")
+    assert before.get(timeout=PATIENCE) == (now if listing else True)
+    store.set("other", b"")
+    assert during.empty()
+    store.set("watched/b", b"2")
+    assert during.get(timeout=PATIENCE) == (store.list("watched/") if listing else True)
+    store.delete("watched/a")
+    store.list("watched/")  # whatever had been told before this answer would be here
+    assert before.empty()
+    assert during.empty()
+
+
+def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
+    client = reached(server)
+    version = client.set("key", b"").version
+    heard = [told(client, "watched/", version, listing=listing) for listing in (False, True)]
+    client.close()
+    assert [one.get(timeout=PATIENCE) for one in heard] == [False, False]
+    with pytest.raises(StoreUnavailable):
+        client.watch("watched/", after=0, changed=heard[0].put)
+
+
+def test_a_listing_that_cannot_be_sent_is_not_told_of_as_one(server: TcpStoreServer) -> None:
+    with reached(server) as client:
+        for number in range(20):
+            client.set(f"watched/{number}", b"x" * 10**6)
+        heard = told(client, "watched/", 0, listing=True)
+        assert heard.get(timeout=PATIENCE) is False
+        assert client.get("watched/0") is not None
+
+
+def test_who_lists_and_watches_misses_nothing(server: TcpStoreServer, store: Store) -> None:
+    with reached(server) as writer:
+        seen = store.list("key")
+        for number in range(40):
+            writer.set("key", b"%d" % number)
+            writer.set("other", b"")
+        writer.set("key", b"last")
+        while not (seen.entries and seen.entries[0].value == b"last"):
+            # A missed change shows as a watch that nobody answers.
+            watched = told(store, "key", seen.version, listing=True).get(timeout=PATIENCE)
+            assert isinstance(watched, Listing)
+            assert watched.version > seen.version
+            seen = watched
+
+
+def test_a_watcher_tells_each_time_and_goes_on_by_waiting_where_watching_fails(
+    server: TcpStoreServer,
+) -> None:
+    heard: queue.Queue[Listing | None] = queue.Queue()
+    with reached(server) as client:
+        watcher = Watcher(client, PATIENCE, heard.put)
+        version = client.set("key", b"0").version
+        watcher.arm("key", version, listing=True)
+        client.set("key", b"1")
+        now = client.list("key")
+        assert heard.get(timeout=PATIENCE) == now
+        held = [told(client, "held", now.version) for _ in range(MAX_WAITS)]
+        watcher.arm("key", now.version, listing=True)
+        assert heard.get(timeout=PATIENCE) is None  # refused: that there was a change is not known
+        client.set("held", b"")
+        assert all(one.get(timeout=PATIENCE) for one in held)
+        version = client.list("key").version
+        watcher.arm("key", version, listing=True)
+        client.set("key", b"2")
+        assert heard.get(timeout=PATIENCE) is None  # told by the thread, which only waits
+        watcher.stop()
+
+
+def test_a_store_that_can_only_wait_says_so() -> None:
+    assert not MemoryStore().watch("key", after=0, changed=lambda _: None)
