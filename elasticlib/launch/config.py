@@ -234,7 +234,12 @@ class LaunchConfig:
 
     def _check_place(self) -> None:
         fixed = self.alone or self.rdzv_backend == "static"
-        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
+        interval = self.supervision.min_resize_interval or None
+        for flag, given in (
+            ("--topology", self.topology),
+            ("--spares", self.spares),
+            ("--min-resize-interval", interval),
+        ):
             if fixed and given not in ("", None):
                 raise ConfigError(
                     f"{flag} is for jobs whose nodes come and go, got {given!r} for "
