@@ -3,7 +3,6 @@ and what Slurm and containers do."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -47,6 +46,13 @@ def elasticrun(job: Job, name: str, *command: str) -> Node:
     return job.start(name, *run, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
+def in_mask(pid: int, mask: str, number: int) -> bool:
+    """Whether a process has the signal in this mask of its /proc status."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = re.findall(rf"{mask}:\t(\w+)", status)
+    return bool(int(line, 16) >> (number - 1) & 1)
+
+
 def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
     """What a worker said when it had saved."""
     path = job.folder / f"saved.{generation}.{rank}"
@@ -85,14 +91,19 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     job: Job,
 ) -> None:
     agent = listening(job, "a", "--standalone", "--nproc-per-node", "2", *SHORT)
-    job.settled(2)
+    workers = [place["pid"] for place in job.settled(2)]
+    for pid in workers:
+        assert in_mask(pid, "SigIgn", signal.SIGUSR2)
+        # Whoever wants the signal for itself takes it: it is not held back.
+        assert not in_mask(pid, "SigBlk", signal.SIGUSR2)
     # As Slurm does: to the agent, its guardian, the workers and their children.
-    reached = 0
-    for pid in job.processes():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR2)
-            reached += 1
-    assert reached == 6
+    reached = job.processes()
+    assert len(reached) == 6
+    for pid in reached:
+        os.kill(pid, signal.SIGUSR2)
+    for rank in range(2):
+        until("both to save", (job.folder / f"saving.1.{rank}").exists)
+    assert job.processes() == reached
     assert agent.exit_code() == 75
     assert [saved(job, 1, rank) for rank in range(2)] == [{"child": True, "asked": []}] * 2
 

@@ -61,9 +61,8 @@ def test_workers_ignore_what_drains_but_never_what_stops_them() -> None:
 
 def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
     line = "--resize-grace 60 --min-uptime 5 --restart-window 3600 --restart-backoff 4"
-    config, _ = parse(
-        [*line.split(), *"--nnodes 1:2 --rdzv-endpoint h --min-resize-interval 9".split(), script]
-    )
+    line += " --nnodes 1:2 --rdzv-endpoint h --min-resize-interval 9"
+    config, _ = parse([*line.split(), script])
     agent, limits = config.supervision.agent, config.limits
     assert (agent.resize_grace, agent.drain_grace, agent.min_uptime) == (60.0, 60.0, 5.0)
     assert (limits.restart_window, limits.restart_backoff, limits.resize_interval) == (3600, 4, 9)
@@ -74,9 +73,7 @@ def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
     text = " ".join(build_parser().format_help().split())
     assert "75 after a drain (--drain-exit-code), 128 + n after signal n" in text
     assert "(default 75)" in text
-    assert f"count changes (default {AgentOptions().resize_grace:g})" in text.replace(
-        "job's size", "count"
-    )
+    assert f"job's size changes (default {AgentOptions().resize_grace:g})" in text
     assert f"none (default {SupervisionOptions().restart_backoff:g})" in text
 
 
