@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..workers.spec import WorkerState
 from .arguments import parse
 from .first_process import stand_in
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
     _tell(result)
-    if result.state.value == "drained":
+    if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
 

@@ -120,18 +120,23 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
     assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
 
 
-def test_a_second_signal_cuts_a_notice_short_by_one_rung(job: Job) -> None:
-    agent = listening(job, "a", "--standalone", "--shutdown-timeout", "20")
-    job.settled(1)
-    (worker,) = job.places(1)
-    os.kill(worker["pid"], signal.SIGSTOP)
+def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job) -> None:
+    flags = ("--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "20")
+    agent = listening(job, "a", *flags)
+    workers = [place["pid"] for place in job.settled(2)]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
     agent.signal(signal.SIGTERM)
     agent.says("preempted: the workers have 30 s to save")
     agent.signal(signal.SIGINT)
     agent.says("told to save and still there, sending SIGTERM: pid")
-    os.kill(worker["pid"], signal.SIGCONT)
-    assert agent.exit_code() == 75
+    os.kill(workers[0], signal.SIGCONT)
+    until("one worker to end", lambda: not alive(workers[0]))
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    agent.signal(signal.SIGINT)
+    assert agent.exit_code() == 75
+    assert f"still there in a hurry, killing: pid {workers[1]}" in agent.text
+    assert not (job.folder / "saved.1.1").exists()
 
 
 def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job) -> None:
