@@ -121,13 +121,14 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
 
 
 def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job) -> None:
-    flags = ("--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "20")
-    agent = listening(job, "a", *flags)
+    # Longer than anything here is waited for.
+    long = ("--drain-grace", "600", "--shutdown-timeout", "600")
+    agent = listening(job, "a", "--standalone", "--nproc-per-node", "2", *long)
     workers = [place["pid"] for place in job.settled(2)]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     agent.signal(signal.SIGTERM)
-    agent.says("preempted: the workers have 30 s to save")
+    agent.says("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
     agent.says("told to save and still there, sending SIGTERM: pid")
     os.kill(workers[0], signal.SIGCONT)
