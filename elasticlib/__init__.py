@@ -33,6 +33,7 @@ _HOMES = {
         "deal_seats",
     ),
     "rendezvous.document": (
+        "FailureKind",
         "Limits",
         "Node",
     ),
@@ -50,14 +51,17 @@ _HOMES = {
         "Function",
     ),
     "workers.interface": ("Workers",),
+    "workers.notice": ("Notice",),
     "workers.local": ("LocalWorkers",),
     "agent.interface": (
         "ElasticAgent",
         "RunResult",
     ),
     "agent.local": ("LocalElasticAgent",),
+    "agent.options": ("AgentOptions",),
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig",),
+    "launch.supervision_flags": ("SupervisionOptions",),
     "launch.elastic_launch": (
         "elastic_launch",
         "ChildFailedError",
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     from .agent.interface import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
     from .agent.local import LocalElasticAgent as LocalElasticAgent
+    from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
@@ -86,6 +91,8 @@ if TYPE_CHECKING:
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.elastic_launch import ChildFailedError as ChildFailedError
     from .launch.elastic_launch import elastic_launch as elastic_launch
+    from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
+    from .rendezvous.document import FailureKind as FailureKind
     from .rendezvous.document import Limits as Limits
     from .rendezvous.document import Node as Node
     from .rendezvous.dynamic import DynamicRendezvousHandler as DynamicRendezvousHandler
@@ -108,6 +115,7 @@ if TYPE_CHECKING:
     from .stores.tcp import TcpStore as TcpStore
     from .workers.interface import Workers as Workers
     from .workers.local import LocalWorkers as LocalWorkers
+    from .workers.notice import Notice as Notice
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
     from .workers.spec import Module as Module

@@ -12,6 +12,7 @@ from pathlib import Path
 from elasticlib.agent.policy import (
     TABLE,
     Changed,
+    DrainAsked,
     Event,
     GroupStopped,
     JoinEnded,
@@ -52,6 +53,7 @@ CASES: dict[type, tuple[Case, ...]] = {
     ),
     Changed: tuple((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
     SignalArrived: (("", SignalArrived(15, "SIGTERM"), BOTH),),
+    DrainAsked: (("", DrainAsked(12, "SIGUSR2", "drain"), BOTH),),
 }
 """Of each event, all that a transition may tell apart: label, event, whose end is awaited."""
 

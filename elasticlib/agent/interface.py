@@ -13,12 +13,16 @@ import attrs
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 
+DRAIN_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
+
 
 @attrs.frozen
 class RunResult:
     """How a node's run ended.
 
-    state: SUCCEEDED, FAILED, or STOPPED (by `signal`). reason: one sentence. values: what
+    state: SUCCEEDED, FAILED, STOPPED (by `signal`), or DRAINED: this node was asked by `signal`
+    to have its workers save, and to leave. reason: one sentence. values: what
     functions returned, by global rank. failures: the ends of this node's workers in the last
     generation, by global rank, where they did not succeed, the first one first.
     """
@@ -33,7 +37,9 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for success, 1 for failure, 128 + n after signal n."""
+        """0 for success, 1 for failure, 75 after a drain, 128 + n after signal n."""
+        if self.state is WorkerState.DRAINED:
+            return DRAIN_EXIT_CODE
         if self.state is WorkerState.STOPPED:
             return 128 + self.signal
         return 0 if self.state is WorkerState.SUCCEEDED else 1

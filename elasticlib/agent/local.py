@@ -10,32 +10,36 @@ import contextlib
 import logging
 import queue
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe
 from ..rendezvous.change import Change, ChangeKind
-from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
+from ..rendezvous.decide import NOT_RETRIED
+from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
+from ..workers.blame import failure_kind
 from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder, Rung
+from ..workers.ladder import Ladder
 from ..workers.spec import WorkerGroup, WorkerSpec, WorkerState, deal_ranks
 from .interface import ElasticAgent, RunResult
 from .observers import RendezvousObserver, SignalObserver
+from .options import AgentOptions
 from .policy import (
     Action,
     Changed,
+    DrainAsked,
     Event,
     Finish,
-    GroupStopped,
+    HurryWorkers,
     Join,
     JoinEnded,
-    KillWorkers,
     Outcome,
     OutcomeKind,
     ReportDone,
+    ReportDraining,
     ReportFailure,
     Settled,
     SignalArrived,
@@ -48,14 +52,15 @@ from .policy import (
     outcome_of,
     react,
 )
+from .stop import GroupStop
 
 log = logging.getLogger("elasticlib.agent")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STATES = {
     OutcomeKind.SUCCEEDED: WorkerState.SUCCEEDED,
     OutcomeKind.FAILED: WorkerState.FAILED,
     OutcomeKind.SIGNALLED: WorkerState.STOPPED,
+    OutcomeKind.DRAINED: WorkerState.DRAINED,
 }
 
 
@@ -77,7 +82,7 @@ class LocalElasticAgent(ElasticAgent):
         max_restarts: of a handler that keeps no budget for the job.
         ladder: how workers are stopped, on every path.
         interval: seconds between looks at a handler that cannot push.
-        signals: which of them end the run; those ignored on entry stay ignored.
+        options: which signals it heeds, and how long workers may save.
     """
 
     def __init__(
@@ -89,17 +94,18 @@ class LocalElasticAgent(ElasticAgent):
         max_restarts: int = 0,
         ladder: Ladder | None = None,
         interval: float = 0.1,
-        signals: Iterable[int] = SIGNALS,
+        options: AgentOptions | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._spec = spec
         self._handler = handler
         self._workers = workers
         self._max_restarts = max_restarts
-        self._ladder = ladder or Ladder()
+        self._options = options or AgentOptions()
+        self._stop = GroupStop(workers, ladder or Ladder(), clock)
         self._clock = clock
         self._inbox: queue.SimpleQueue[_News] = queue.SimpleQueue()
-        self._signals = SignalObserver(signals, self._signal)
+        self._signals = SignalObserver(self._options.heeded, self._signal)
         self._observer = RendezvousObserver(
             handler, interval, settled=self._settled, ended=self._ended, changed=self._changed
         )
@@ -109,9 +115,7 @@ class LocalElasticAgent(ElasticAgent):
         self._own_restarts = 0
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
-        self._stopping_since: float | None = None
-        self._rung = Rung.TERM
-        self._idle_since = clock()
+        self._idle_since = self._started_at = clock()
         self._exits: dict[int, WorkerExit] = {}
 
     def get_worker_group(self) -> WorkerGroup | None:
@@ -145,9 +149,12 @@ class LocalElasticAgent(ElasticAgent):
     # -- the loop -----------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._climb()
+        stopped = self._stop.climb()
+        if stopped is not None:
+            self._react(stopped)
+            return
         try:
-            news = self._inbox.get(timeout=self._patience())
+            news = self._inbox.get(timeout=self._stop.left())
         except queue.Empty:
             return
         if news.attempt in (None, self._attempt):
@@ -164,33 +171,6 @@ class LocalElasticAgent(ElasticAgent):
             log.debug("%s -> %s: %s", before.value, self._now.state.value, _summary(event))
         for action in actions:
             self._do(action)
-        self._check_stopped()
-
-    def _patience(self) -> float | None:
-        """Seconds until the ladder's next rung; None to wait for whatever comes."""
-        if self._stopping_since is None:
-            return None
-        return self._ladder.left(self._clock() - self._stopping_since)
-
-    def _climb(self) -> None:
-        if self._stopping_since is None:
-            return
-        rung = self._ladder.rung(self._clock() - self._stopping_since)
-        if rung is self._rung:
-            return
-        self._rung = rung
-        names = ", ".join(f"{name}" for name in self._workers.running().values())
-        if rung is Rung.KILL:
-            log.warning("still there after %g s, killing: %s", self._ladder.grace, names)
-            self._workers.kill()
-        else:
-            self._stopping_since = None
-            self._react(GroupStopped(left=names))
-
-    def _check_stopped(self) -> None:
-        if self._stopping_since is not None and not self._workers.running():
-            self._stopping_since = None
-            self._react(GroupStopped())
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -201,12 +181,14 @@ class LocalElasticAgent(ElasticAgent):
         elif isinstance(action, StartWorkers):
             self._start()
         elif isinstance(action, StopWorkers):
-            self._stopping_since, self._rung = self._clock(), Rung.TERM
-            self._workers.terminate()
-        elif isinstance(action, KillWorkers):
-            self._workers.kill()
+            notice = self._options.notice(action.notice) if action.notice else None
+            self._stop.begin(notice)
+        elif isinstance(action, HurryWorkers):
+            self._stop.hurry()
         elif isinstance(action, ReportFailure):
-            self._report_failure(action.reason)
+            self._report_failure(action)
+        elif isinstance(action, ReportDraining):
+            self._handler.report_draining(action.reason)
         elif isinstance(action, ReportDone):
             if not self._handler.report_done():
                 self._react(Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
@@ -217,6 +199,8 @@ class LocalElasticAgent(ElasticAgent):
         info = self._info
         assert info is not None
         self._exits = {}
+        self._stop.forget()
+        self._started_at = self._clock()
         store = info.bootstrap_store_info
         self._group = WorkerGroup(
             spec=self._spec,
@@ -259,12 +243,15 @@ class LocalElasticAgent(ElasticAgent):
             info.cause,
         )
 
-    def _report_failure(self, reason: str) -> None:
+    def _report_failure(self, failure: ReportFailure) -> None:
+        reason, at_start = failure.reason, failure.kind is FailureKind.AT_START
         log.warning("%s", reason)
-        if self._handler.report_failure(reason):
+        if self._handler.report_failure_as(failure.kind, reason):
             return
         self._own_restarts += 1
-        if self._own_restarts > self._max_restarts:
+        if at_start:
+            self._react(Changed(Change(ChangeKind.FAILED, f"{reason} ({NOT_RETRIED})")))
+        elif self._own_restarts > self._max_restarts:
             spent = f"{reason} ({self._max_restarts} of {self._max_restarts} restarts used)"
             self._react(Changed(Change(ChangeKind.FAILED, spent)))
 
@@ -303,10 +290,33 @@ class LocalElasticAgent(ElasticAgent):
         # What ends while it is being stopped did what it was told, and failed at nothing.
         if exit_.ok or self._now.state is State.RUNNING:
             self._exits[local_rank] = exit_
-        return WorkerEnded(exit_)
+        kind = failure_kind(
+            exit_,
+            self._spec.entrypoint,
+            uptime=self._clock() - self._started_at,
+            first=self._started == 1,
+            min_uptime=self._options.min_uptime,
+        )
+        return WorkerEnded(exit_, kind)
 
     def _signal(self, number: int) -> None:
-        self._put(None, SignalArrived(number, signal.Signals(number).name))
+        # Read in the loop's own turn: whether workers listen is found by telling them.
+        self._inbox.put(_News(None, lambda: self._heed(number)))
+
+    def _heed(self, number: int) -> Event:
+        options, name = self._options, signal.Signals(number).name
+        why = options.why_drained(number)
+        if number in options.drain_signals or (
+            number in options.save_signals and self._listens(why)
+        ):
+            return DrainAsked(number, name, why)
+        return SignalArrived(number, name)
+
+    def _listens(self, why: str) -> bool:
+        """Whether the workers have been told to save, or can be."""
+        if self._now.state is State.RUNNING:
+            return self._stop.tell(self._options.notice(why))
+        return self._now.state is State.STOPPING and self._stop.heard
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -346,6 +356,6 @@ def _summary(event: Event) -> str:
         return event.exit.describe()
     if isinstance(event, Changed):
         return event.change.reason
-    if isinstance(event, SignalArrived):
+    if isinstance(event, SignalArrived | DrainAsked):
         return event.name
     return type(event).__name__

@@ -13,7 +13,9 @@ import attrs
 
 from ..errors import IllegalTransition
 from ..rendezvous.change import Change, ChangeKind
+from ..rendezvous.document import FailureKind
 from ..workers.exits import WorkerExit
+from ..workers.notice import RESIZE
 
 
 class State(enum.Enum):
@@ -35,6 +37,7 @@ class OutcomeKind(enum.Enum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     SIGNALLED = "signalled"
+    DRAINED = "drained"
 
 
 @attrs.frozen
@@ -81,9 +84,10 @@ class StartFailed:
 
 @attrs.frozen
 class WorkerEnded:
-    """A worker ended by itself, or because it was stopped."""
+    """A worker ended by itself, or because it was stopped; what kind of failure that is."""
 
     exit: WorkerExit
+    kind: FailureKind = FailureKind.ORDINARY
 
 
 @attrs.frozen
@@ -108,7 +112,25 @@ class SignalArrived:
     name: str
 
 
-Event = Settled | JoinEnded | StartFailed | WorkerEnded | GroupStopped | Changed | SignalArrived
+@attrs.frozen
+class DrainAsked:
+    """This node was asked to have its workers save, and to leave; `why` is for its workers."""
+
+    number: int
+    name: str
+    why: str
+
+
+Event = (
+    Settled
+    | JoinEnded
+    | StartFailed
+    | WorkerEnded
+    | GroupStopped
+    | Changed
+    | SignalArrived
+    | DrainAsked
+)
 
 
 # Commands.
@@ -126,16 +148,26 @@ class StartWorkers:
 
 @attrs.frozen
 class StopWorkers:
-    """Begin the stopping ladder."""
+    """Begin the stopping ladder; where there is a reason to save, by telling it to the workers."""
+
+    notice: str = ""
 
 
 @attrs.frozen
-class KillWorkers:
-    """Do without the grace that is left."""
+class HurryWorkers:
+    """Go on to the ladder's next rung now."""
 
 
 @attrs.frozen
 class ReportFailure:
+    reason: str
+    kind: FailureKind = FailureKind.ORDINARY
+
+
+@attrs.frozen
+class ReportDraining:
+    """Tell the other nodes that this one leaves as soon as its workers have saved."""
+
     reason: str
 
 
@@ -149,7 +181,16 @@ class Finish:
     """Leave the rendezvous, free everything, return the result."""
 
 
-Action = Join | StartWorkers | StopWorkers | KillWorkers | ReportFailure | ReportDone | Finish
+Action = (
+    Join
+    | StartWorkers
+    | StopWorkers
+    | HurryWorkers
+    | ReportFailure
+    | ReportDraining
+    | ReportDone
+    | Finish
+)
 Step = tuple[Supervision, tuple[Action, ...]]
 
 
@@ -169,8 +210,8 @@ def _finish_now(_now: Supervision, event: JoinEnded) -> Step:
     return Supervision(State.ENDED, outcome=event.outcome), (Finish(),)
 
 
-def _leave(_now: Supervision, event: SignalArrived) -> Step:
-    return Supervision(State.ENDED, outcome=_signalled(event)), (Finish(),)
+def _leave(_now: Supervision, event: SignalArrived | DrainAsked) -> Step:
+    return Supervision(State.ENDED, outcome=_asked(event)), (Finish(),)
 
 
 def _cannot_start(now: Supervision, event: StartFailed) -> Step:
@@ -180,27 +221,35 @@ def _cannot_start(now: Supervision, event: StartFailed) -> Step:
 def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
     awaited = now.awaited - {event.exit.local_rank}
     if not event.exit.ok:
-        return _fail(attrs.evolve(now, awaited=awaited), event.exit.describe())
+        return _fail(attrs.evolve(now, awaited=awaited), event.exit.describe(), event.kind)
     if awaited:
         return attrs.evolve(now, awaited=awaited), ()
     return Supervision(State.FINISHED), (ReportDone(),)
 
 
-def _fail(now: Supervision, reason: str) -> Step:
+def _fail(now: Supervision, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Step:
     # The claim goes out before the stop, so that the other nodes stop at the same time.
-    return attrs.evolve(now, state=State.STOPPING), (ReportFailure(reason), StopWorkers())
+    return attrs.evolve(now, state=State.STOPPING), (ReportFailure(reason, kind), StopWorkers())
 
 
 def _running_changed(now: Supervision, event: Changed) -> Step:
     if not event.change.kind.final:
-        return attrs.evolve(now, state=State.STOPPING), (StopWorkers(),)
+        # Only a change that nobody was lost or failed for leaves all ranks able to agree.
+        notice = RESIZE if event.change.kind is ChangeKind.RESIZE else ""
+        return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
     ending = attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change))
     return ending, (StopWorkers(),)
 
 
 def _running_signal(now: Supervision, event: SignalArrived) -> Step:
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_signalled(event))
+    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
     return ending, (StopWorkers(),)
+
+
+def _running_drain(now: Supervision, event: DrainAsked) -> Step:
+    # The others hear of it before our workers stop, so that all stop at one step.
+    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
+    return ending, (ReportDraining(event.name), StopWorkers(event.why))
 
 
 def _one_less(now: Supervision, event: WorkerEnded) -> Step:
@@ -219,8 +268,8 @@ def _stopping_changed(now: Supervision, event: Changed) -> Step:
     return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change)), ()
 
 
-def _stopping_signal(now: Supervision, event: SignalArrived) -> Step:
-    return attrs.evolve(now, state=State.ENDING, outcome=_signalled(event)), ()
+def _stopping_signal(now: Supervision, event: SignalArrived | DrainAsked) -> Step:
+    return attrs.evolve(now, state=State.ENDING, outcome=_asked(event)), ()
 
 
 def _finished_changed(_now: Supervision, event: Changed) -> Step:
@@ -246,11 +295,13 @@ def _stay(now: Supervision, _event: object) -> Step:
 
 
 def _hurry(now: Supervision, _event: SignalArrived) -> Step:
-    return now, (KillWorkers(),)
+    return now, (HurryWorkers(),)
 
 
-def _signalled(event: SignalArrived) -> Outcome:
-    return Outcome(OutcomeKind.SIGNALLED, f"received {event.name}", event.number)
+def _asked(event: SignalArrived | DrainAsked) -> Outcome:
+    drained = isinstance(event, DrainAsked)
+    kind = OutcomeKind.DRAINED if drained else OutcomeKind.SIGNALLED
+    return Outcome(kind, f"received {event.name}", event.number)
 
 
 def _undying(event: GroupStopped) -> Outcome:
@@ -262,22 +313,27 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.JOINING, Settled): _start,
     (_S.JOINING, JoinEnded): _finish_now,
     (_S.JOINING, SignalArrived): _leave,
+    (_S.JOINING, DrainAsked): _leave,
     (_S.RUNNING, StartFailed): _cannot_start,
     (_S.RUNNING, WorkerEnded): _worker_ended,
     (_S.RUNNING, Changed): _running_changed,
     (_S.RUNNING, SignalArrived): _running_signal,
+    (_S.RUNNING, DrainAsked): _running_drain,
     (_S.STOPPING, WorkerEnded): _one_less,
     (_S.STOPPING, StartFailed): _stay,
     (_S.STOPPING, GroupStopped): _rejoin,
     (_S.STOPPING, Changed): _stopping_changed,
     (_S.STOPPING, SignalArrived): _stopping_signal,
+    (_S.STOPPING, DrainAsked): _stopping_signal,
     (_S.FINISHED, Changed): _finished_changed,
     (_S.FINISHED, SignalArrived): _leave,
+    (_S.FINISHED, DrainAsked): _leave,
     (_S.ENDING, WorkerEnded): _one_less,
     (_S.ENDING, StartFailed): _stay,
     (_S.ENDING, GroupStopped): _end,
     (_S.ENDING, Changed): _stay,
     (_S.ENDING, SignalArrived): _hurry,
+    (_S.ENDING, DrainAsked): _stay,
 }
 
 

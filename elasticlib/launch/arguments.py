@@ -10,6 +10,7 @@ import argparse
 import os
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from .._version import __version__
@@ -19,11 +20,16 @@ from ..workers.spec import Command, Entrypoint, Module, Script
 from ..workers.streams import parse_streams
 from .backends import BACKENDS
 from .config import MASTER_PORT, LaunchConfig
+from .supervision_flags import add_supervision_flags, read_supervision
 
 _EPILOG = """\
 examples:
   elasticrun --standalone --nproc-per-node 2 train.py --epochs 3
   elasticrun --nnodes 1:4 --nproc-per-node 8 --rdzv-id job7 --rdzv-endpoint node0:29400 train.py
+
+exit codes:
+  0 success, 1 failure, 2 a command line that cannot work, 75 after a drain (--drain-exit-code),
+  128 + n after signal n
 """
 
 
@@ -39,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job_flags(parser)
     _add_rendezvous_flags(parser)
     _add_worker_flags(parser)
+    add_supervision_flags(partial(_flag, parser))
     parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
@@ -171,6 +178,7 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
         store_grace=given.store_grace,
         monitor_interval=given.monitor_interval,
         shutdown_timeout=given.shutdown_timeout,
+        supervision=read_supervision(given),
         local_addr=given.local_addr,
         log_dir=given.log_dir,
         redirects=parse_streams(given.redirects, "--redirects"),

@@ -17,6 +17,7 @@ from ..rendezvous.timing import Timing
 from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
+from .supervision_flags import SupervisionOptions
 
 MASTER_PORT = 29500
 LONGEST = 1e6
@@ -145,7 +146,8 @@ class LaunchConfig:
     rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
     static backend. topology: nodes with the same one get adjacent ranks. spares: how many nodes
     beyond max_nodes may wait, None for any. store_grace: seconds for which the store may be away.
-    shutdown_timeout: seconds between SIGTERM and SIGKILL.
+    shutdown_timeout: seconds between SIGTERM and SIGKILL. supervision: signals, drains, resizes
+    and what else there is to the budget of restarts.
     """
 
     min_nodes: int = 1
@@ -167,6 +169,7 @@ class LaunchConfig:
     redirects: StreamChoice = attrs.field(factory=StreamChoice)
     tee: StreamChoice = attrs.field(factory=StreamChoice)
     shutdown_timeout: float = 30.0
+    supervision: SupervisionOptions = attrs.field(factory=SupervisionOptions)
 
     def __attrs_post_init__(self) -> None:
         if self.rdzv_backend not in BACKENDS:
@@ -231,7 +234,12 @@ class LaunchConfig:
 
     def _check_place(self) -> None:
         fixed = self.alone or self.rdzv_backend == "static"
-        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
+        interval = self.supervision.min_resize_interval or None
+        for flag, given in (
+            ("--topology", self.topology),
+            ("--spares", self.spares),
+            ("--min-resize-interval", interval),
+        ):
             if fixed and given not in ("", None):
                 raise ConfigError(
                     f"{flag} is for jobs whose nodes come and go, got {given!r} for "
@@ -337,6 +345,9 @@ class LaunchConfig:
             spares=self.spares,
             quorum=several and self.options.quorum != "any",
             launch=self.options.launch,
+            restart_window=self.supervision.restart_window,
+            restart_backoff=self.supervision.restart_backoff,
+            resize_interval=self.supervision.min_resize_interval,
         )
 
     @property

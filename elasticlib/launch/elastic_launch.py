@@ -15,11 +15,13 @@ from typing import Any
 import attrs
 
 from ..agent.interface import RunResult
-from ..agent.local import SIGNALS, LocalElasticAgent
+from ..agent.local import LocalElasticAgent
 from ..agent.observers import SignalObserver
+from ..agent.options import AgentOptions
 from ..errors import ConfigError, ElasticError
 from ..workers.exits import WorkerExit
 from ..workers.function import pickled
+from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
 from ..workers.output import OutputPlan
@@ -30,7 +32,8 @@ from .secret import read_secret
 
 
 class ChildFailedError(ElasticError):
-    """The job failed, or was stopped. `failures` holds this node's own, by global rank."""
+    """The job failed, or this node was stopped or drained. `failures` holds this node's own, by
+    global rank."""
 
     def __init__(self, name: str, result: RunResult) -> None:
         self.name = name
@@ -54,7 +57,8 @@ class elastic_launch:
     name of a program, or an entry point of `elasticlib.workers.spec` (args are strings).
 
     Raises:
-        ChildFailedError: the job failed or was stopped; it carries the first failure.
+        ChildFailedError: the job failed, or this node was stopped or drained; it carries the
+            first failure.
         ConfigError: it cannot be started as configured.
     """
 
@@ -86,35 +90,50 @@ def _name(entrypoint: Entrypoint) -> str:
     return str(attrs.astuple(entrypoint, recurse=False)[0])
 
 
-def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
-    """Run this node's agent to its end; the result tells what that was, whatever it was."""
+def run_node(
+    config: LaunchConfig, entrypoint: Entrypoint, workers: Workers | None = None
+) -> RunResult:
+    """Run this node's agent to its end; the result tells what that was, whatever it was.
+
+    workers: what runs them, if not processes of this machine as the config has them.
+    """
     _check_log_dir(config.log_dir)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
+    options = config.supervision.agent
     meeting = open_meeting(config, secret)
     try:
         agent = LocalElasticAgent(
             WorkerSpec(entrypoint, config.nproc_per_node, config.role),
             meeting.handler,
-            LocalWorkers(
-                os.environ,
-                output=OutputPlan(config.redirects, config.tee),
-                log_dir=config.log_dir,
-                run_id=config.run_id,
-                python=sys.executable,
-            ),
+            workers or local_workers(config, options),
             max_restarts=config.max_restarts,
             ladder=Ladder(grace=config.shutdown_timeout),
             interval=config.monitor_interval,
+            options=options,
         )
-        result = agent.run()
-        with _signals() as stopped:
-            if result.state is WorkerState.STOPPED:
-                meeting.hand_over(stopped, config.timing)
-            else:
-                meeting.serve_others(stopped)
+        # A node that has saved and leaves is often told so again, and must not die of it.
+        with SignalObserver(options.drain_signals, lambda _: None):
+            result = agent.run()
+            with _signals(options) as stopped:
+                if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+                    meeting.hand_over(stopped, config.timing)
+                else:
+                    meeting.serve_others(stopped)
         return result
     finally:
         meeting.close()
+
+
+def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
+    """Processes of this machine, as a launch has them."""
+    return LocalWorkers(
+        os.environ,
+        output=OutputPlan(config.redirects, config.tee),
+        log_dir=config.log_dir,
+        run_id=config.run_id,
+        python=sys.executable,
+        ignored=options.kept_from_workers,
+    )
 
 
 def _check_log_dir(path: str | None) -> None:
@@ -129,8 +148,8 @@ def _check_log_dir(path: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
+def _signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
     """Whether a signal has asked us to end since."""
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(SIGNALS, heard.put):
+    with SignalObserver(options.signals, heard.put):
         yield lambda: not heard.empty()

@@ -1,7 +1,7 @@
 """The command `elasticrun`: torchrun's command line, carried out by elasticlib.
 
-Exit codes: 0 success, 1 failure, 2 a command line that cannot work (nothing was started),
-128 + n after signal n.
+Exit codes: 0 success, 1 failure, 2 a command line that cannot work (nothing was started), 75 or
+what --drain-exit-code says after a drain, 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..workers.spec import WorkerState
 from .arguments import parse
+from .first_process import stand_in
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
@@ -23,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     try:
         config, entrypoint = parse(sys.argv[1:] if argv is None else argv)
+        reaped = stand_in()
+        if reaped is not None:
+            return reaped
         # After the command line was read, so that --help and mistakes are answered at once.
         from .elastic_launch import run_node
 
@@ -32,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
     _tell(result)
+    if result.state is WorkerState.DRAINED:
+        return config.supervision.drain_exit_code
     return result.exit_code
 
 

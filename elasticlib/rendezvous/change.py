@@ -10,19 +10,21 @@ import enum
 
 import attrs
 
-from .decide import gives_way
-from .document import Head, Phase
+from .decide import NOT_RETRIED, gives_way
+from .document import FailureKind, Head, Phase
 from .intent import Intent
 from .ranks import Seat
 
 
 class ChangeKind(enum.Enum):
-    """REOPENED: rendezvous anew. SUCCEEDED, FAILED, ABORTED: the job is over. EXPELLED: leave.
-
-    LOST: the store has been out of reach for longer than the handler allows.
+    """REOPENED: rendezvous anew. RESIZE: the same, on purpose and with all workers at work, so that
+    they may first save and stop at a step that they agree on. SUCCEEDED, FAILED, ABORTED: the
+    job is over. EXPELLED: leave. LOST: the store has been out of reach for longer than the
+    handler allows.
     """
 
     REOPENED = "reopened"
+    RESIZE = "resize"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -32,7 +34,7 @@ class ChangeKind(enum.Enum):
     @property
     def final(self) -> bool:
         """Whether there is nothing left to rendezvous for."""
-        return self is not ChangeKind.REOPENED
+        return self not in (ChangeKind.REOPENED, ChangeKind.RESIZE)
 
 
 @attrs.frozen
@@ -54,6 +56,8 @@ def final_change(head: Head | None, intent: Intent) -> Change | None:
         return Change(ChangeKind(head.phase.value), head.cause, node)
     if me in head.expelled:
         spent = f"{head.restarts} of {head.limits.max_restarts} restarts used"
+        if intent.node.claim_kind is FailureKind.AT_START:
+            spent = NOT_RETRIED
         reason = f"this node's workers failed and the job goes on without it ({spent})"
         return Change(ChangeKind.EXPELLED, reason, me)
     if me in head.refused:
@@ -73,9 +77,11 @@ def change_since(head: Head | None, intent: Intent) -> Change | None:
     assert head is not None
     if head.incarnation != intent.incarnation:
         return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
-    if head.roll == intent.node.roll and head.phase is Phase.SETTLED:
+    if head.roll != intent.node.roll:
+        return Change(ChangeKind.REOPENED, head.cause)
+    if head.phase is Phase.SETTLED:
         return None
-    return Change(ChangeKind.REOPENED, head.cause)
+    return Change(ChangeKind.RESIZE if head.planned else ChangeKind.REOPENED, head.cause)
 
 
 def has_entered(head: Head | None, seat: Seat | None, intent: Intent) -> bool:

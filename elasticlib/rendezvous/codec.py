@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 
 from ..errors import RendezvousMismatch
-from .document import Ending, Failure, Head, Limits, Node, Phase
+from .document import Ending, Failure, FailureKind, Head, Limits, Node, Phase
 from .intent import Leader
 from .ranks import Row, Seat
 
-FORMAT = 2
+FORMAT = 3
 
 _Fields = dict[str, tuple[type, ...]]
 _OPTIONAL_STR = (str, type(None))
@@ -30,6 +30,9 @@ _LIMITS: _Fields = {
     "spares": (int, type(None)),
     "quorum": (bool,),
     "launch": (str,),
+    "restart_window": (int, float),
+    "restart_backoff": (int, float),
+    "resize_interval": (int, float),
 }
 _NODE: _Fields = {
     "id": (str,),
@@ -46,8 +49,10 @@ _NODE: _Fields = {
     "beyond": (str,),
     "claim": _OPTIONAL_STR,
     "claim_roll": (str,),
+    "claim_kind": (str,),
+    "draining": (str,),
 }
-_FAILURE: _Fields = {"node": (str,), "reason": (str,)}
+_FAILURE: _Fields = {"node": (str,), "reason": (str,), "kind": (str,)}
 _ENDING: _Fields = {"by": (str,), "at": (str,)}
 _LEADER: _Fields = {"id": (str,), "host": (str,), "beyond": (str,)}
 _SEAT: _Fields = dict.fromkeys(attrs.fields_dict(Seat), (int,))
@@ -66,6 +71,8 @@ _HEAD: _Fields = {
     "refused": (list,),
     "ending": (dict, type(None)),
     "supersedes": (str,),
+    "planned": (bool,),
+    "quick": (int,),
 }
 _NOTE: _Fields = {
     "reason": (str,),
@@ -89,11 +96,28 @@ class Note:
 
 
 def encode_node(node: Node) -> bytes:
-    return _dump(attrs.asdict(node))
+    return _dump(_plain(node))
 
 
 def decode_node(data: bytes) -> Node:
-    return Node(**_checked(_load(data, "a node"), _NODE, "a node"))
+    return _node(_load(data, "a node"), "a node")
+
+
+def _node(raw: object, what: str) -> Node:
+    fields = _checked(raw, _NODE, what)
+    return Node(**{**fields, "claim_kind": _kind(fields["claim_kind"], what)})
+
+
+def _kind(text: str, what: str) -> FailureKind:
+    if text not in {kind.value for kind in FailureKind}:
+        raise RendezvousMismatch(f"{what} tells of the unknown kind of failure {text!r}")
+    return FailureKind(text)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """The fields of a value, kinds of failures by their names."""
+    fields = attrs.asdict(value)
+    return {k: v.value if isinstance(v, FailureKind) else v for k, v in fields.items()}
 
 
 def encode_leader(leader: Leader) -> bytes:
@@ -116,7 +140,7 @@ def decode_note(data: bytes) -> Note:
 
 def encode_shard(rows: Iterable[Row]) -> bytes:
     """Some of a roll's members, each with its seat."""
-    return _dump([[attrs.asdict(node), attrs.asdict(seat)] for node, seat in rows])
+    return _dump([[_plain(node), attrs.asdict(seat)] for node, seat in rows])
 
 
 def decode_shard(data: bytes) -> tuple[Row, ...]:
@@ -140,13 +164,13 @@ def _rows(data: bytes) -> list[list[object]]:
 
 def _row(row: list[object]) -> Row:
     node, seat = row
-    return Node(**_checked(node, _NODE, "a member")), Seat(**_checked(seat, _SEAT, "a seat"))
+    return _node(node, "a member"), Seat(**_checked(seat, _SEAT, "a seat"))
 
 
 def encode_head(head: Head) -> bytes:
     fields = {name: getattr(head, name) for name in attrs.fields_dict(Head)}
     for name in ("limits", "failure", "ending"):
-        fields[name] = None if fields[name] is None else attrs.asdict(fields[name])
+        fields[name] = None if fields[name] is None else _plain(fields[name])
     return _dump({"format": FORMAT, **fields, "phase": head.phase.value})
 
 
@@ -169,7 +193,8 @@ def decode_head(data: bytes) -> Head:
     read["phase"] = Phase(fields["phase"])
     read["expelled"], read["refused"] = tuple(fields["expelled"]), tuple(fields["refused"])
     if failure is not None:
-        read["failure"] = Failure(**_checked(failure, _FAILURE, "failure"))
+        said = _checked(failure, _FAILURE, "failure")
+        read["failure"] = Failure(**{**said, "kind": _kind(said["kind"], "failure")})
     if ending is not None:
         read["ending"] = Ending(**_checked(ending, _ENDING, "ending"))
     return Head(**read)

@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterable
 
 import attrs
 
+from .budget import forgiven, forgiven_in, pause, quick_failures
 from .document import (
     Document,
     Ending,
     Failure,
+    FailureKind,
     Head,
     Limits,
     Node,
@@ -23,11 +25,13 @@ from .document import (
     of_members,
     refuse,
     reopen,
+    resize,
     settle,
 )
 from .ranks import in_rank_order
 
 QUORUM = "without a quorum the job might go on twice; --rdzv-conf quorum=any lets it"
+NOT_RETRIED = "not retried: they failed at start"
 
 
 @attrs.frozen
@@ -39,8 +43,9 @@ class View:
     which they say where a quorum counts. memory: what a node that was in it says of a job
     that the store has forgotten. quiet: seconds, on the reader's own clock, since it last saw a
     node arrive. patience: seconds for which others may still be missing because the store was
-    away. mark: a name that nobody has used. beyond: the incarnation that had ended before this
-    node came. today: the date and time, for people to read.
+    away. stands: seconds, likewise, since it first saw the document in this phase of this
+    generation. mark: a name that nobody has used. beyond: the incarnation that had ended before
+    this node came. today: the date and time, for people to read.
     """
 
     me: str
@@ -52,6 +57,7 @@ class View:
     memory: Head | None = None
     quiet: float = 0.0
     patience: float = 0.0
+    stands: float = 0.0
     mark: str = ""
     beyond: str = ""
     today: str = ""
@@ -164,14 +170,33 @@ def _watch(view: View, document: Document) -> Decision:
     failure = _claim(document, view.live)
     if failure is not None:
         cause = f"{_name_of(failure.node, view)}: {failure.reason}"
-        return Decision(cause, write=reopen(document, cause, failure))
+        quick = quick_failures(document, failure, view.stands)
+        return Decision(cause, write=attrs.evolve(reopen(document, cause, failure), quick=quick))
+    draining = [n for n in view.live if n.id in members and n.draining and n.id not in view.done]
+    if draining:
+        verb = "drains" if len(draining) == 1 else "drain"
+        cause = f"{_names(draining, view)} {verb} ({draining[0].draining})"
+        return Decision(cause, write=resize(document, cause))
     again = [n for n in view.live if n.id in members and n.left == document.roll]
     if again:
         cause = f"{_names(again, view)} asked for a new generation"
         return Decision(cause, write=reopen(document, cause))
     if view.done:
         return Decision(f"{len(view.done)} of {len(members)} nodes are done")
-    return _admit(view, document)
+    return _stand(view, document)
+
+
+def _stand(view: View, document: Document) -> Decision:
+    """All is well: what is left is to let newcomers in, and to forgive."""
+    wait = forgiven_in(document, view.stands)
+    if wait == 0:
+        window = document.limits.restart_window
+        reason = f"generation {document.generation} has stood for {window:g} s (--restart-window)"
+        count = f"the {document.restarts} restarts used before count no more"
+        return Decision(f"{reason}: {count}", write=forgiven(document))
+    decision = _admit(view, document)
+    again = min((s for s in (decision.again, wait) if s is not None), default=None)
+    return decision if decision.write is not None else attrs.evolve(decision, again=again)
 
 
 def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool:
@@ -195,7 +220,8 @@ def _minority(lost: Iterable[Node], view: View, document: Document) -> Decision:
 def _admit(view: View, document: Document) -> Decision:
     """Newcomers wait out the last call while the members go on training."""
     limits = document.limits
-    newcomers = [n for n in _candidates(view, document) if n.id not in document.member_ids]
+    stay = [n for n in _candidates(view, document) if not n.draining]
+    newcomers = [n for n in stay if n.id not in document.member_ids]
     room = limits.max_nodes - len(document.members)
     surplus = [] if limits.spares is None else newcomers[room + limits.spares :]
     if surplus:
@@ -206,10 +232,16 @@ def _admit(view: View, document: Document) -> Decision:
     if not ready or not room:
         spare = f", {len(newcomers)} spare" if newcomers else ""
         return Decision(f"generation {document.generation} stands{spare}")
+    if view.stands < limits.resize_interval:
+        return Decision(
+            f"newcomers are let in once generation {document.generation} has stood for "
+            f"{limits.resize_interval:g} s (--min-resize-interval)",
+            again=limits.resize_interval - view.stands,
+        )
     if len(ready) < room and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
     cause = f"{_names(ready[:room], view)} joined"
-    return Decision(cause, write=reopen(document, cause))
+    return Decision(cause, write=resize(document, cause))
 
 
 def _gather(view: View, document: Document) -> Decision:
@@ -220,15 +252,24 @@ def _gather(view: View, document: Document) -> Decision:
     if busy:
         names = _names(busy, view)
         return Decision(f"{names} to stop the workers of generation {document.generation}")
-    candidates = [n for n in candidates if n.id in members or not n.runs]
+    # Who drains was waited for until it had stopped: what it saves is what the others go on from.
+    candidates = [n for n in candidates if not n.draining and (n.id in members or not n.runs)]
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
     if _lacks_quorum(view, document, {*view.done, *(n.id for n in view.live)}):
         return _minority([m for m in document.members if m.id not in here], view, document)
     charged = document.failure is not None and members <= here
-    if charged and document.restarts >= limits.max_restarts:
-        return _spent(view, document, candidates)
+    hopeless = [n for n in candidates if _failed_at_start(n, document)]
+    if charged and (hopeless or document.restarts >= limits.max_restarts):
+        return _spent(view, document, candidates, hopeless)
+    held_back = pause(document) - view.stands if charged else 0.0
+    if held_back > 0:
+        return Decision(
+            f"the last {document.quick} generations failed soon after they began: the restart "
+            f"waits for {pause(document):.1f} s (--restart-backoff)",
+            again=held_back,
+        )
     ordered = in_rank_order(document, candidates)
     missing = _missing_ranks(ordered, limits)
     if len(ordered) < limits.min_nodes:
@@ -255,19 +296,31 @@ def _missing_ranks(here: Iterable[Node], limits: Limits) -> str:
     return f"; missing: node ranks {', '.join(map(str, missing[:8]))}{more}"
 
 
-def _spent(view: View, document: Document, candidates: list[Node]) -> Decision:
-    """The budget is used up: who failed leaves, and the job ends if it cannot go on without."""
+def _spent(
+    view: View, document: Document, candidates: list[Node], hopeless: list[Node]
+) -> Decision:
+    """The budget is used up, or no restart would help: who failed leaves, and the job ends if it
+    cannot go on without."""
     failure = document.failure
     assert failure is not None
     limits = document.limits
-    name = _name_of(failure.node, view)
-    others = [n for n in candidates if n.id != failure.node]
+    failed = [n for n in candidates if n.id == failure.node]
     budget = f"{document.restarts} of {limits.max_restarts} restarts used"
-    if len(others) >= limits.min_nodes:
-        live = {n.id for n in view.live}
-        return Decision(f"{name} must leave: {budget}", write=expel(document, failure.node, live))
-    cause = f"{name}: {failure.reason} ({budget})"
+    if hopeless:
+        # All of them, as each by itself would take a generation to fail likewise; what the
+        # others failed of may be that these had gone.
+        failed, budget = hopeless, NOT_RETRIED
+        failure = Failure(failed[0].id, failed[0].claim or "", FailureKind.AT_START)
+    out = [n.id for n in failed]
+    if len(candidates) - len(out) >= limits.min_nodes:
+        write = expel(document, out, {n.id for n in view.live})
+        return Decision(f"{_names(failed, view)} must leave: {budget}", write=write)
+    cause = f"{_name_of(failure.node, view)}: {failure.reason} ({budget})"
     return Decision(cause, write=_over(view, document, Phase.FAILED, cause, failure))
+
+
+def _failed_at_start(node: Node, document: Document) -> bool:
+    return node.claim_roll == document.roll and node.claim_kind is FailureKind.AT_START
 
 
 def _over(
@@ -287,7 +340,7 @@ def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     for node in live:
         member = node.id in document.member_ids
         if member and node.claim is not None and node.claim_roll == document.roll:
-            return Failure(node.id, node.claim)
+            return Failure(node.id, node.claim, node.claim_kind)
     return None
 
 

@@ -38,7 +38,10 @@ class Limits:
     takes the rank that it asks for, as in torchrun's static rendezvous. spares: how many nodes
     beyond max_nodes may wait (None: any). quorum: whether a store that has forgotten the job
     needs more than half of the last generation to remember it. launch: names one start of the
-    job, where whoever starts it has a name for that.
+    job, where whoever starts it has a name for that. restart_window: seconds that a generation
+    must stand for the restarts before it to count no more (0: they always do). restart_backoff:
+    the longest that a restart is held back after quick failures, in seconds. resize_interval:
+    seconds that a generation stands at least before newcomers end it.
     """
 
     min_nodes: int
@@ -49,6 +52,9 @@ class Limits:
     spares: int | None = None
     quorum: bool = False
     launch: str = ""
+    restart_window: float = 0.0
+    restart_backoff: float = 0.0
+    resize_interval: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -62,6 +68,21 @@ class Limits:
             raise ConfigError(f"need 0 <= last_call seconds, got {self.last_call}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"need spares >= 0, got {self.spares}")
+        for name in ("restart_window", "restart_backoff", "resize_interval"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+
+
+class FailureKind(enum.Enum):
+    """What a failure of workers lets one expect of a restart.
+
+    ORDINARY: it may help. KILLED: a signal ended them from outside, and nothing speaks against
+    it. AT_START: they failed before they were at work, in a way that a restart cannot mend.
+    """
+
+    ORDINARY = ""
+    KILLED = "killed"
+    AT_START = "at start"
 
 
 @attrs.frozen
@@ -71,7 +92,8 @@ class Node:
     topology: nodes with the same one get adjacent ranks. roll and rank: the last generation that
     it was in, and where; runs: whether it may be running workers of it. left: the generation that
     it has no workers of, and waits for a later one. beyond: the incarnation that was over when it
-    came, and that it is no part of. claim: why its workers failed in generation `claim_roll`.
+    came, and that it is no part of. claim: why its workers failed in generation `claim_roll`, and
+    claim_kind how. draining: why it is about to leave, once its workers have saved; empty if not.
 
     Generations are named by their rolls here: a number comes again if a store has forgotten it.
     """
@@ -90,6 +112,8 @@ class Node:
     beyond: str = ""
     claim: str | None = None
     claim_roll: str = ""
+    claim_kind: FailureKind = FailureKind.ORDINARY
+    draining: str = ""
 
 
 @attrs.frozen
@@ -98,6 +122,7 @@ class Failure:
 
     node: str
     reason: str
+    kind: FailureKind = FailureKind.ORDINARY
 
 
 @attrs.frozen
@@ -118,7 +143,9 @@ class Head:
     the last generation ended or the next is sought; failure is the claim that is to be charged
     when the next one settles; expelled nodes have used up the budget and must leave; refused ones
     are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
-    this one was begun in its place.
+    this one was begun in its place. planned: the last generation ended on purpose, with all its
+    workers at work, so they may stop at a step that they agree on. quick: how many generations in
+    a row have failed soon after they began.
     """
 
     limits: Limits
@@ -134,6 +161,8 @@ class Head:
     refused: tuple[str, ...] = ()
     ending: Ending | None = None
     supersedes: str = ""
+    planned: bool = False
+    quick: int = 0
 
 
 @attrs.frozen
@@ -167,7 +196,12 @@ def of_members(head: Head, members: Iterable[Node]) -> Document:
 
 def reopen(document: Document, cause: str, failure: Failure | None = None) -> Document:
     """The generation is over; its members keep their order for the next one."""
-    return attrs.evolve(document, phase=Phase.OPEN, cause=cause, failure=failure)
+    return attrs.evolve(document, phase=Phase.OPEN, cause=cause, failure=failure, planned=False)
+
+
+def resize(document: Document, cause: str) -> Document:
+    """The generation is to end where its workers agree to; nobody has failed or is lost."""
+    return attrs.evolve(reopen(document, cause), planned=True)
 
 
 def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: str) -> Document:
@@ -185,21 +219,26 @@ def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: 
         generation=generation,
         roll=f"{generation}.{mark}",
         nodes=len(chosen),
-        members=tuple(attrs.evolve(node, claim=None, claim_roll="") for node in chosen),
+        members=tuple(_unclaimed(node) for node in chosen),
         restarts=document.restarts + charged,
         failure=None,
+        planned=False,
     )
 
 
-def expel(document: Document, node_id: str, live: Container[str]) -> Document:
-    """This node must leave; the others go on without being charged for it.
+def _unclaimed(node: Node) -> Node:
+    return attrs.evolve(node, claim=None, claim_roll="", claim_kind=FailureKind.ORDINARY)
+
+
+def expel(document: Document, node_ids: Iterable[str], live: Container[str]) -> Document:
+    """These nodes must leave; the others go on without being charged for it.
 
     Of those expelled before, only the living and the members are still named: an id is never
     used again.
     """
     members = document.member_ids
     there = (n for n in document.expelled if n in live or n in members)
-    return attrs.evolve(document, expelled=(*there, node_id), failure=None)
+    return attrs.evolve(document, expelled=(*there, *node_ids), failure=None)
 
 
 def refuse(document: Document, node_ids: Iterable[str]) -> Document:

@@ -18,7 +18,7 @@ from ..errors import ElasticError, RendezvousClosed, RendezvousError, Rendezvous
 from ..stores.interface import Store
 from .bootstrap import BootstrapStore, open_torch_store
 from .change import Change, ChangeKind, change_since, final_change, has_entered
-from .document import Head, Limits, Node
+from .document import FailureKind, Head, Limits, Node
 from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
 from .keeper import Keeper
 from .participant import Snapshot
@@ -103,7 +103,14 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return Change(ChangeKind.LOST, str(error))
 
     def report_failure(self, reason: str) -> bool:
-        self._exchange.fail(reason)
+        return self.report_failure_as(FailureKind.ORDINARY, reason)
+
+    def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
+        self._exchange.fail(reason, kind)
+        return True
+
+    def report_draining(self, reason: str) -> bool:
+        self._exchange.drain(reason)
         return True
 
     def report_done(self) -> bool:

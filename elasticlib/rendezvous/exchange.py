@@ -14,7 +14,7 @@ import attrs
 from ..clock import Clock
 from ..errors import ElasticError, RendezvousClosed, RendezvousTimeout
 from .codec import Note
-from .document import Head, Limits, Node, Phase
+from .document import FailureKind, Head, Limits, Node, Phase
 from .intent import Intent
 from .participant import Snapshot
 from .ranks import Seat
@@ -100,9 +100,14 @@ class Exchange:
         """From now on we may run workers of this generation."""
         self._intend(lambda intent: intent.enter(head, seat))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, kind: FailureKind) -> None:
         """Say that our workers of the held generation failed."""
-        self._intend(lambda intent: intent.fail(reason))
+        self._intend(lambda intent: intent.fail(reason, kind))
+        self._wake()
+
+    def drain(self, reason: str) -> None:
+        """Say that this node is about to leave."""
+        self._intend(lambda intent: intent.drain(reason))
         self._wake()
 
     def publish(self, roll: str, endpoint: str) -> None:

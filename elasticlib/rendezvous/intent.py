@@ -9,7 +9,7 @@ from __future__ import annotations
 import attrs
 
 from .decide import gives_way
-from .document import Head, Limits, Node, Phase
+from .document import FailureKind, Head, Limits, Node, Phase
 from .ranks import Seat
 
 
@@ -62,6 +62,7 @@ class Intent:
         if self.memory is not None and gives_way(head, self.incarnation):
             return self
         node = attrs.evolve(self.node, roll="", rank=0, left="", claim=None, claim_roll="")
+        node = attrs.evolve(node, claim_kind=FailureKind.ORDINARY)
         return Intent(node, self.silent, incarnation=head.incarnation)
 
     def notice(self, head: Head | None, leader: Leader | None) -> Intent:
@@ -77,10 +78,15 @@ class Intent:
         node = attrs.evolve(self.node, roll=head.roll, rank=seat.rank, runs=True, beyond="")
         return attrs.evolve(self, node=node, memory=head, joining=False)
 
-    def fail(self, reason: str) -> Intent:
+    def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Intent:
         """Our workers of the held generation failed."""
-        node = attrs.evolve(self.node, claim=reason, claim_roll=self.node.roll)
+        roll = self.node.roll
+        node = attrs.evolve(self.node, claim=reason, claim_roll=roll, claim_kind=kind)
         return attrs.evolve(self, node=node)
+
+    def drain(self, reason: str) -> Intent:
+        """We are about to leave, once our workers have saved, and want no other generation."""
+        return attrs.evolve(self, node=attrs.evolve(self.node, draining=reason))
 
     def record(self, head: Head | None) -> Node | None:
         """What should stand in the store for this node; None for nothing."""

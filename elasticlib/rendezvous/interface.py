@@ -13,6 +13,7 @@ import attrs
 from ..stores.interface import Store
 from .change import Change as Change
 from .change import ChangeKind as ChangeKind
+from .document import FailureKind as FailureKind
 from .document import Node as Node
 from .ranks import Seat as Seat
 from .ranks import deal_seats as deal_seats
@@ -113,13 +114,30 @@ class RendezvousHandler(abc.ABC):
             return Change(ChangeKind.ABORTED, "the rendezvous was closed")
         waiting = self.num_nodes_waiting()
         if waiting > 0:
-            return Change(ChangeKind.REOPENED, f"{waiting} nodes wait to be let in")
+            return Change(ChangeKind.RESIZE, f"{waiting} nodes wait to be let in")
         return None
 
     def report_failure(self, reason: str) -> bool:
         """This node's workers failed. False: unsupported, the agent keeps its own budget.
 
         True: the job will be reopened or ended, and `wait_for_change` says which.
+        """
+        del reason
+        return False
+
+    def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
+        """The same, with what the failure lets one expect of a restart.
+
+        The default tells the reason alone, and a failure at start is retried like any other.
+        """
+        del kind
+        return self.report_failure(reason)
+
+    def report_draining(self, reason: str) -> bool:
+        """This node leaves as soon as its workers have saved. False: unsupported, it just leaves.
+
+        True: the members of its generation are told to stop at a step that they agree on, this
+        node among them, and the next generation waits until it has left.
         """
         del reason
         return False

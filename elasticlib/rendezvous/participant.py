@@ -78,6 +78,7 @@ class Participant:
         self._marks = 0
         self._document: Document | None = None
         self._seat: tuple[str, Seat | None] = ("", None)
+        self._stands: tuple[tuple[str, Phase] | None, float] = (None, 0.0)
         self._done: str | None = None
         self.notes = Notes(store, self.keys.note)
 
@@ -152,6 +153,9 @@ class Participant:
             listing = self._store.list(self.prefix)
         read = Read(self.keys, listing)
         head = read.head
+        stands = None if head is None else (head.roll, head.phase)
+        if stands != self._stands[0]:
+            self._stands = (stands, now)
         if read.leader is not None and head is not None and read.leader.beyond != head.incarnation:
             self._check_limits(head)
             if read.leader.id != self._me:
@@ -203,6 +207,7 @@ class Participant:
             memory=memory,
             quiet=self._quiet(live, now),
             patience=self._patience(memory, now),
+            stands=now - self._stands[1],
             beyond=intent.node.beyond,
         )
 

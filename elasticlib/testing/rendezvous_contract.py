@@ -201,7 +201,8 @@ class RendezvousContract:
     def _let_in(self, cluster: Cluster, member: Node, newcomer: Node) -> int:
         """The number of the generation in which the two meet."""
         joining = newcomer.join()
-        assert member.change().kind is ChangeKind.REOPENED
+        # A handler that cannot tell the two apart has its workers stopped without a notice.
+        assert member.change().kind in (ChangeKind.RESIZE, ChangeKind.REOPENED)
         infos = [member.joined(), joining.result(self.patience)]
         cluster.check_one_world((member, newcomer), infos)
         return infos[0].generation

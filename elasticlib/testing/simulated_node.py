@@ -170,6 +170,9 @@ class SimulatedNode:
         if self.alive and not self._wait_out_stall(self._stopped):
             self._simulation.tell(self.name, Mark.STOPS, f"has stopped those of {self.training}")
             self._stopping = False
+            if self.intent.node.draining:
+                self.leave()
+                return
             self.intent = self.intent.seek()
 
     def forget(self) -> None:
@@ -193,6 +196,14 @@ class SimulatedNode:
         if self.training and not self._stopping:
             self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
             self.intent = self.intent.fail("exit code 1")
+
+    def drain(self) -> None:
+        """It leaves at once if it has no workers, else when all who hear of it have stopped."""
+        if not self.training:
+            self.leave()
+        elif not self.intent.node.draining:
+            self._simulation.tell(self.name, Mark.DRAINS, "is about to leave")
+            self.intent = self.intent.drain("drain")
 
     def stall(self, seconds: float) -> None:
         self.stalled_until = self._simulation.now + seconds

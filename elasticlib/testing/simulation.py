@@ -100,6 +100,7 @@ class Simulation:
             (faults.cuts, lambda node: node.cut_off(self.random.uniform(0.0, 3 * self.lease))),
             (faults.forgets, SimulatedNode.forget),
             (faults.echoes, lambda node: node.echo(self.random.uniform(0.0, 3.0))),
+            (faults.drains, SimulatedNode.drain),
         ]
         for count, fault in plan:
             for _ in range(count):

@@ -15,6 +15,7 @@ class Faults:
 
     stalls: a node stands still (SIGSTOP). cuts: it does not reach the store (a partition).
     forgets: the store comes back empty. echoes: what a node once read, it acts upon again, late.
+    drains: a node says that it is about to leave, and does once its workers have stopped.
     """
 
     crashes: int = 3
@@ -26,6 +27,7 @@ class Faults:
     forgets: int = 0
     echoes: int = 0
     span: float = 30.0
+    drains: int = 0
 
 
 class Mark(enum.Enum):
@@ -40,6 +42,7 @@ class Mark(enum.Enum):
     LEAVES = "leaves"
     CUT = "does not reach the store"
     FORGETS = "comes back empty"
+    DRAINS = "is about to leave"
     ECHOES = "acts upon what it read before"
     WRITES = "writes the document"
     LOSES = "loses the race to write it"

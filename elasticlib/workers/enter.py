@@ -32,11 +32,20 @@ def undo_python(lc_ctype: str) -> None:
         os.environ.pop("LC_CTYPE", None)
 
 
+def ignore(numbers: str) -> None:
+    """Signals that are meant for the agent alone; they were blocked until now."""
+    signals = [int(number) for number in numbers.split(",") if number]
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
 def main(argv: list[str]) -> None:
-    """`enter.py AGENT_PID LC_CTYPE PROGRAM ARGS...`, an empty LC_CTYPE for none."""
+    """`enter.py AGENT_PID LC_CTYPE SIGNALS PROGRAM ARGS...`, an empty LC_CTYPE for none."""
     die_with(int(argv[1]))
-    program = argv[3:]
+    program = argv[4:]
     undo_python(argv[2])
+    ignore(argv[3])
     try:
         os.execvp(program[0], program)
     except OSError as error:

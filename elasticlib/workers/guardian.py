@@ -102,8 +102,10 @@ def _spawn() -> subprocess.Popen[bytes]:
 
 def watch(lines: IO[str]) -> None:
     """The guardian's whole life."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
+    # Slurm sends a signal to every process of a step, whichever it was meant for.
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_IGN)
     listed: set[str] = set()
     for line in lines:
         name = line[1:].rstrip("\n")

@@ -10,6 +10,7 @@ import abc
 from collections.abc import Callable
 
 from .exits import WorkerExit
+from .notice import Notice
 from .spec import WorkerGroup
 
 
@@ -34,6 +35,15 @@ class Workers(abc.ABC):
     @abc.abstractmethod
     def running(self) -> dict[int, str]:
         """Those not yet collected, by local rank, each with a name for people ("pid 123")."""
+
+    def notify(self, notice: Notice) -> bool:
+        """Ask the workers to save and end at a step they all agree on.
+
+        True: they have `notice.seconds` to end by themselves, with whatever exit code. False (the
+        default): nobody listens, and they are asked to stop by a signal at once.
+        """
+        del notice
+        return False
 
     @abc.abstractmethod
     def terminate(self) -> None:

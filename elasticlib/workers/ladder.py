@@ -1,4 +1,4 @@
-"""The one way in which workers are stopped: ask, wait, end, and say what would not.
+"""The one way in which workers are stopped: tell, ask, wait, end, and say what would not.
 
 A rung follows from the seconds since the stop began, and from nothing else, so every path that
 stops workers climbs the same ladder at the same pace.
@@ -14,8 +14,10 @@ from ..errors import ConfigError
 
 
 class Rung(enum.IntEnum):
-    """TERM: asked to stop. KILL: ended by force. GIVE_UP: not even that helped."""
+    """NOTICE: told to save and end. TERM: asked to stop. KILL: ended by force. GIVE_UP: not even
+    that helped."""
 
+    NOTICE = 0
     TERM = 1
     KILL = 2
     GIVE_UP = 3
@@ -23,24 +25,34 @@ class Rung(enum.IntEnum):
 
 @attrs.frozen
 class Ladder:
-    """grace: seconds between SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
+    """notice: seconds before SIGTERM, for those who listen. grace: seconds between SIGTERM and
+    SIGKILL. reap: seconds that a killed process may take."""
 
     grace: float = 30.0
     reap: float = 10.0
+    notice: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if self.grace < 0 or self.reap < 0:
+        if min(self.grace, self.reap, self.notice) < 0:
             raise ConfigError(
-                f"the ladder needs seconds >= 0, got grace={self.grace} and reap={self.reap}"
+                f"the ladder needs seconds >= 0, got notice={self.notice}, grace={self.grace} "
+                f"and reap={self.reap}"
             )
+
+    def noticed(self, seconds: float) -> Ladder:
+        """The ladder of workers that were told, and may take so long to end by themselves."""
+        return attrs.evolve(self, notice=seconds)
 
     def rung(self, elapsed: float) -> Rung:
         """Where a stop stands that began `elapsed` seconds ago."""
-        if elapsed < self.grace:
-            return Rung.TERM
-        return Rung.KILL if elapsed < self.grace + self.reap else Rung.GIVE_UP
+        for rung in (Rung.NOTICE, Rung.TERM, Rung.KILL):
+            if elapsed < self._end(rung):
+                return rung
+        return Rung.GIVE_UP
 
     def left(self, elapsed: float) -> float:
         """Seconds until the next rung."""
-        edge = self.grace if elapsed < self.grace else self.grace + self.reap
-        return max(0.0, edge - elapsed)
+        return max(0.0, self._end(min(self.rung(elapsed), Rung.KILL)) - elapsed)
+
+    def _end(self, rung: Rung) -> float:
+        return sum((self.notice, self.grace, self.reap)[: rung + 1])

@@ -6,6 +6,7 @@ unreaped, so that its number cannot pass to another before its session has been 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -63,6 +64,7 @@ class LocalWorkers(Workers):
             at the end unless output was sent there.
         run_id: names that folder.
         python: the interpreter of scripts, modules and functions.
+        ignored: signals that a worker ignores, and its children with it, until it says otherwise.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class LocalWorkers(Workers):
         log_dir: str | None = None,
         run_id: str = "none",
         python: str = sys.executable,
+        ignored: Iterable[int] = (),
     ) -> None:
         self._environment = dict(environment)
         self._output = output or OutputPlan()
         self._log_dir = log_dir
         self._run_id = run_id
         self._python = python
+        self._ignored = tuple(sorted(ignored))
         self._guardian = Guardian()
         self._folder: Path | None = None
         self._processes: dict[int, _Process] = {}
@@ -137,14 +141,15 @@ class LocalWorkers(Workers):
         prefix = f"[{group.spec.role}{worker.rank}]:"
         output = Output(self._output, worker.local_rank, folder, prefix).open()
         try:
-            popen = subprocess.Popen(
-                self._entered(environment, program),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output.target(Streams.OUT),
-                stderr=output.target(Streams.ERR),
-                start_new_session=True,
-            )
+            with _held_back(self._ignored):
+                popen = subprocess.Popen(
+                    self._entered(environment, program),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output.target(Streams.OUT),
+                    stderr=output.target(Streams.ERR),
+                    start_new_session=True,
+                )
         except OSError:
             output.abandon()
             raise
@@ -154,7 +159,8 @@ class LocalWorkers(Workers):
         """The program behind the one that ties it to this process's life."""
         # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
         locale = environment.get("LC_CTYPE", "")
-        return [self._python, "-I", "-S", _ENTER, str(os.getpid()), locale, *program]
+        ignored = ",".join(map(str, self._ignored))
+        return [self._python, "-I", "-S", _ENTER, str(os.getpid()), locale, ignored, *program]
 
     def _program(self, entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
         if isinstance(entrypoint, Function):
@@ -214,6 +220,16 @@ class LocalWorkers(Workers):
             self._guardian.remove_folder(str(self._folder))
             self._folder = None
         self._guardian.close()
+
+
+@contextlib.contextmanager
+def _held_back(signals: Iterable[int]) -> Iterator[None]:
+    """What is started here has these blocked, and so lives to ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:

@@ -76,6 +76,7 @@ class WorkerState(enum.Enum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
+    DRAINED = "drained"
 
 
 @attrs.frozen

@@ -159,6 +159,20 @@ def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Super
     assert list(result.failures) == [0]
 
 
+def test_what_failed_at_start_is_not_tried_again(supervised: Supervised) -> None:
+    result = supervised.run("exit 2", max_restarts=5)
+    assert (result.state, result.generation) == (WorkerState.FAILED, 1)
+    assert result.reason.endswith("exited with code 2 (not retried: they failed at start)")
+
+
+def test_the_same_in_a_later_generation_is_a_failure_like_any_other(
+    supervised: Supervised,
+) -> None:
+    line = '[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] && exit 1; exit 2'
+    result = supervised.run(line, max_restarts=2)
+    assert (result.state, result.generation) == (WorkerState.FAILED, 3)
+
+
 class Broken(OneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         raise OSError("the network is on fire")

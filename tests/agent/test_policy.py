@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,15 +10,17 @@ from hypothesis import strategies as st
 from elasticlib.agent.policy import (
     TABLE,
     Changed,
+    DrainAsked,
     Event,
     Finish,
     GroupStopped,
+    HurryWorkers,
     Join,
     JoinEnded,
-    KillWorkers,
     Outcome,
     OutcomeKind,
     ReportDone,
+    ReportDraining,
     ReportFailure,
     Settled,
     SignalArrived,
@@ -31,10 +34,12 @@ from elasticlib.agent.policy import (
 )
 from elasticlib.errors import IllegalTransition
 from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.rendezvous.document import FailureKind
 from elasticlib.workers.exits import WorkerExit
 
 FAILED = Outcome(OutcomeKind.FAILED, "no more")
 TERM = SignalArrived(15, "SIGTERM")
+USR2 = DrainAsked(12, "SIGUSR2", "drain")
 
 
 def ended(local_rank: int, code: int = 0) -> WorkerEnded:
@@ -59,11 +64,14 @@ EVENTS: dict[str, Event] = {
     "expelled": changed(ChangeKind.EXPELLED),
     "store lost": changed(ChangeKind.LOST),
     "signal": TERM,
+    "drain": USR2,
+    "resize": changed(ChangeKind.RESIZE),
 }
 NEXT = {
     (State.JOINING, "settled"): (State.RUNNING, [StartWorkers()]),
     (State.JOINING, "join ended"): (State.ENDED, [Finish()]),
     (State.JOINING, "signal"): (State.ENDED, [Finish()]),
+    (State.JOINING, "drain"): (State.ENDED, [Finish()]),
     (State.RUNNING, "start failed"): (
         State.STOPPING,
         [ReportFailure("no such file"), StopWorkers()],
@@ -82,6 +90,8 @@ NEXT = {
     (State.RUNNING, "expelled"): (State.ENDING, [StopWorkers()]),
     (State.RUNNING, "store lost"): (State.ENDING, [StopWorkers()]),
     (State.RUNNING, "signal"): (State.ENDING, [StopWorkers()]),
+    (State.RUNNING, "drain"): (State.ENDING, [ReportDraining("SIGUSR2"), StopWorkers("drain")]),
+    (State.RUNNING, "resize"): (State.STOPPING, [StopWorkers("resize")]),
     (State.STOPPING, "worker done"): (State.STOPPING, []),
     (State.STOPPING, "worker failed"): (State.STOPPING, []),
     (State.STOPPING, "start failed"): (State.STOPPING, []),
@@ -93,12 +103,16 @@ NEXT = {
     (State.STOPPING, "expelled"): (State.ENDING, []),
     (State.STOPPING, "store lost"): (State.ENDING, []),
     (State.STOPPING, "signal"): (State.ENDING, []),
+    (State.STOPPING, "drain"): (State.ENDING, []),
+    (State.STOPPING, "resize"): (State.STOPPING, []),
     (State.FINISHED, "reopened"): (State.JOINING, [Join()]),
     (State.FINISHED, "job succeeded"): (State.ENDED, [Finish()]),
     (State.FINISHED, "job failed"): (State.ENDED, [Finish()]),
     (State.FINISHED, "expelled"): (State.ENDED, [Finish()]),
     (State.FINISHED, "store lost"): (State.ENDED, [Finish()]),
     (State.FINISHED, "signal"): (State.ENDED, [Finish()]),
+    (State.FINISHED, "drain"): (State.ENDED, [Finish()]),
+    (State.FINISHED, "resize"): (State.JOINING, [Join()]),
     (State.ENDING, "worker done"): (State.ENDING, []),
     (State.ENDING, "worker failed"): (State.ENDING, []),
     (State.ENDING, "start failed"): (State.ENDING, []),
@@ -109,7 +123,9 @@ NEXT = {
     (State.ENDING, "job failed"): (State.ENDING, []),
     (State.ENDING, "expelled"): (State.ENDING, []),
     (State.ENDING, "store lost"): (State.ENDING, []),
-    (State.ENDING, "signal"): (State.ENDING, [KillWorkers()]),
+    (State.ENDING, "drain"): (State.ENDING, []),
+    (State.ENDING, "resize"): (State.ENDING, []),
+    (State.ENDING, "signal"): (State.ENDING, [HurryWorkers()]),
 }
 
 
@@ -154,6 +170,30 @@ def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
     now, _ = react(Supervision(State.FINISHED), changed(ChangeKind.LOST))
     assert now.outcome is not None
     assert now.outcome.kind is OutcomeKind.SUCCEEDED
+
+
+def test_how_a_worker_failed_is_told_with_the_claim() -> None:
+    now = Supervision(State.RUNNING, awaited=frozenset({0}))
+    failed = attrs.evolve(ended(0, 2), kind=FailureKind.AT_START)
+    _, actions = react(now, failed)
+    assert actions[0] == ReportFailure(failed.exit.describe(), FailureKind.AT_START)
+
+
+@pytest.mark.parametrize("state", [State.JOINING, State.RUNNING, State.STOPPING, State.FINISHED])
+def test_a_drain_is_told_from_a_signal_in_the_outcome(state: State) -> None:
+    now = Supervision(state, awaited=frozenset({0}))
+    for event, kind in ((USR2, OutcomeKind.DRAINED), (TERM, OutcomeKind.SIGNALLED)):
+        after, _ = react(now, event)
+        assert after.outcome is not None
+        assert (after.outcome.kind, after.outcome.signal) == (kind, event.number)
+
+
+def test_what_has_begun_as_a_drain_ends_as_one_however_it_is_hurried() -> None:
+    now, _ = react(Supervision(State.RUNNING, awaited=frozenset({0})), USR2)
+    for event in (changed(ChangeKind.RESIZE), TERM, ended(0, 1), GroupStopped()):
+        now, _ = react(now, event)
+    assert now.outcome is not None
+    assert (now.state, now.outcome.kind) == (State.ENDED, OutcomeKind.DRAINED)
 
 
 def test_the_table_names_every_state_but_the_last() -> None:

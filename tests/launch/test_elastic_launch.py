@@ -54,6 +54,17 @@ def test_a_restart_is_counted_and_the_second_try_gives_the_value(tmp_path: Path)
     assert elastic_launch(LaunchConfig(max_restarts=1), fail_once)(str(tmp_path)) == {0: 1}
 
 
+def import_nothing() -> None:
+    import no_such_module  # noqa: F401
+
+
+def test_a_missing_module_is_told_once_and_not_tried_again() -> None:
+    with pytest.raises(ChildFailedError, match="No module named 'no_such_module'") as caught:
+        elastic_launch(LaunchConfig(max_restarts=5), import_nothing)()
+    assert caught.value.result.generation == 1
+    assert "(not retried: they failed at start)" in caught.value.result.reason
+
+
 def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
     assert elastic_launch(LaunchConfig(), "touch")(tmp_path / "made") == {0: None}
     assert (tmp_path / "made").exists()

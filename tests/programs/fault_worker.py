@@ -64,4 +64,5 @@ def main() -> None:
         count += sum(range(20_000))
 
 
-main()
+if __name__ == "__main__":
+    main()

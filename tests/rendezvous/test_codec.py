@@ -22,7 +22,7 @@ from elasticlib.rendezvous.codec import (
     encode_note,
     encode_shard,
 )
-from elasticlib.rendezvous.document import Ending, Failure, Head, Limits, Node, Phase
+from elasticlib.rendezvous.document import Ending, Failure, FailureKind, Head, Limits, Node, Phase
 from elasticlib.rendezvous.intent import Leader
 from elasticlib.rendezvous.ranks import deal_seats
 
@@ -42,6 +42,8 @@ nodes = st.builds(
     beyond=st.text(),
     claim=st.none() | st.text(),
     claim_roll=st.text(),
+    claim_kind=st.sampled_from(FailureKind),
+    draining=st.text(),
 )
 heads = st.builds(
     Head,
@@ -52,10 +54,13 @@ heads = st.builds(
     nodes=st.integers(0, 9),
     restarts=st.integers(0, 9),
     cause=st.text(),
-    failure=st.none() | st.builds(Failure, node=st.text(), reason=st.text()),
+    failure=st.none()
+    | st.builds(Failure, node=st.text(), reason=st.text(), kind=st.sampled_from(FailureKind)),
     expelled=st.lists(st.text(), max_size=2).map(tuple),
     refused=st.lists(st.text(), max_size=2).map(tuple),
     supersedes=st.text(),
+    planned=st.booleans(),
+    quick=st.integers(0, 9),
     ending=st.none() | st.builds(Ending, by=st.text(), at=st.text()),
 )
 
@@ -84,6 +89,12 @@ def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
 @given(st.builds(Note, reason=st.text(), here=st.lists(st.text()).map(tuple), count=st.just(3)))
 def test_a_note_comes_back_as_it_went(note: Note) -> None:
     assert decode_note(encode_note(note)) == note
+
+
+def test_a_kind_of_failure_that_we_do_not_know_is_refused() -> None:
+    said = encode_node(Node("a-1", "a", "", 1, claim_kind=FailureKind.KILLED))
+    with pytest.raises(RendezvousMismatch, match="unknown kind of failure 'eaten'"):
+        decode_node(said.replace(b'"killed"', b'"eaten"'))
 
 
 @given(st.binary(max_size=200))

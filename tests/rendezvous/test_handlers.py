@@ -77,7 +77,7 @@ def test_a_newcomer_makes_the_next_generation_for_all(cluster: Cluster) -> None:
     first = cluster.node("a", limits)
     before = cluster.join(first).result(20)
     joining = cluster.join(cluster.node("b", limits))
-    assert change(first) == Change(ChangeKind.REOPENED, "b joined")
+    assert change(first) == Change(ChangeKind.RESIZE, "b joined")
     after = cluster.join(first).result(20)
     assert (after.generation, after.world_size, after.rank) == (2, 2, 0)
     assert joining.result(20).rank == 1

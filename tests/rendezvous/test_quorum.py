@@ -75,7 +75,7 @@ def test_the_last_of_a_job_whose_others_are_done_is_not_stuck() -> None:
 def test_who_was_sent_away_counts_for_the_half() -> None:
     document = stands(*FIVE)
     for member in (B, C):
-        document = expel(document, member.id, document.member_ids)
+        document = expel(document, [member.id], document.member_ids)
     opened = decide(view(document, A)).write
     assert opened is not None
     assert opened.phase is Phase.OPEN
@@ -116,7 +116,7 @@ def test_who_said_that_it_leaves_is_not_waited_for_by_those_who_settle() -> None
 
 def test_a_spent_budget_leaves_enough_of_two_for_one_to_go_on() -> None:
     failed = reopen(attrs.evolve(stands(A, B), restarts=1), "b: boom")
-    expelled = expel(failed, B.id, failed.member_ids)
+    expelled = expel(failed, [B.id], failed.member_ids)
     written = decide(view(expelled, waiting(A))).write
     assert written is not None
     assert [m.host for m in written.members] == ["a"]

@@ -42,6 +42,19 @@ def test_every_promise_holds_for_every_seed(
         cluster(seed).run()
 
 
+def test_every_promise_holds_where_nodes_are_drained(request: pytest.FixtureRequest) -> None:
+    planned = 0
+    for seed in range(request.config.getoption("--seeds") // 10):
+        draw = random.Random(seed)
+        most = draw.randint(1, 7)
+        limits = Limits(draw.randint(1, most), most, max_restarts=100, quorum=False)
+        played = Simulation(seed, limits, nodes=draw.randint(1, 8), faults=Faults(drains=3)).run()
+        planned += sum("drain" in d.cause and d.planned for d in played.documents)
+        drained = {m.node for m in played.story if m.mark is Mark.DRAINS}
+        assert not drained & {node.name for node in played.living}
+    assert planned
+
+
 def test_seed_75_a_member_that_slept_through_its_generation_says_that_it_is_free() -> None:
     """It was put into generation 2 while it stood still, and woke when that was over.
 

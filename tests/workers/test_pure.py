@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.document import FailureKind, Node
 from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers.blame import failure_kind
 from elasticlib.workers.exits import WorkerExit, failure_record, read_failure
 from elasticlib.workers.ladder import Ladder, Rung
+from elasticlib.workers.notice import Notice
 from elasticlib.workers.spec import (
+    Entrypoint,
     Script,
     WorkerGroup,
     WorkerSpec,
@@ -22,6 +25,8 @@ from elasticlib.workers.spec import (
     worker_environment,
 )
 from elasticlib.workers.streams import Streams, parse_streams
+
+SCRIPT = Script("/w/train.py")
 
 
 def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
@@ -143,9 +148,11 @@ def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
     assert read_failure(data) == ("", "")
 
 
-@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 300))
-def test_the_ladder_only_goes_up_and_says_when(grace: float, reap: float, elapsed: float) -> None:
-    ladder = Ladder(grace, reap)
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 400))
+def test_the_ladder_only_goes_up_and_says_when(
+    notice: float, grace: float, reap: float, elapsed: float
+) -> None:
+    ladder = Ladder(grace, reap).noticed(notice)
     here, later = ladder.rung(elapsed), ladder.rung(elapsed + ladder.left(elapsed) + 1e-6)
     assert here is Rung.GIVE_UP or later > here
 
@@ -154,3 +161,73 @@ def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
     ladder = Ladder(grace=70.0, reap=10.0)
     rungs = [ladder.rung(t) for t in (0, 69.9, 70, 79.9, 80)]
     assert rungs == [Rung.TERM, Rung.TERM, Rung.KILL, Rung.KILL, Rung.GIVE_UP]
+
+
+def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
+    ladder = Ladder(grace=70.0, reap=10.0).noticed(60.0)
+    rungs = [ladder.rung(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
+    expected = [Rung.NOTICE, Rung.NOTICE, Rung.TERM, Rung.TERM, Rung.KILL, Rung.GIVE_UP]
+    assert rungs == expected
+    assert [ladder.left(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
+
+
+@pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])
+def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="a notice has a reason"):
+        Notice(reason, seconds)
+
+
+def kind_of(
+    code: int,
+    message: str = "",
+    *,
+    uptime: float = 1.0,
+    first: bool = True,
+    min_uptime: float = 0.0,
+    entrypoint: Entrypoint = SCRIPT,
+) -> FailureKind:
+    exit_ = WorkerExit(0, 0, 77, code, message)
+    return failure_kind(exit_, entrypoint, uptime=uptime, first=first, min_uptime=min_uptime)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (1, "SyntaxError: invalid syntax (train.py, line 3)"),
+        (1, "ModuleNotFoundError: No module named 'numpi'"),
+        (1, "ImportError: cannot import name 'a' from 'b'"),
+        (1, "FileNotFoundError: [Errno 2] No such file or directory: '/w/train.py'"),
+        (2, ""),
+        (127, ""),
+    ],
+)
+def test_what_a_restart_cannot_mend_is_a_failure_at_start(code: int, message: str) -> None:
+    assert kind_of(code, message) is FailureKind.AT_START
+    # The same program has been at work before, or was for a while: something else has changed.
+    assert kind_of(code, message, first=False) is FailureKind.ORDINARY
+    assert kind_of(code, message, uptime=61.0) is FailureKind.ORDINARY
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (1, ""),
+        (1, "ValueError: SyntaxError: told by somebody else"),
+        (1, "FileNotFoundError: [Errno 2] No such file or directory: '/data/part7'"),
+        (-11, ""),
+        (-6, ""),
+    ],
+)
+def test_what_a_restart_may_mend_is_none(code: int, message: str) -> None:
+    assert kind_of(code, message) is FailureKind.ORDINARY
+
+
+def test_an_early_end_is_one_at_start_only_where_it_is_asked_for() -> None:
+    assert kind_of(1, uptime=4.0, min_uptime=5.0) is FailureKind.AT_START
+    assert kind_of(1, uptime=6.0, min_uptime=5.0) is FailureKind.ORDINARY
+    assert kind_of(1, uptime=4.0, min_uptime=5.0, first=False) is FailureKind.ORDINARY
+
+
+@pytest.mark.parametrize("signal", [1, 2, 3, 9, 15])
+def test_who_was_killed_failed_at_nothing(signal: int) -> None:
+    assert kind_of(-signal, "SyntaxError: x", min_uptime=5.0) is FailureKind.KILLED

@@ -1,0 +1,69 @@
+"""Which signals an agent heeds and how, and how long it lets its workers save.
+
+Each default of these stands here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+import attrs
+
+from ..errors import ConfigError
+from ..workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+DRAIN_SIGNALS = (signal.SIGUSR2,)
+SAVE_SIGNALS = (signal.SIGTERM,)
+
+
+def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(number) for number in signals)
+
+
+@attrs.frozen(kw_only=True)
+class AgentOptions:
+    """How an agent behaves beside its workers.
+
+    signals: which end the run. drain_signals: which have this node save and leave. save_signals:
+    those of `signals` that do the same where the workers listen to notices. Of all of them, those
+    ignored on entry stay ignored. resize_grace, drain_grace: seconds that listening workers have
+    to save and end when the job changes its size, and when this node leaves. min_uptime: a worker
+    that fails within so many seconds of its node's first start is not retried; 0 for none.
+    """
+
+    signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
+    drain_signals: tuple[int, ...] = attrs.field(default=DRAIN_SIGNALS, converter=_numbers)
+    save_signals: tuple[int, ...] = attrs.field(default=SAVE_SIGNALS, converter=_numbers)
+    resize_grace: float = 30.0
+    drain_grace: float = 30.0
+    min_uptime: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("resize_grace", "drain_grace", "min_uptime"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+
+    @property
+    def heeded(self) -> tuple[int, ...]:
+        """All signals that mean something to the agent."""
+        return tuple(dict.fromkeys((*self.signals, *self.drain_signals)))
+
+    @property
+    def kept_from_workers(self) -> tuple[int, ...]:
+        """Those that workers ignore from the start: they ask an agent to have its workers save.
+
+        Slurm sends a signal to every process of a step, and one that ends a process by default
+        would end the workers, and the DataLoader workers of those who listen, before anything is
+        saved. Not SIGTERM and its like, by which workers are stopped.
+        """
+        return tuple(n for n in self.drain_signals if n not in SIGNALS)
+
+    def notice(self, reason: str) -> Notice:
+        """What workers are told that are to save and end for this reason."""
+        return Notice(reason, self.resize_grace if reason == RESIZE else self.drain_grace)
+
+    def why_drained(self, number: int) -> str:
+        """The notice's reason when this signal has a node save and leave."""
+        return PREEMPTED if number in SAVE_SIGNALS else DRAIN

@@ -1,0 +1,84 @@
+"""One group's way up the stopping ladder, whatever it is stopped for.
+
+The ladder says by the time alone what is due; this does it, and says when it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..clock import Clock
+from ..workers.interface import Workers
+from ..workers.ladder import Ladder, Rung
+from ..workers.notice import Notice
+from .policy import GroupStopped
+
+log = logging.getLogger("elasticlib.agent")
+
+
+class GroupStop:
+    """Stops the group that runs, one group after another."""
+
+    def __init__(self, workers: Workers, ladder: Ladder, clock: Clock) -> None:
+        self._workers = workers
+        self._plain = self._ladder = ladder
+        self._clock = clock
+        self._since: float | None = None
+        self._rung = Rung.NOTICE
+        self._hurried = False
+        self.heard = False
+
+    def forget(self) -> None:
+        """Another group is started, which has not been told anything."""
+        self.heard = False
+
+    def tell(self, notice: Notice) -> bool:
+        """Whether the workers listen, and now save and end by themselves."""
+        if not self.heard and self._workers.notify(notice):
+            self.heard = True
+            log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
+        return self.heard
+
+    def begin(self, notice: Notice | None) -> None:
+        """Start to climb, with a notice where there is one and somebody listens to it."""
+        told = notice is not None and self.tell(notice)
+        seconds = notice.seconds if told and notice is not None else 0.0
+        self._ladder = self._plain.noticed(seconds)
+        self._since, self._rung, self._hurried = self._clock(), Rung.NOTICE, False
+        if not told:
+            self._rung = Rung.TERM
+            self._workers.terminate()
+
+    def hurry(self) -> None:
+        """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL."""
+        if self._since is not None and self._rung < Rung.KILL:
+            self._hurried = True
+            self._since -= self._ladder.left(self._clock() - self._since)
+
+    def left(self) -> float | None:
+        """Seconds until the next rung; None if nothing is being stopped."""
+        if self._since is None:
+            return None
+        return self._ladder.left(self._clock() - self._since)
+
+    def climb(self) -> GroupStopped | None:
+        """Do what is due; the end of the climb, if this is it."""
+        if self._since is None:
+            return None
+        if not self._workers.running():
+            self._since = None
+            return GroupStopped()
+        rung, before = self._ladder.rung(self._clock() - self._since), self._rung
+        self._rung = rung
+        names = ", ".join(self._workers.running().values())
+        if before < Rung.TERM <= rung:
+            log.warning("told to save and still there, sending SIGTERM: %s", names)
+            self._workers.terminate()
+        if before < Rung.KILL <= rung:
+            waited = "in a hurry" if self._hurried else f"after {self._ladder.grace:g} s"
+            log.warning("still there %s, killing: %s", waited, names)
+            self._workers.kill()
+        if rung is not Rung.GIVE_UP:
+            return None
+        self._since = None
+        return GroupStopped(left=names)

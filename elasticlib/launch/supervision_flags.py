@@ -1,0 +1,143 @@
+"""The flags of how a job is supervised: signals, drains, resizes and the budget of restarts.
+
+They are read into one value that the `LaunchConfig` carries; what concerns the agent alone has its
+defaults in `agent/options.py`, and the rest here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from ..agent.interface import DRAIN_EXIT_CODE
+from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..errors import ConfigError
+
+LONGEST = 1e6
+NEVER = frozenset(
+    {
+        *("SIGKILL", "SIGSTOP"),
+        *("SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGPIPE"),
+    }
+)
+"""Those that nobody can catch, and those that tell a process of its own affairs."""
+
+
+@attrs.frozen(kw_only=True)
+class SupervisionOptions:
+    """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
+    The others are the same on all nodes, in seconds. restart_window: after it restarts count no
+    more. restart_backoff: the longest pause before one. min_resize_interval: from the beginning
+    of a generation to its end for newcomers.
+    """
+
+    agent: AgentOptions = attrs.field(factory=AgentOptions)
+    drain_exit_code: int = DRAIN_EXIT_CODE
+    restart_window: float = 0.0
+    restart_backoff: float = 10.0
+    min_resize_interval: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in _JOBS:
+            _check_seconds(name, getattr(self, name))
+        if not 0 <= self.drain_exit_code <= 255:
+            raise ConfigError(
+                f"--drain-exit-code is a number from 0 to 255, got {self.drain_exit_code}"
+            )
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not 0 <= value <= LONGEST:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is seconds from 0 to {LONGEST:g}, got {value}"
+        )
+
+
+_SECONDS: Mapping[str, str] = {
+    "resize_grace": "for workers that listen to save and end when the job's size changes "
+    "(default 30)",
+    "drain_grace": "the same when this node is to leave (default: as --resize-grace)",
+    "min_uptime": "workers that fail sooner after a node's first start are not retried (default 0)",
+    "restart_window": "after which a generation that stands has earned back the restarts used "
+    "(default 0: never)",
+    "restart_backoff": "at most before a restart, after three quick failures in a row; 0 for none "
+    "(default 10)",
+    "min_resize_interval": "at least until newcomers end a generation (default 0)",
+}
+
+
+_JOBS = ("restart_window", "restart_backoff", "min_resize_interval")
+
+
+def add_supervision_flags(add: Callable[..., None]) -> None:
+    """`add(name, **settings)` makes one flag."""
+    add(
+        "--signals-to-handle",
+        metavar="SIGNAMES",
+        help="signals that stop the workers and end the run, by name, with commas between "
+        "(default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+    )
+    add(
+        "--drain-signals",
+        metavar="SIGNAMES",
+        help="signals by which this node saves and leaves, or none (default SIGUSR2, and SIGTERM "
+        "for scripts that listen)",
+    )
+    add("--drain-exit-code", type=int, help=f"after a drain (default {DRAIN_EXIT_CODE})")
+    for name, text in _SECONDS.items():
+        add(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
+
+
+def read_supervision(given: argparse.Namespace) -> SupervisionOptions:
+    """Raises ConfigError for what cannot work."""
+    seconds = {n: getattr(given, n) for n in _SECONDS if getattr(given, n) is not None}
+    for name, value in seconds.items():
+        _check_seconds(name, value)
+    if "resize_grace" in seconds:
+        seconds.setdefault("drain_grace", seconds["resize_grace"])
+    ours = {n: seconds.pop(n) for n in tuple(seconds) if n in _JOBS}
+    if given.drain_exit_code is not None:
+        ours["drain_exit_code"] = given.drain_exit_code
+    agent = attrs.evolve(_heeded(given), **seconds)
+    return SupervisionOptions(agent=agent, **ours)
+
+
+def _heeded(given: argparse.Namespace) -> AgentOptions:
+    """Which signals end the run and which drain: what is said goes before what is assumed."""
+    ends = _numbers(given.signals_to_handle, "--signals-to-handle")
+    drains = _numbers(given.drain_signals, "--drain-signals")
+    both = sorted({*(ends or ())} & {*(drains or ())})
+    if both:
+        raise ConfigError(
+            f"{signal.Signals(both[0]).name} is in --signals-to-handle, which end the run, and "
+            "in --drain-signals, which save first: name it in one of them"
+        )
+    # torchrun's jobs name SIGUSR2 among those that end the run.
+    assumed = tuple(n for n in DRAIN_SIGNALS if n not in (ends or ()))
+    return AgentOptions(
+        signals=tuple(n for n in SIGNALS if n not in (drains or ())) if ends is None else ends,
+        drain_signals=assumed if drains is None else drains,
+        save_signals=SAVE_SIGNALS if drains is None else (),
+    )
+
+
+def _numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    if text == "none":
+        return ()
+    return tuple(dict.fromkeys(_number(name.strip(), flag) for name in text.split(",")))
+
+
+def _number(name: str, flag: str) -> int:
+    if name in NEVER:
+        raise ConfigError(f"{flag}: {name} cannot mean that")
+    try:
+        return int(signal.Signals[name])
+    except KeyError:
+        raise ConfigError(
+            f"{flag} is names of signals with commas between, as SIGTERM,SIGUSR1, got {name!r}"
+        ) from None

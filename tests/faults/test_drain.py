@@ -1,0 +1,237 @@
+"""Nodes are drained, resized and signalled, and what their workers were saving is saved: row A10,
+and what Slurm and containers do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import (
+    PROGRAMS,
+    WITHOUT_TORCH,
+    WORKER,
+    Job,
+    Node,
+    alive,
+    check_one_world,
+    generation_of,
+    until,
+)
+
+pytestmark = pytest.mark.faults
+
+SAVING = str(PROGRAMS / "saving_worker.py")
+LISTENING = str(PROGRAMS / "listening_agent.py")
+NESTED = str(PROGRAMS / "nested_worker.py")
+SAVE_SECONDS = "1.0"
+# Where a notice did not hold SIGTERM and SIGKILL back, nothing could be saved.
+SHORT = ("--shutdown-timeout", "0.1")
+
+
+def listening(job: Job, name: str, *flags: str) -> Node:
+    script = (SAVING, str(job.folder), SAVE_SECONDS)
+    return job.start(name, sys.executable, LISTENING, *flags, *script, PYTHONPATH=WITHOUT_TORCH)
+
+
+def elasticrun(job: Job, name: str, *command: str) -> Node:
+    run = (sys.executable, "-m", "elasticlib.launch")
+    return job.start(name, *run, *command, PYTHONPATH=WITHOUT_TORCH)
+
+
+def in_mask(pid: int, mask: str, number: int) -> bool:
+    """Whether a process has the signal in this mask of its /proc status."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = re.findall(rf"{mask}:\t(\w+)", status)
+    return bool(int(line, 16) >> (number - 1) & 1)
+
+
+def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
+    """What a worker said when it had saved."""
+    path = job.folder / f"saved.{generation}.{rank}"
+    assert path.exists(), "it was not let save"
+    return json.loads(path.read_text())
+
+
+def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job) -> None:
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), *SHORT)
+    grace = ("--resize-grace", "20", "--drain-grace", "15")
+    nodes = {name: listening(job, name, *meet, *grace) for name in "ab"}
+    before = job.settled(2)
+    generation, (stays, leaves) = generation_of(before), (place["node"] for place in before)
+    nodes[leaves].signal(signal.SIGUSR2)
+    until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
+    # Schedulers repeat themselves, and a drain that is under way is not to be cut short for it.
+    nodes[leaves].signal(signal.SIGUSR2)
+    assert nodes[leaves].exit_code() == 75
+    assert "DRAINED: received SIGUSR2" in nodes[leaves].text
+    (alone,) = job.settled(1, after=generation)
+    assert (alone["node"], alone["TORCHELASTIC_RESTART_COUNT"]) == (stays, "0")
+    assert "drains (SIGUSR2)" in nodes[stays].text
+    for rank, notice in enumerate([(stays, "resize 20"), (leaves, "drain 15")]):
+        assert (job.folder / f"notice.{notice[0]}.{generation}").read_text() == notice[1]
+        assert saved(job, generation, rank) == {"child": True, "asked": []}
+    # The others go on from what the one that left has saved.
+    assert alone["saved"] == [f"saved.{generation}.0", f"saved.{generation}.1"]
+    # SIGTERM asks those who listen to save as well.
+    nodes[stays].signal(signal.SIGTERM)
+    assert nodes[stays].exit_code() == 75
+    notice = job.folder / f"notice.{stays}.{alone['ELASTICLIB_GENERATION']}"
+    assert notice.read_text() == "preempted 15"
+
+
+def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_saved(
+    job: Job,
+) -> None:
+    agent = listening(job, "a", "--standalone", "--nproc-per-node", "2", *SHORT)
+    workers = [place["pid"] for place in job.settled(2)]
+    for pid in workers:
+        assert in_mask(pid, "SigIgn", signal.SIGUSR2)
+        # Whoever wants the signal for itself takes it: it is not held back.
+        assert not in_mask(pid, "SigBlk", signal.SIGUSR2)
+    # As Slurm does: to the agent, its guardian, the workers and their children.
+    reached = job.processes()
+    assert len(reached) == 6
+    for pid in reached:
+        os.kill(pid, signal.SIGUSR2)
+    for rank in range(2):
+        until("both to save", (job.folder / f"saving.1.{rank}").exists)
+    assert job.processes() == reached
+    assert agent.exit_code() == 75
+    assert [saved(job, 1, rank) for rank in range(2)] == [{"child": True, "asked": []}] * 2
+
+
+def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of_choice(
+    job: Job,
+) -> None:
+    flags = ("--standalone", "--drain-signals", "SIGUSR1", "--drain-exit-code", "85")
+    agent = elasticrun(job, "a", *flags, SAVING, str(job.folder), SAVE_SECONDS)
+    job.settled(1)
+    agent.signal(signal.SIGUSR1)
+    assert agent.exit_code() == 85
+    assert saved(job, 1, 0) == {"child": False, "asked": ["SIGTERM"]}
+    assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
+
+
+def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job) -> None:
+    # Longer than anything here is waited for.
+    long = ("--drain-grace", "600", "--shutdown-timeout", "600")
+    agent = listening(job, "a", "--standalone", "--nproc-per-node", "2", *long)
+    workers = [place["pid"] for place in job.settled(2)]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    agent.signal(signal.SIGTERM)
+    agent.says("preempted: the workers have 600 s to save")
+    agent.signal(signal.SIGINT)
+    agent.says("told to save and still there, sending SIGTERM: pid")
+    os.kill(workers[0], signal.SIGCONT)
+    until("one worker to end", lambda: not alive(workers[0]))
+    assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    agent.signal(signal.SIGINT)
+    assert agent.exit_code() == 75
+    assert f"still there in a hurry, killing: pid {workers[1]}" in agent.text
+    assert not (job.folder / "saved.1.1").exists()
+
+
+def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job) -> None:
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
+    conf = ("--rdzv-conf", "last_call_timeout=0.1")
+    script = (SAVING, str(job.folder), SAVE_SECONDS)
+    long = elasticrun(job, "a", *meet, *conf, "--shutdown-timeout", "20", *script)
+    job.settled(1)
+    deaf = (WORKER, str(job.folder), "ignore-term")
+    short = elasticrun(job, "b", *meet, *conf, "--shutdown-timeout", "0.3", *deaf)
+    both = job.settled(2, after=1)
+    check_one_world(both)
+    assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    # And no more of it: the one that leaves is missed, and the deaf one is ended in its time.
+    long.signal(signal.SIGTERM)
+    assert long.exit_code() == 128 + signal.SIGTERM
+    short.says(r"still there after 0\.3 s, killing: pid")
+    job.settled(1, after=2)
+    job.finish()
+    assert short.exit_code() == 0
+
+
+def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
+    nest = (NESTED, str(job.folder), "50")
+    flags = ("--standalone", "--max-restarts", "1", "--shutdown-timeout", "0.5")
+    agent = elasticrun(job, "a", *flags, *nest)
+
+    def line(generation: int) -> list[int]:
+        path = job.folder / f"nested.{generation}"
+        until(f"the line of generation {generation}", path.exists)
+        return [int(pid) for pid in path.read_text().split()]
+
+    first = line(1)
+    assert len(first) == 51
+    assert all(alive(pid) for pid in first)
+    os.kill(first[0], signal.SIGKILL)
+    second = line(2)
+    assert not any(alive(pid) for pid in first)
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert not any(alive(pid) for pid in second)
+    job.gone()
+
+
+def test_quick_failures_are_held_back_and_a_signal_is_heard_meanwhile(job: Job) -> None:
+    flags = ("--standalone", "--max-restarts", "9", "--no-python")
+    agent = elasticrun(job, "a", *flags, "sh", "-c", "exit 3")
+    agent.says(r"the last 4 generations failed soon after they began: the restart waits for \d")
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert len(re.findall(r"elasticrun: generation \d", agent.text)) == 4
+
+
+SPACES = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
+def _lacks_spaces() -> bool:
+    if shutil.which(SPACES[0]) is None:
+        return True
+    return subprocess.run([*SPACES, "true"], capture_output=True, check=False).returncode != 0
+
+
+ORPHANS = """
+for i in 1 2 3; do (setsid true &) ; (true &) ; done
+touch $0/up
+until [ -e $0/finish ]; do sleep 0.02; done
+exit 7
+"""
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
+def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job) -> None:
+    run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
+    script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
+    outside = job.start("a", *run, *script, PYTHONPATH=WITHOUT_TORCH)
+    until("the worker", (job.folder / "up").exists)
+    (first,) = _children(outside.pid)
+    # All that is left below process 1 is the agent itself.
+    until("the orphans to be reaped", lambda: len(_children(first)) == 1, seconds=10.0)
+    job.finish()
+    assert outside.exit_code() == 1
+    assert "exited with code 7" in outside.text
+
+
+@pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
+def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> None:
+    run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
+    outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)
+    job.settled(1)
+    (first,) = _children(outside.pid)
+    os.kill(first, signal.SIGUSR2)
+    assert outside.exit_code() == 75
+    assert "DRAINED: received SIGUSR2" in outside.text

@@ -1,0 +1,100 @@
+"""The flags of supervision: what each is read into, and what is refused."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from elasticlib.agent.options import AgentOptions
+from elasticlib.errors import ConfigError
+from elasticlib.launch.arguments import build_parser, parse
+from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.supervision_flags import SupervisionOptions
+
+TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").touch()
+    return str(tmp_path / "train.py")
+
+
+def read(line: str, script: str) -> SupervisionOptions:
+    return parse([*line.split(), script])[0].supervision
+
+
+def test_without_flags_a_launch_is_as_one_from_python(script: str) -> None:
+    assert read("", script) == LaunchConfig().supervision
+    assert (AgentOptions().signals, AgentOptions().drain_signals) == (
+        (TERM, INT, HUP, QUIT),
+        (USR2,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "ends", "drains", "saves"),
+    [
+        ("--signals-to-handle SIGTERM,SIGUSR1", (TERM, USR1), (USR2,), (TERM,)),
+        # torchrun's own example for Slurm: what is said goes before what is assumed.
+        ("--signals-to-handle SIGTERM,SIGUSR1,SIGUSR2", (TERM, USR1, USR2), (), (TERM,)),
+        ("--drain-signals SIGUSR1", (TERM, INT, HUP, QUIT), (USR1,), ()),
+        ("--drain-signals SIGUSR1,SIGTERM", (INT, HUP, QUIT), (USR1, TERM), ()),
+        ("--drain-signals none", (TERM, INT, HUP, QUIT), (), ()),
+        ("--signals_to_handle none --drain_signals SIGINT", (), (INT,), ()),
+    ],
+)
+def test_signals_are_read(
+    line: str, ends: tuple[int, ...], drains: tuple[int, ...], saves: tuple[int, ...], script: str
+) -> None:
+    agent = read(line, script).agent
+    assert (agent.signals, agent.drain_signals, agent.save_signals) == (ends, drains, saves)
+
+
+def test_workers_ignore_what_drains_but_never_what_stops_them() -> None:
+    options = AgentOptions(drain_signals=(USR1, TERM))
+    assert options.kept_from_workers == (USR1,)
+
+
+def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
+    line = "--resize-grace 60 --min-uptime 5 --restart-window 3600 --restart-backoff 4"
+    line += " --nnodes 1:2 --rdzv-endpoint h --min-resize-interval 9"
+    config, _ = parse([*line.split(), script])
+    agent, limits = config.supervision.agent, config.limits
+    assert (agent.resize_grace, agent.drain_grace, agent.min_uptime) == (60.0, 60.0, 5.0)
+    assert (limits.restart_window, limits.restart_backoff, limits.resize_interval) == (3600, 4, 9)
+    assert read("--resize-grace 60 --drain-grace 20", script).agent.drain_grace == 20.0
+
+
+def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
+    text = " ".join(build_parser().format_help().split())
+    assert "75 after a drain (--drain-exit-code), 128 + n after signal n" in text
+    assert "(default 75)" in text
+    assert f"job's size changes (default {AgentOptions().resize_grace:g})" in text
+    assert f"none (default {SupervisionOptions().restart_backoff:g})" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--signals-to-handle TERM", "names of signals with commas between.*got 'TERM'"),
+        ("--signals-to-handle SIGTERM,", "got ''"),
+        ("--drain-signals 12", "got '12'"),
+        ("--drain-signals SIGKILL", "--drain-signals: SIGKILL cannot mean that"),
+        ("--signals-to-handle SIGCHLD", "SIGCHLD cannot mean that"),
+        ("--signals-to-handle SIGUSR1 --drain-signals SIGUSR1", "SIGUSR1 is in .* in one of them"),
+        ("--drain-exit-code 256", "a number from 0 to 255, got 256"),
+        ("--resize-grace=-1", "--resize-grace is seconds from 0 to 1e\\+06, got -1.0"),
+        ("--drain-grace nan", "--drain-grace is seconds"),
+        ("--min-uptime 1e9", "--min-uptime is seconds"),
+        ("--restart-window=-1", "--restart-window is seconds"),
+        ("--restart-backoff inf", "--restart-backoff is seconds"),
+        ("--min-resize-interval 5", "--min-resize-interval is for jobs whose nodes come and go"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, script: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse([*line.split(), script])

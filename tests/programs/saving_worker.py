@@ -1,0 +1,50 @@
+"""A worker that saves when it is asked to end, which takes it a while; it imports no torch.
+
+`saving_worker.py FOLDER SECONDS`. It is asked by a file FOLDER/notice.NODE.GENERATION, or by
+SIGTERM, and then works for SECONDS and leaves FOLDER/saved.GENERATION.RANK, with a word on whether
+its child still lives. Its place, in the shape of the fault worker's, names in `saved` what was
+there when it began. Without being asked it ends when FOLDER/finish is there.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fault_worker import NAMES, running
+
+asked = []
+
+
+def main() -> None:
+    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    node = os.environ.get("NODE", "")
+    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
+    generation, rank = place["ELASTICLIB_GENERATION"], place["RANK"]
+    place["saved"] = sorted(file.name for file in folder.glob("saved.*"))
+    place["beside"] = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
+    child = subprocess.Popen(["sleep", "600"])
+    name = f"place.{generation}.{rank}.{os.getpid()}"
+    (folder / f"{name}.part").write_text(json.dumps(place))
+    (folder / f"{name}.part").rename(folder / f"{name}.json")
+    notice = folder / f"notice.{node}.{generation}"
+    while not (folder / "finish").exists():
+        if asked or notice.exists():
+            (folder / f"saving.{generation}.{rank}").touch()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                sum(range(20_000))
+            said = {"child": running(child.pid), "asked": asked}
+            (folder / f"saved.{generation}.{rank}").write_text(json.dumps(said))
+            break
+        time.sleep(0.005)
+    child.kill()
+    child.wait()
+
+
+if __name__ == "__main__":
+    main()

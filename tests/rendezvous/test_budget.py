@@ -1,0 +1,225 @@
+"""What a failure costs, what a drain is, and when the membership may change: rule by rule."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.rendezvous.budget import FIRST_PAUSE, FREE_RESTARTS, QUICK_SECONDS, pause
+from elasticlib.rendezvous.change import ChangeKind, change_since
+from elasticlib.rendezvous.decide import Decision, View, decide
+from elasticlib.rendezvous.document import (
+    Document,
+    Failure,
+    FailureKind,
+    Limits,
+    Node,
+    Phase,
+    reopen,
+    settle,
+)
+from elasticlib.rendezvous.intent import Intent
+
+LIMITS = Limits(
+    1, 4, max_restarts=9, restart_window=60.0, restart_backoff=8.0, resize_interval=20.0
+)
+A, B, C = (Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for name in "abc")
+
+
+def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Document:
+    document = settle(Document(limits, "one"), members, charged=False, mark="m")
+    return attrs.evolve(document, **fields)
+
+
+def next_of(document: Document, *live: Node, **fields: object) -> Decision:
+    seen = View(live[0].id, document.limits, document, live, mark="next", today="now")
+    return decide(attrs.evolve(seen, **fields))
+
+
+def written(document: Document, *live: Node, **fields: object) -> Document:
+    decision = next_of(document, *live, **fields)
+    assert decision.write is not None, decision.reason
+    return decision.write
+
+
+def waiting(*members: Node) -> list[Node]:
+    return [attrs.evolve(member, left="1.m") for member in members]
+
+
+def failed(member: Node, kind: FailureKind = FailureKind.ORDINARY) -> Node:
+    return attrs.evolve(member, claim=f"{member.host} broke", claim_roll="1.m", claim_kind=kind)
+
+
+# -- drains ----------------------------------------------------------------------------------------
+
+
+def drained(member: Node) -> Node:
+    return attrs.evolve(member, roll="1.m", runs=True, draining="SIGUSR2")
+
+
+def test_a_member_that_drains_ends_the_generation_on_purpose() -> None:
+    after = written(settled(A, B), A, drained(B))
+    assert (after.phase, after.cause, after.planned) == (Phase.OPEN, "b drains (SIGUSR2)", True)
+    for member in (A, B):
+        intent = Intent(attrs.evolve(member, roll="1.m"), False, False, "one", after)
+        change = change_since(after, intent)
+        assert change is not None
+        assert (change.kind, change.reason) == (ChangeKind.RESIZE, "b drains (SIGUSR2)")
+
+
+def test_the_next_generation_waits_until_who_drains_has_saved_and_is_without_it() -> None:
+    opened = written(settled(A, B), A, drained(B))
+    waits = next_of(opened, *waiting(A), drained(B))
+    assert (waits.write, waits.reason) == (None, "b to stop the workers of generation 1")
+    on = written(opened, *waiting(A))
+    assert (on.phase, on.members, on.restarts) == (Phase.SETTLED, tuple(waiting(A)), 0)
+    assert not on.planned
+
+
+def test_a_node_that_drains_is_no_candidate() -> None:
+    opened = written(settled(A, B), A, drained(B))
+    (stopped,) = waiting(attrs.evolve(B, draining="SIGUSR2"))
+    assert [m.host for m in written(opened, *waiting(A), stopped).members] == ["a"]
+    newcomer = attrs.evolve(C, draining="SIGUSR2")
+    assert next_of(settled(A), A, newcomer, quiet=9.0, stands=99.0).write is None
+
+
+def test_who_is_done_may_drain_without_ending_the_others_generation() -> None:
+    waits = next_of(settled(A, B), A, drained(B), done=frozenset({B.id}))
+    assert (waits.write, waits.reason) == (None, "1 of 2 nodes are done")
+
+
+def test_a_failure_is_told_before_a_drain_and_stops_all_without_a_notice() -> None:
+    after = written(settled(A, B), failed(A), drained(B))
+    assert (after.cause, after.planned) == ("a: a broke", False)
+
+
+def test_who_slept_through_a_resize_hears_of_a_generation_that_it_is_not_in() -> None:
+    later = attrs.evolve(settled(A), generation=2, roll="2.m", planned=True)
+    change = change_since(later, Intent(attrs.evolve(B, roll="1.m"), False, False, "one", later))
+    assert change is not None
+    assert change.kind is ChangeKind.REOPENED
+
+
+# -- failures at start -----------------------------------------------------------------------------
+
+
+def test_a_failure_at_start_ends_a_job_that_cannot_do_without_the_node() -> None:
+    limits = attrs.evolve(LIMITS, min_nodes=2)
+    opened = written(settled(A, B, limits=limits), A, failed(B, FailureKind.AT_START))
+    over = written(opened, *waiting(A, failed(B, FailureKind.AT_START)))
+    assert over.phase is Phase.FAILED
+    assert over.cause == "b: b broke (not retried: they failed at start)"
+    assert over.restarts == 0
+
+
+def test_nodes_that_failed_at_start_leave_together_and_the_others_go_on() -> None:
+    # What the third died of was that the others had gone.
+    here = [failed(A), *(failed(node, FailureKind.AT_START) for node in (B, C))]
+    opened = written(settled(A, B, C), *here)
+    assert opened.failure == Failure(A.id, "a broke")
+    after = written(opened, *waiting(*here))
+    assert (after.phase, after.expelled) == (Phase.OPEN, (B.id, C.id))
+    intent = Intent(here[1], False, True, "one", opened)
+    change = change_since(after, intent)
+    assert change is not None
+    assert change.kind is ChangeKind.EXPELLED
+    assert "(not retried: they failed at start)" in change.reason
+
+
+def test_a_failure_at_start_beside_a_lost_node_is_neither_charged_nor_final() -> None:
+    bad = failed(B, FailureKind.AT_START)
+    opened = written(settled(A, B, C), A, bad)
+    on = written(opened, *waiting(A, bad))
+    assert (on.phase, on.restarts, on.expelled) == (Phase.SETTLED, 0, ())
+
+
+# -- quick failures in a row -----------------------------------------------------------------------
+
+
+def after_failures(*lived: float, kind: FailureKind = FailureKind.ORDINARY) -> Document:
+    document = settled(A, B)
+    for seconds in lived:
+        document = written(attrs.evolve(document, phase=Phase.SETTLED), A, failed(B, kind),
+                           stands=seconds)  # fmt: skip
+    return document
+
+
+def test_the_first_restarts_are_not_held_back() -> None:
+    opened = after_failures(*[1.0] * FREE_RESTARTS)
+    assert pause(opened) == 0
+    assert written(opened, *waiting(A, failed(B))).phase is Phase.SETTLED
+
+
+def test_later_ones_wait_longer_each_time_and_then_start() -> None:
+    opened = after_failures(*[1.0] * (FREE_RESTARTS + 1))
+    assert FIRST_PAUSE / 2 <= pause(opened) <= FIRST_PAUSE
+    waits = next_of(opened, *waiting(A, failed(B)), stands=0.1)
+    assert waits.write is None
+    assert waits.again == pytest.approx(pause(opened) - 0.1)
+    assert "the last 3 generations failed soon" in waits.reason
+    on = written(opened, *waiting(A, failed(B)), stands=pause(opened))
+    assert (on.phase, on.restarts) == (Phase.SETTLED, 1)
+    assert pause(after_failures(*[1.0] * 30)) <= LIMITS.restart_backoff
+
+
+def test_a_generation_that_was_at_work_for_a_while_begins_the_count_anew() -> None:
+    assert after_failures(1.0, 1.0, 1.0, QUICK_SECONDS).quick == 0
+
+
+def test_who_is_killed_again_and_again_comes_back_at_once() -> None:
+    assert pause(after_failures(*[0.1] * 20, kind=FailureKind.KILLED)) == 0
+
+
+def test_a_resize_is_never_held_back() -> None:
+    opened = after_failures(*[1.0] * 9)
+    assert written(opened, *waiting(A)).phase is Phase.SETTLED
+
+
+def test_the_last_failure_that_the_budget_allows_is_told_at_once() -> None:
+    opened = attrs.evolve(after_failures(*[1.0] * 9), restarts=9)
+    assert written(opened, *waiting(A, failed(B))).expelled == (B.id,)
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1e6), st.text())
+def test_no_pause_is_longer_than_was_asked_for(quick: int, longest: float, roll: str) -> None:
+    limits = attrs.evolve(LIMITS, restart_backoff=longest)
+    assert 0 <= pause(Document(limits, quick=quick, roll=roll)) <= longest
+
+
+# -- what time brings ------------------------------------------------------------------------------
+
+
+def test_a_generation_that_stands_earns_back_the_restarts() -> None:
+    document = settled(A, B, restarts=3, quick=1)
+    waits = next_of(document, A, B, stands=20.0)
+    assert (waits.write, waits.again) == (None, 40.0)
+    after = written(document, A, B, stands=60.0)
+    assert after == attrs.evolve(document, restarts=0, quick=0)
+    # Once: what is forgiven needs no second write.
+    assert next_of(after, A, B, stands=99.0).write is None
+
+
+def test_without_a_window_restarts_count_for_ever() -> None:
+    limits = attrs.evolve(LIMITS, restart_window=0.0)
+    assert next_of(settled(A, limits=limits, restarts=3), A, stands=1e9).write is None
+
+
+def test_newcomers_wait_until_the_generation_has_stood_for_the_least_interval() -> None:
+    waits = next_of(settled(A), A, B, quiet=9.0, stands=5.0)
+    assert (waits.write, waits.again) == (None, 15.0)
+    assert "20 s (--min-resize-interval)" in waits.reason
+    after = written(settled(A), A, B, quiet=9.0, stands=20.0)
+    assert (after.cause, after.planned) == ("b joined", True)
+
+
+def test_whichever_comes_first_is_when_to_look_again() -> None:
+    waits = next_of(settled(A, restarts=1), A, B, quiet=9.0, stands=10.0)
+    assert waits.again == 10.0
+
+
+def test_a_reopened_generation_forgets_that_it_was_planned() -> None:
+    document = attrs.evolve(settled(A, B), planned=True)
+    assert not reopen(document, "x").planned

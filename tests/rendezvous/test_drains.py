@@ -1,0 +1,56 @@
+"""Drains and forgiven restarts through the real handlers, with their threads and a store."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Iterator
+
+import pytest
+from test_ending import head_of
+from test_handlers import Cluster, change
+
+from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.rendezvous.document import FailureKind, Limits
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+def test_a_drain_is_told_to_all_and_the_others_meet_when_it_has_left(cluster: Cluster) -> None:
+    limits = Limits(1, 3, last_call=0.3)
+    handlers = [cluster.node(name, limits) for name in "abc"]
+    for future in [cluster.join(handler) for handler in handlers]:
+        assert future.result(20).world_size == 3
+    assert handlers[1].report_draining("SIGUSR2")
+    told = Change(ChangeKind.RESIZE, "b drains (SIGUSR2)")
+    assert [change(handler) for handler in handlers] == [told] * 3
+    joining = [cluster.join(handlers[n]) for n in (0, 2)]
+    # It saves, and who has stopped waits for it, however long nothing else happens.
+    assert not concurrent.futures.wait(joining, 0.5).done
+    assert handlers[1].shutdown()
+    infos = [future.result(20) for future in joining]
+    assert [(i.generation, i.world_size, i.restarts) for i in infos] == [(2, 2, 0)] * 2
+
+
+def test_restarts_are_forgiven_once_a_generation_has_stood_for_the_window(
+    cluster: Cluster,
+) -> None:
+    handler = cluster.node("a", Limits(1, 1, max_restarts=1, restart_window=0.3))
+    cluster.join(handler).result(20)
+    for _ in range(2):
+        handler.report_failure_as(FailureKind.KILLED, "killed")
+        assert change(handler).kind is ChangeKind.REOPENED
+        info = cluster.join(handler).result(20)
+        assert info.restarts == 1
+        for _ in range(1000):
+            if head_of(cluster).restarts == 0:
+                break
+            threading.Event().wait(0.01)
+        assert head_of(cluster).restarts == 0
+        # Nobody's workers are stopped for that.
+        assert handler.wait_for_change(0.0) is None
