@@ -51,6 +51,7 @@ _HOMES = {
     ),
     "workers.interface": ("Workers",),
     "workers.local": ("LocalWorkers",),
+    "workers.record": ("record",),
     "agent.interface": (
         "ElasticAgent",
         "RunResult",
@@ -108,6 +109,7 @@ if TYPE_CHECKING:
     from .stores.tcp import TcpStore as TcpStore
     from .workers.interface import Workers as Workers
     from .workers.local import LocalWorkers as LocalWorkers
+    from .workers.record import record as record
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
     from .workers.spec import Module as Module

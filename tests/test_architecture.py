@@ -35,7 +35,9 @@ PURE = {
     "agent/policy.py",
     "workers/spec.py",
     "workers/ladder.py",
+    "workers/error_file.py",
     "workers/exits.py",
+    "workers/output_plan.py",
     "workers/streams.py",
     "data/deal.py",
     "checkpoint/format.py",
@@ -59,6 +61,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/commands.py",
     # Between two execs: it takes out what Python put in, and reads nothing.
     "workers/enter.py",
+    # In a worker, or in a script under another launcher: it looks where to leave its error.json.
+    "workers/record.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
 }
