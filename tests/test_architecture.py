@@ -33,6 +33,7 @@ PURE = {
     "rendezvous/change.py",
     "rendezvous/intent.py",
     "agent/policy.py",
+    "agent/causes.py",
     "workers/spec.py",
     "workers/ladder.py",
     "workers/error_file.py",

@@ -12,6 +12,7 @@ import attrs
 
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
+from .causes import Cause as Cause
 
 
 @attrs.frozen
@@ -20,7 +21,8 @@ class RunResult:
 
     state: SUCCEEDED, FAILED, or STOPPED (by `signal`). reason: one sentence. values: what
     functions returned, by global rank. failures: the ends of this node's workers in the last
-    generation, by global rank, where they did not succeed, the first one first.
+    generation, by global rank, where they did not succeed, the first one first. cause: the first
+    failure over all nodes, which is what ended the job.
     """
 
     state: WorkerState
@@ -30,6 +32,7 @@ class RunResult:
     generation: int = 0
     restarts: int = 0
     signal: int = 0
+    cause: Cause | None = None
 
     @property
     def exit_code(self) -> int:
