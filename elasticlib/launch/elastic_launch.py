@@ -6,10 +6,12 @@ This is where the library's own parts meet. A launcher of your own does the same
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,29 +24,35 @@ from ..workers.exits import WorkerExit
 from ..workers.function import pickled
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
-from ..workers.output import OutputPlan
-from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState
+from ..workers.processors import bindings
+from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
+from . import report
 from .config import LaunchConfig
 from .meeting import open_meeting
 from .secret import read_secret
 
+log = logging.getLogger("elasticlib.launch")
+
 
 class ChildFailedError(ElasticError):
-    """The job failed, or was stopped. `failures` holds this node's own, by global rank."""
+    """The job failed, or was stopped.
+
+    `failures` holds this node's own, by global rank; `cause` is the first one over all nodes, and
+    None where no worker's failure was the reason.
+    """
 
     def __init__(self, name: str, result: RunResult) -> None:
         self.name = name
         self.result = result
         self.failures = result.failures
-        super().__init__(f"{name}: {result.reason}{_trace(self.get_first_failure())}")
+        self.cause = result.cause
+        trace = "" if self.cause is None else self.cause.traceback
+        super().__init__(f"{name}: {result.reason}" + (f"\n{trace}" if trace else ""))
 
     def get_first_failure(self) -> WorkerExit | None:
         """The first worker of this node that failed; None where another node's did."""
-        return next(iter(self.failures.values()), None)
-
-
-def _trace(failure: WorkerExit | None) -> str:
-    return f"\n{failure.traceback}" if failure is not None and failure.traceback else ""
+        found = next(iter(self.failures.values()), None)
+        return None if found is None else found.root
 
 
 class elastic_launch:
@@ -89,24 +97,31 @@ def _name(entrypoint: Entrypoint) -> str:
 def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was."""
     _check_log_dir(config.log_dir)
+    if config.virtual_local_rank:
+        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
+        own_device(config.nproc_per_node - 1, os.environ)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
+    spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
+    workers = LocalWorkers(
+        os.environ,
+        output=config.output,
+        log_dir=config.log_dir,
+        run_id=config.run_id,
+        python=sys.executable,
+        processors=_processors(config),
+    )
     meeting = open_meeting(config, secret)
     try:
         agent = LocalElasticAgent(
-            WorkerSpec(entrypoint, config.nproc_per_node, config.role),
+            spec,
             meeting.handler,
-            LocalWorkers(
-                os.environ,
-                output=OutputPlan(config.redirects, config.tee),
-                log_dir=config.log_dir,
-                run_id=config.run_id,
-                python=sys.executable,
-            ),
+            workers,
             max_restarts=config.max_restarts,
             ladder=Ladder(grace=config.shutdown_timeout),
             interval=config.monitor_interval,
         )
         result = agent.run()
+        _write_report(workers.kept_folder, result)
         with _signals() as stopped:
             if result.state is WorkerState.STOPPED:
                 meeting.hand_over(stopped, config.timing)
@@ -115,6 +130,22 @@ def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
         return result
     finally:
         meeting.close()
+
+
+def _processors(config: LaunchConfig) -> Sequence[frozenset[int]]:
+    if config.numa_binding is None:
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return bindings(config.numa_binding, config.nproc_per_node, visible)
+
+
+def _write_report(folder: Path | None, result: RunResult) -> None:
+    if folder is None or result.state is not WorkerState.FAILED:
+        return
+    try:
+        (folder / report.FILE).write_bytes(report.as_json(result))
+    except OSError as error:
+        log.warning("the report is not written to %s: %s", folder, error)
 
 
 def _check_log_dir(path: str | None) -> None:
