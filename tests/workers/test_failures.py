@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
-from test_local import Run, poll, shell
+from test_local import Run, shell
 
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.lines import TAIL_BYTES, TAIL_LINES
@@ -145,6 +146,17 @@ def test_a_script_shows_on_its_streams_what_it_would_without_us(tmp_path: Path) 
     assert shown[0].stderr == shown[1].stderr
 
 
+@pytest.mark.parametrize("later", ["", "sys.excepthook = lambda *_: None"])
+def test_the_hooks_alone_record_whatever_hook_the_script_sets_later(
+    tmp_path: Path, later: str
+) -> None:
+    error_file = tmp_path / "error.json"
+    code = f"import sys\nfrom elasticlib.workers import hooks\nhooks.install({str(error_file)!r})"
+    command = [sys.executable, "-c", f"{code}\n{later}\nraise ValueError('told')"]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
+    assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: told"
+
+
 def broken() -> None:
     raise ValueError("in a function")
 
@@ -240,17 +252,15 @@ def test_a_console_that_stands_still_loses_nothing_in_the_end(
         run.writing("0", "1").start(shell("seq 1 10000"))
         assert run.end().ok
         # The loop has its worker back, and nobody has read yet.
-        text = b""
-        while len(text) < 100:
-            text += reader.read1(100)
+        closing = threading.Thread(target=run.workers.close)
+        closing.start()
         os.set_blocking(reading, False)
-
-        def read_on() -> bool:
-            nonlocal text
-            text += reader.read1(1 << 20) or b""
-            return b":10000\n" in text
-
-        poll(read_on)
+        text = b""
+        while closing.is_alive():
+            closing.join(0.01)
+            text += reader.read() or b""
+        # All that is to come is here by now: this process could end.
+        text += reader.read() or b""
         monkeypatch.undo()
     lines = text.decode().replace("[role0]:", "").splitlines()
     assert lines == [str(number) for number in range(1, 10001)]
