@@ -254,6 +254,8 @@ def test_a_console_that_stands_still_loses_nothing_in_the_end(
         # The loop has its worker back, and nobody has read yet.
         closing = threading.Thread(target=run.workers.close)
         closing.start()
+        closing.join(0.3)
+        waited = closing.is_alive()
         os.set_blocking(reading, False)
         text = b""
         while closing.is_alive():
@@ -262,5 +264,6 @@ def test_a_console_that_stands_still_loses_nothing_in_the_end(
         # All that is to come is here by now: this process could end.
         text += reader.read() or b""
         monkeypatch.undo()
+    assert waited
     lines = text.decode().replace("[role0]:", "").splitlines()
     assert lines == [str(number) for number in range(1, 10001)]
