@@ -53,6 +53,7 @@ _HOMES = {
     "workers.interface": ("Workers",),
     "workers.notice": ("Notice",),
     "workers.local": ("LocalWorkers",),
+    "workers.record": ("record",),
     "agent.interface": (
         "ElasticAgent",
         "RunResult",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
     from .workers.interface import Workers as Workers
     from .workers.local import LocalWorkers as LocalWorkers
     from .workers.notice import Notice as Notice
+    from .workers.record import record as record
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
     from .workers.spec import Module as Module

@@ -33,12 +33,15 @@ PURE = {
     "rendezvous/change.py",
     "rendezvous/intent.py",
     "agent/policy.py",
+    "agent/causes.py",
     "workers/spec.py",
     "workers/ladder.py",
     "workers/notice.py",
     "workers/blame.py",
     "rendezvous/budget.py",
+    "workers/error_file.py",
     "workers/exits.py",
+    "workers/output_plan.py",
     "workers/streams.py",
     "data/deal.py",
     "checkpoint/format.py",
@@ -62,6 +65,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/commands.py",
     # Between two execs: it takes out what Python put in, and reads nothing.
     "workers/enter.py",
+    # In a worker, or in a script under another launcher: it looks where to leave its error.json.
+    "workers/record.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
 }

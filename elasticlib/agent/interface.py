@@ -12,6 +12,7 @@ import attrs
 
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
+from .causes import Cause as Cause
 
 DRAIN_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
@@ -24,7 +25,8 @@ class RunResult:
     state: SUCCEEDED, FAILED, STOPPED (by `signal`), or DRAINED: this node was asked by `signal`
     to have its workers save, and to leave. reason: one sentence. values: what
     functions returned, by global rank. failures: the ends of this node's workers in the last
-    generation, by global rank, where they did not succeed, the first one first.
+    generation, by global rank, where they did not succeed, the first one first. cause: the first
+    failure over all nodes, which is what ended the job.
     """
 
     state: WorkerState
@@ -34,6 +36,7 @@ class RunResult:
     generation: int = 0
     restarts: int = 0
     signal: int = 0
+    cause: Cause | None = None
 
     @property
     def exit_code(self) -> int:

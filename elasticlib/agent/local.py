@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import signal
+import socket
 from collections.abc import Callable
 
 import attrs
@@ -24,6 +25,8 @@ from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.spec import WorkerGroup, WorkerSpec, WorkerState, deal_ranks
+from .board import CauseBoard
+from .causes import Cause
 from .interface import ElasticAgent, RunResult
 from .observers import RendezvousObserver, SignalObserver
 from .options import AgentOptions
@@ -117,6 +120,9 @@ class LocalElasticAgent(ElasticAgent):
         self._group: WorkerGroup | None = None
         self._idle_since = self._started_at = clock()
         self._exits: dict[int, WorkerExit] = {}
+        self._board = CauseBoard(socket.gethostname(), clock=clock)
+        self._failed_elsewhere = False
+        self._cause: Cause | None = None
 
     def get_worker_group(self) -> WorkerGroup | None:
         return self._group
@@ -134,6 +140,8 @@ class LocalElasticAgent(ElasticAgent):
                 log.exception("the agent's loop broke")
                 outcome = Outcome(OutcomeKind.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
+            else:
+                self._cause = self._find_cause()
             finally:
                 self._clean_up()
         return self._result()
@@ -145,6 +153,7 @@ class LocalElasticAgent(ElasticAgent):
             stack.callback(_closed, lambda: self._observer.stop(seconds=5.0))
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
+            stack.callback(_closed, self._board.close)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -198,7 +207,7 @@ class LocalElasticAgent(ElasticAgent):
     def _start(self) -> None:
         info = self._info
         assert info is not None
-        self._exits = {}
+        self._exits, self._failed_elsewhere = {}, False
         self._stop.forget()
         self._started_at = self._clock()
         store = info.bootstrap_store_info
@@ -274,10 +283,19 @@ class LocalElasticAgent(ElasticAgent):
         return Settled(frozenset(range(slots)))
 
     def _ended(self, attempt: int, error: Exception) -> None:
-        self._put(attempt, JoinEnded(_outcome_of(error)))
+        change = getattr(error, "change", None)
+        if isinstance(error, RendezvousClosed) and isinstance(change, Change):
+            self._inbox.put(_News(attempt, lambda: JoinEnded(outcome_of(self._heard(change)))))
+        else:
+            self._put(attempt, JoinEnded(Outcome(OutcomeKind.FAILED, describe(error))))
 
     def _changed(self, attempt: int, change: Change) -> None:
-        self._put(attempt, Changed(change))
+        self._inbox.put(_News(attempt, lambda: Changed(self._heard(change))))
+
+    def _heard(self, change: Change) -> Change:
+        """Remember whether it tells that workers of some node have ended the job."""
+        self._failed_elsewhere = change.kind is ChangeKind.FAILED and bool(change.node)
+        return change
 
     def _worker_ended(self, attempt: int, local_rank: int) -> None:
         # Collected in the loop's own turn: reaping is an act, and not an observer's.
@@ -287,9 +305,12 @@ class LocalElasticAgent(ElasticAgent):
         if local_rank not in self._workers.running():
             return None
         exit_ = self._workers.collect(local_rank)
-        # What ends while it is being stopped did what it was told, and failed at nothing.
-        if exit_.ok or self._now.state is State.RUNNING:
+        # What ends while it is being stopped did what it was told, and failed at nothing; unless
+        # it had said before that it failed.
+        if exit_.ok or exit_.failed or self._now.state is State.RUNNING:
             self._exits[local_rank] = exit_
+        if not exit_.ok and self._now.state is State.RUNNING and self._info is not None:
+            self._board.tell(self._info, exit_)
         kind = failure_kind(
             exit_,
             self._spec.entrypoint,
@@ -320,6 +341,14 @@ class LocalElasticAgent(ElasticAgent):
 
     # -- the end ------------------------------------------------------------------------------
 
+    def _find_cause(self) -> Cause | None:
+        """Why the job failed, while the store can still be asked."""
+        outcome = self._now.outcome
+        if outcome is None or outcome.kind is not OutcomeKind.FAILED or self._info is None:
+            return None
+        exits = list(self._exits.values())
+        return self._board.first(self._info, exits, elsewhere=self._failed_elsewhere)
+
     def _result(self) -> RunResult:
         outcome = self._now.outcome or Outcome(OutcomeKind.FAILED, "the agent ended unexpectedly")
         group = self._group
@@ -333,6 +362,7 @@ class LocalElasticAgent(ElasticAgent):
             generation=0 if group is None else group.generation,
             restarts=0 if group is None else group.restarts,
             signal=outcome.signal,
+            cause=None if succeeded else self._cause,
         )
 
 
@@ -342,13 +372,6 @@ def _closed(close: Callable[[], object]) -> None:
     except Exception:
         # How the run ended is known by now, and must still be told.
         log.exception("the end of the run was not clean")
-
-
-def _outcome_of(error: Exception) -> Outcome:
-    change = getattr(error, "change", None)
-    if isinstance(error, RendezvousClosed) and isinstance(change, Change):
-        return outcome_of(change)
-    return Outcome(OutcomeKind.FAILED, describe(error))
 
 
 def _summary(event: Event) -> str:

@@ -17,9 +17,9 @@ from .._version import __version__
 from ..endpoint import join_endpoint
 from ..errors import ConfigError
 from ..workers.spec import Command, Entrypoint, Module, Script
-from ..workers.streams import parse_streams
 from .backends import BACKENDS
 from .config import MASTER_PORT, LaunchConfig
+from .output_flags import add_output_flags, read_output_flags
 from .supervision_flags import add_supervision_flags, read_supervision
 
 _EPILOG = """\
@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job_flags(parser)
     _add_rendezvous_flags(parser)
     _add_worker_flags(parser)
+    add_output_flags(partial(_flag, parser))
     add_supervision_flags(partial(_flag, parser))
     parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
@@ -148,15 +149,6 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
     )
     _flag(parser, "--module", "-m", action="store_true", help="run a module, as python -m")
     _flag(parser, "--no-python", action="store_true", help="run a program, not a Python script")
-    _flag(parser, "--log-dir", help="where each run's folder of logs goes")
-    _flag(
-        parser,
-        "--redirects",
-        "-r",
-        default="0",
-        help="streams to files: 1 stdout, 2 stderr, 3 both; or by local rank, 0:1,1:2",
-    )
-    _flag(parser, "--tee", "-t", default="0", help="the same, to files and to the console")
 
 
 def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
@@ -180,10 +172,8 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
         shutdown_timeout=given.shutdown_timeout,
         supervision=read_supervision(given),
         local_addr=given.local_addr,
-        log_dir=given.log_dir,
-        redirects=parse_streams(given.redirects, "--redirects"),
-        tee=parse_streams(given.tee, "--tee"),
         rdzv_configs=_pairs(",".join(given.rdzv_conf)),
+        **read_output_flags(given),
         **_meeting_place(given, high),
     )
     return config, _entrypoint(given)

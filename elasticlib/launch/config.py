@@ -14,9 +14,11 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
+from ..workers.output_plan import OutputPlan
 from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
+from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions
 
 MASTER_PORT = 29500
@@ -147,7 +149,10 @@ class LaunchConfig:
     static backend. topology: nodes with the same one get adjacent ranks. spares: how many nodes
     beyond max_nodes may wait, None for any. store_grace: seconds for which the store may be away.
     shutdown_timeout: seconds between SIGTERM and SIGKILL. supervision: signals, drains, resizes
-    and what else there is to the budget of restarts.
+    and what else there is to the budget of restarts. local_ranks_filter: those whose output is
+    shown, None for all; log_line_prefix_template: what stands before each line of `tee`, with
+    `${role_name}`, `${rank}` and `${local_rank}`. virtual_local_rank: each worker sees its own GPU
+    alone, as device 0. numa_binding: which processors near its GPU a worker is bound to.
     """
 
     min_nodes: int = 1
@@ -170,6 +175,12 @@ class LaunchConfig:
     tee: StreamChoice = attrs.field(factory=StreamChoice)
     shutdown_timeout: float = 30.0
     supervision: SupervisionOptions = attrs.field(factory=SupervisionOptions)
+    local_ranks_filter: frozenset[int] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    log_line_prefix_template: str | None = None
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.rdzv_backend not in BACKENDS:
@@ -181,7 +192,8 @@ class LaunchConfig:
                 f"--rdzv-id names the job in 1 to {LONGEST_RUN_ID} bytes, got {self.run_id[:40]!r}"
             )
         self._check_numbers()
-        self._check_streams()
+        check_output(self.output, self.nproc_per_node)
+        check_numa_binding(self.numa_binding)
         self._check_place()
         # Read for its errors, so that a bad value is named before anything starts.
         assert self.options
@@ -222,15 +234,6 @@ class LaunchConfig:
                 f"the {self.rdzv_backend} backend may hold several jobs: name each job with an "
                 "--rdzv-id of its own"
             )
-
-    def _check_streams(self) -> None:
-        for flag, choice in (("--redirects", self.redirects), ("--tee", self.tee)):
-            strays = sorted(rank for rank in choice.by_rank if rank >= self.nproc_per_node)
-            if strays:
-                raise ConfigError(
-                    f"{flag} names local rank {strays[0]}, and there are {self.nproc_per_node} "
-                    "workers a node"
-                )
 
     def _check_place(self) -> None:
         fixed = self.alone or self.rdzv_backend == "static"
@@ -298,6 +301,18 @@ class LaunchConfig:
             raise ConfigError("the static backend meets at one endpoint, got a list")
         if "last_call_timeout" in self.rdzv_configs:
             raise ConfigError("--rdzv-conf last_call_timeout: static nodes are all waited for")
+
+    @property
+    def output(self) -> OutputPlan:
+        """What becomes of the workers' streams."""
+        return OutputPlan(
+            redirect=self.redirects,
+            tee=self.tee,
+            ranks=self.local_ranks_filter,
+            stdout_needles=tuple(self.duplicate_stdout_filters),
+            stderr_needles=tuple(self.duplicate_stderr_filters),
+            template=self.log_line_prefix_template,
+        )
 
     @property
     def alone(self) -> bool:

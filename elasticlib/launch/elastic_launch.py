@@ -6,10 +6,12 @@ This is where the library's own parts meet. A launcher of your own does the same
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -24,30 +26,35 @@ from ..workers.function import pickled
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
-from ..workers.output import OutputPlan
-from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState
+from ..workers.processors import bindings
+from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
+from . import report
 from .config import LaunchConfig
 from .meeting import open_meeting
 from .secret import read_secret
 
+log = logging.getLogger("elasticlib.launch")
+
 
 class ChildFailedError(ElasticError):
-    """The job failed, or this node was stopped or drained. `failures` holds this node's own, by
-    global rank."""
+    """The job failed, or this node was stopped or drained.
+
+    `failures` holds this node's own, by global rank; `cause` is the first one over all nodes, and
+    None where no worker's failure was the reason.
+    """
 
     def __init__(self, name: str, result: RunResult) -> None:
         self.name = name
         self.result = result
         self.failures = result.failures
-        super().__init__(f"{name}: {result.reason}{_trace(self.get_first_failure())}")
+        self.cause = result.cause
+        trace = "" if self.cause is None else self.cause.traceback
+        super().__init__(f"{name}: {result.reason}" + (f"\n{trace}" if trace else ""))
 
     def get_first_failure(self) -> WorkerExit | None:
         """The first worker of this node that failed; None where another node's did."""
-        return next(iter(self.failures.values()), None)
-
-
-def _trace(failure: WorkerExit | None) -> str:
-    return f"\n{failure.traceback}" if failure is not None and failure.traceback else ""
+        found = next(iter(self.failures.values()), None)
+        return None if found is None else found.root
 
 
 class elastic_launch:
@@ -98,14 +105,19 @@ def run_node(
     workers: what runs them, if not processes of this machine as the config has them.
     """
     _check_log_dir(config.log_dir)
+    if config.virtual_local_rank:
+        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
+        own_device(config.nproc_per_node - 1, os.environ)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
+    spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
+    runners = workers or local_workers(config, options)
     meeting = open_meeting(config, secret)
     try:
         agent = LocalElasticAgent(
-            WorkerSpec(entrypoint, config.nproc_per_node, config.role),
+            spec,
             meeting.handler,
-            workers or local_workers(config, options),
+            runners,
             max_restarts=config.max_restarts,
             ladder=Ladder(grace=config.shutdown_timeout),
             interval=config.monitor_interval,
@@ -114,6 +126,8 @@ def run_node(
         # A node that has saved and leaves is often told so again, and must not die of it.
         with SignalObserver(options.drain_signals, lambda _: None):
             result = agent.run()
+            if isinstance(runners, LocalWorkers):
+                _write_report(runners.kept_folder, result)
             with _signals(options) as stopped:
                 if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
                     meeting.hand_over(stopped, config.timing)
@@ -128,12 +142,29 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
     """Processes of this machine, as a launch has them."""
     return LocalWorkers(
         os.environ,
-        output=OutputPlan(config.redirects, config.tee),
+        output=config.output,
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=sys.executable,
+        processors=_processors(config),
         ignored=options.kept_from_workers,
     )
+
+
+def _processors(config: LaunchConfig) -> Sequence[frozenset[int]]:
+    if config.numa_binding is None:
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return bindings(config.numa_binding, config.nproc_per_node, visible)
+
+
+def _write_report(folder: Path | None, result: RunResult) -> None:
+    if folder is None or result.state is not WorkerState.FAILED:
+        return
+    try:
+        (folder / report.FILE).write_bytes(report.as_json(result))
+    except OSError as error:
+        log.warning("the report is not written to %s: %s", folder, error)
 
 
 def _check_log_dir(path: str | None) -> None:

@@ -10,33 +10,34 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import attrs
 
 from ..errors import ConfigError
 from ..workers.spec import WorkerState
 from .arguments import parse
 from .first_process import stand_in
 
-if TYPE_CHECKING:
-    from ..agent.interface import RunResult
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     try:
         config, entrypoint = parse(sys.argv[1:] if argv is None else argv)
+        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        config = attrs.evolve(config, log_line_prefix_template=template)
         reaped = stand_in()
         if reaped is not None:
             return reaped
         # After the command line was read, so that --help and mistakes are answered at once.
         from .elastic_launch import run_node
+        from .report import told
 
         _start_logging(os.environ.get("LOGLEVEL", "INFO"))
         result = run_node(config, entrypoint)
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
-    _tell(result)
+    print(told(result), end="", file=sys.stderr)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
@@ -52,16 +53,6 @@ def _start_logging(level: str) -> None:
     logger.handlers = [handler]
     logger.setLevel(known)
     logger.propagate = False
-
-
-def _tell(result: RunResult) -> None:
-    """The end, last on the screen: what happened, and the first cause with its traceback."""
-    for failure in result.failures.values():
-        if failure.traceback:
-            print(f"{failure.traceback.rstrip()}", file=sys.stderr)
-        break
-    word = result.state.value.upper()
-    print(f"elasticrun: {word}: {result.reason}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from .change import Change, ChangeKind, change_since, final_change, has_entered
 from .document import FailureKind, Head, Limits, Node
 from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
 from .keeper import Keeper
+from .keys import Keys
 from .participant import Snapshot
 from .ranks import Seat
 from .timing import Timing
@@ -54,6 +55,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     ) -> None:
         self._store = store
         self._run_id = run_id
+        self._keys = Keys(run_id)
         self._limits = limits
         self._timing = timing or Timing()
         self._backend = backend
@@ -197,6 +199,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             max_restarts=head.limits.max_restarts,
             cause=head.cause,
             store=self._store,
+            causes=self._keys.cause(head.roll),
         )
 
     def _waited_for(self, error: RendezvousTimeout) -> str:

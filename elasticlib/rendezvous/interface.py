@@ -33,7 +33,9 @@ class RendezvousInfo:
 
     seat: this node's place, from which its workers' ranks follow; `deal_seats` gives all nodes
     of a generation theirs. restarts and max_restarts: the job's budget, None where the rendezvous
-    keeps none. cause: why this generation was sought.
+    keeps none. cause: why this generation was sought. store: the job's, where there is one that
+    others may use. causes: what the keys in it begin with under which the nodes tell one another
+    why workers of this generation failed; empty for nowhere.
     """
 
     run_id: str
@@ -44,6 +46,7 @@ class RendezvousInfo:
     max_restarts: int | None = None
     cause: str = ""
     store: Store | None = None
+    causes: str = ""
 
     @property
     def rank(self) -> int:

@@ -36,6 +36,7 @@ class Keys:
         self.rolls = f"{self.job}roll/"
         self.dones = f"{self.job}done/"
         self.gones = f"{self.job}gone/"
+        self.causes = f"{self.job}cause/"
 
     def gate(self, roll: str = "") -> str:
         """Stands for as long as the generation does; its value is where torch's store is."""
@@ -53,6 +54,10 @@ class Keys:
     def gone(self, roll: str, node_id: str = "") -> str:
         """Written by a node that leaves its generation and says so."""
         return f"{self.gones}{roll}/{node_id}"
+
+    def cause(self, roll: str) -> str:
+        """Under it the nodes tell one another why workers of a generation failed."""
+        return f"{self.causes}{roll}/"
 
 
 class Read:
@@ -135,10 +140,17 @@ class Read:
         keys = self._keys
         old = [
             entry.key
-            for prefix in (keys.gate(), keys.dones, keys.gones, keys.rolls, keys.memory)
+            for prefix in (
+                keys.gate(),
+                keys.dones,
+                keys.gones,
+                keys.causes,
+                keys.rolls,
+                keys.memory,
+            )
             for entry in self._under(prefix)
         ]
-        ours = (keys.done(roll), keys.gone(roll), keys.shard(roll))
+        ours = (keys.done(roll), keys.gone(roll), keys.cause(roll), keys.shard(roll))
         return tuple(k for k in old if k != keys.gate(roll) and not k.startswith(ours))
 
     def _under(self, prefix: str) -> Iterable[Entry]:

@@ -6,10 +6,13 @@ A signal is told apart from an exit code, and what the worker itself wrote about
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import attrs
+
+from .error_file import failure_record as failure_record
+from .error_file import read_failure as read_failure
+from .error_file import shorten
 
 # Linux numbers, as a table: a pure module does not import signal.
 SIGNALS = {
@@ -30,11 +33,20 @@ SIGNALS = {
 }
 
 
+FATAL = ("Fatal Python error:", "terminate called", "  what():")
+LONGEST_WORDS = 200
+
+
 @attrs.frozen
 class WorkerExit:
     """How one worker ended. returncode is negative for a signal, as in subprocess.
 
-    unreadable: why the value that a function returned cannot be had here; empty if it can.
+    message and traceback: what it wrote of its failure itself. tail: the last lines of its
+    stderr. log: the folder of its files, empty if that goes with the run. unreadable: why the
+    value that a function returned cannot be had here; empty if it can. stopped: it ended after
+    this agent had told it to. out_of_memory: while it ran, the kernel killed for lack of memory
+    in its cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
+    at which its end was seen; to compare with other workers of this machine alone.
     """
 
     local_rank: int
@@ -45,10 +57,27 @@ class WorkerExit:
     traceback: str = ""
     value: Any = None
     unreadable: str = ""
+    tail: str = ""
+    log: str = ""
+    stopped: bool = False
+    out_of_memory: bool = False
+    at: float = 0.0
+    ending: bool = False
+    after: WorkerExit | None = None
 
     @property
     def ok(self) -> bool:
         return self.returncode == 0 and not self.unreadable
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a failure of its own: what dies of a stop does as it was told."""
+        return not self.ok and (not self.stopped or bool(self.message))
+
+    @property
+    def root(self) -> WorkerExit:
+        """The first failure that this one tells of."""
+        return self.after or self
 
     @property
     def signal(self) -> str:
@@ -57,34 +86,35 @@ class WorkerExit:
             return ""
         return SIGNALS.get(-self.returncode, f"signal {-self.returncode}")
 
+    @property
+    def how(self) -> str:
+        """The kind of end: a code, a signal and whose, want of memory."""
+        if self.ending:
+            return "failed, and is still ending"
+        if self.unreadable:
+            return f"returned a value that cannot be read here: {self.unreadable}"
+        if not self.signal:
+            kills = "; meanwhile the kernel killed for lack of memory in its cgroup"
+            return f"exited with code {self.returncode}{kills if self.out_of_memory else ''}"
+        if self.signal == "SIGKILL" and self.out_of_memory and not self.stopped:
+            return "was killed by SIGKILL, likely out of memory"
+        return f"was killed by {self.signal} ({'' if self.stopped else 'not '}sent by this agent)"
+
     def describe(self) -> str:
-        """One sentence: who, how, and why if known."""
-        how = f"exited with code {self.returncode}"
-        if self.signal:
-            how = f"was killed by {self.signal}"
-        elif self.unreadable:
-            how = f"returned a value that cannot be read here: {self.unreadable}"
-        why = f": {self.message}" if self.message else ""
-        return f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid}) {how}{why}"
+        """One sentence: who, how, and why if known; of the first where it followed another."""
+        if self.after is not None:
+            return f"{self.after.describe()}; that of rank {self.rank} followed"
+        why = shorten(self.message or last_words(self.tail, self.returncode), LONGEST_WORDS)
+        said = f": {why}" if why else ""
+        who = f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid})"
+        return f"{who} {self.how}{said}"
 
 
-def failure_record(kind: str, text: str, traceback: str, timestamp: int) -> bytes:
-    """error.json in torch's shape; timestamp in whole seconds since 1970."""
-    extra = {"py_callstack": traceback, "timestamp": str(timestamp)}
-    record = {"message": {"message": f"{kind}: {text}", "extraInfo": extra}}
-    return json.dumps(record).encode()
-
-
-def read_failure(data: bytes) -> tuple[str, str]:
-    """Message and traceback of an error.json of torch's shape; empty where it has none."""
-    try:
-        message = json.loads(data)["message"]
-    except (ValueError, KeyError, TypeError):
-        return "", ""
-    if isinstance(message, str):
-        return message, ""
-    if not isinstance(message, dict):
-        return "", ""
-    extra = message.get("extraInfo")
-    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
-    return str(message.get("message", "")), str(trace)
+def last_words(tail: str, returncode: int) -> str:
+    """The line of stderr that is most likely to name the cause, or an empty string."""
+    lines = [line for line in tail.splitlines() if line.strip()]
+    fatal = [line.strip() for line in lines if line.startswith(FATAL)]
+    if fatal:
+        return ": ".join(fatal[-2:])
+    # What is killed is cut off in the middle: its last line tells of something else.
+    return lines[-1].strip() if lines and returncode > 0 else ""

@@ -8,17 +8,14 @@ back the same way, and an exception leaves an error.json.
 from __future__ import annotations
 
 import multiprocessing.spawn
-import os
 import pickle
 import sys
-import traceback
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from ..clock import wall
 from ..errors import ConfigError, describe
-from .exits import failure_record
+from . import hooks
 from .spec import Function
 
 
@@ -60,18 +57,14 @@ def read_result(path: Path) -> tuple[Any, str]:
 
 def main(payload: str, result: str, error_file: str) -> int:
     preparation, work = pickle.loads(Path(payload).read_bytes())
+    hooks.install(error_file)
     try:
         multiprocessing.spawn.prepare(preparation)
         target, args = pickle.loads(work)
         value = target(*args)
-    except Exception as error:
-        # Reported as torch's @record does, then shown and ended as Python itself would.
-        if error_file and not os.path.exists(error_file):
-            text = traceback.format_exc()
-            record = failure_record(type(error).__name__, str(error), text, int(wall()))
-            Path(error_file).write_bytes(record)
-        traceback.print_exc()
-        return 1
+    except BaseException as error:
+        hooks.record(error)
+        raise
     aside = Path(f"{result}.part")
     aside.write_bytes(pickle.dumps(value))
     aside.rename(result)

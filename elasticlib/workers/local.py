@@ -16,18 +16,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
+from ..clock import monotonic, wall
 from ..errors import WorkerStartError
 from . import session
-from .exits import WorkerExit, read_failure
+from .error_file import ends_process, read_failure
+from .exits import WorkerExit
 from .function import read_result, write_payload
 from .guardian import Guardian
 from .interface import Workers
-from .output import Output, OutputPlan
+from .memory import killed_for_memory, oom_kills
+from .output import Output
+from .output_plan import OutputPlan
+from .processors import Processors, bound_to, count_cores
 from .spec import (
     Command,
     Entrypoint,
@@ -44,7 +49,11 @@ from .streams import Streams
 log = logging.getLogger("elasticlib.workers")
 
 REAP_SECONDS = 5.0
+DRAIN_SECONDS = 5.0
+LONGEST_RECORD = 1 << 20
+"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
 _ENTER = str(Path(__file__).with_name("enter.py"))
+_START = str(Path(__file__).with_name("start.py"))
 
 
 @attrs.define
@@ -53,6 +62,7 @@ class _Process:
     popen: subprocess.Popen[bytes]
     output: Output
     folder: Path
+    ended_at: float = float("inf")
 
 
 class LocalWorkers(Workers):
@@ -64,6 +74,7 @@ class LocalWorkers(Workers):
             at the end unless output was sent there.
         run_id: names that folder.
         python: the interpreter of scripts, modules and functions.
+        processors: what each worker runs on, by local rank; any without.
         ignored: signals that a worker ignores, and its children with it, until it says otherwise.
     """
 
@@ -75,6 +86,7 @@ class LocalWorkers(Workers):
         log_dir: str | None = None,
         run_id: str = "none",
         python: str = sys.executable,
+        processors: Sequence[Processors] = (),
         ignored: Iterable[int] = (),
     ) -> None:
         self._environment = dict(environment)
@@ -82,10 +94,14 @@ class LocalWorkers(Workers):
         self._log_dir = log_dir
         self._run_id = run_id
         self._python = python
+        self._processors = dict(enumerate(processors))
         self._ignored = tuple(sorted(ignored))
         self._guardian = Guardian()
         self._folder: Path | None = None
         self._processes: dict[int, _Process] = {}
+        self._stopped = False
+        self._kills: int | None = None
+        self._late: list[Output] = []
 
     @property
     def folder(self) -> Path:
@@ -101,6 +117,11 @@ class LocalWorkers(Workers):
         return self._folder
 
     @property
+    def kept_folder(self) -> Path | None:
+        """This run's folder, where there is one that stays."""
+        return self._folder if self._kept else None
+
+    @property
     def _kept(self) -> bool:
         """Whether the folder is somebody's to look at when the run is over."""
         return self._log_dir is not None or self._output.any
@@ -108,6 +129,8 @@ class LocalWorkers(Workers):
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         _heed_children()
         self._processes = {}
+        self._stopped = False
+        self._kills = oom_kills()
         for worker in group.workers:
             try:
                 self._start_one(group, worker, ended)
@@ -122,7 +145,12 @@ class LocalWorkers(Workers):
         pid = process.popen.pid
         self._processes[worker.local_rank] = process
         self._guardian.add(pid)
-        args = (pid, worker.local_rank, ended)
+
+        def noticed(local_rank: int) -> None:
+            process.ended_at = wall()
+            ended(local_rank)
+
+        args = (pid, worker.local_rank, noticed)
         name = f"worker-{worker.local_rank}-end"
         threading.Thread(target=_await_end, args=args, name=name, daemon=True).start()
         process.output.attach(process.popen)
@@ -135,13 +163,12 @@ class LocalWorkers(Workers):
             worker,
             self._environment,
             error_file=str(folder / "error.json"),
-            cores=len(os.sched_getaffinity(0)),
+            cores=count_cores(),
         )
         program = self._program(group.spec.entrypoint, worker.local_rank, folder)
-        prefix = f"[{group.spec.role}{worker.rank}]:"
-        output = Output(self._output, worker.local_rank, folder, prefix).open()
+        output = Output(self._output, worker, group.spec.role, folder).open()
         try:
-            with _held_back(self._ignored):
+            with bound_to(self._processors.get(worker.local_rank)), _held_back(self._ignored):
                 popen = subprocess.Popen(
                     self._entered(environment, program),
                     env=environment,
@@ -169,10 +196,11 @@ class LocalWorkers(Workers):
             files = (str(payload), str(folder / "result.pickle"), str(folder / "error.json"))
             return (self._python, "-u", "-m", "elasticlib.workers.function", *files)
         args = with_local_rank(entrypoint.args, local_rank)
+        start = (self._python, "-u", _START, str(folder / "error.json"))
         if isinstance(entrypoint, Script):
-            return (self._python, "-u", entrypoint.path, *args)
+            return (*start, entrypoint.path, *args)
         if isinstance(entrypoint, Module):
-            return (self._python, "-u", "-m", entrypoint.name, *args)
+            return (*start, "-m", entrypoint.name, *args)
         assert isinstance(entrypoint, Command)
         return (entrypoint.program, *args)
 
@@ -182,24 +210,59 @@ class LocalWorkers(Workers):
         session.end(pid)
         returncode = process.popen.wait()
         self._guardian.remove(pid)
-        process.output.close()
-        found = WorkerExit(local_rank, process.worker.rank, pid, returncode)
-        error_file = process.folder / "error.json"
+        if not process.output.close():
+            self._late.append(process.output)
+        found = WorkerExit(local_rank, process.worker.rank, pid, returncode, stopped=self._stopped)
         if returncode == 0:
             value, unreadable = read_result(process.folder / "result.pickle")
             return attrs.evolve(found, value=value, unreadable=unreadable)
-        if error_file.exists():
-            message, trace = read_failure(error_file.read_bytes())
-            return attrs.evolve(found, message=message, traceback=trace)
-        return found
+        return self._explained(found, process)
+
+    def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
+        """With all that is known of why it failed."""
+        message, trace, wrote_at, _ = _read_error(process.folder)
+        at = min(wrote_at, process.ended_at)
+        return attrs.evolve(
+            found,
+            message=message,
+            traceback=trace,
+            tail=process.output.tail(),
+            log=str(process.folder) if self._kept else "",
+            out_of_memory=killed_for_memory(self._kills, oom_kills()),
+            at=at,
+            after=None if self._stopped else self._failing(before=at),
+        )
+
+    def _failing(self, before: float) -> WorkerExit | None:
+        """Who wrote of a failure earlier and has not ended yet: tearing down takes its time, in
+        which others notice that their peer is gone, and may end first."""
+        found = []
+        for local_rank, process in self._processes.items():
+            message, trace, at, ends = _read_error(process.folder)
+            if ends and at < before:
+                who = (local_rank, process.worker.rank, process.popen.pid)
+                found.append(
+                    WorkerExit(
+                        *who,
+                        returncode=1,
+                        message=message,
+                        traceback=trace,
+                        log=str(process.folder) if self._kept else "",
+                        at=at,
+                        ending=True,
+                    )
+                )
+        return min(found, key=lambda exit_: exit_.at, default=None)
 
     def running(self) -> dict[int, str]:
         return {local: f"pid {p.popen.pid}" for local, p in self._processes.items()}
 
     def terminate(self) -> None:
+        self._stopped = True
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        self._stopped = True
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -215,6 +278,10 @@ class LocalWorkers(Workers):
                 # The guardian has it listed, and goes on trying when we are gone.
                 log.error("pid %d would not die, even of SIGKILL", process.popen.pid)
                 del self._processes[local_rank]
+        deadline = monotonic() + DRAIN_SECONDS
+        for output in self._late:
+            output.drain(deadline)
+        self._late.clear()
         if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._guardian.remove_folder(str(self._folder))
@@ -230,6 +297,16 @@ def _held_back(signals: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _read_error(folder: Path) -> tuple[str, str, float, bool]:
+    """Message, traceback and time of a worker's error.json, and whether it tells of its end."""
+    try:
+        with (folder / "error.json").open("rb") as file:
+            data, at = file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return "", "", float("inf"), False
+    return *read_failure(data), at, ends_process(data)
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:

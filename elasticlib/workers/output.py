@@ -1,100 +1,177 @@
 """Where a worker's streams go: through to ours, to a file, or line by line to both.
 
 A pipe has one thread that reads it to its end, whatever becomes of the file or the console, so a
-worker never waits for them or dies with them; nothing that it wrote before it ended is lost.
+worker never waits for them or dies with them; nothing that it wrote before it ended is lost. Of
+what a worker says on stderr the last lines are kept, for the report of its failure.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import select
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-import attrs
-
 from ..clock import monotonic
-from .lines import Lines
-from .streams import StreamChoice, Streams
+from .lines import TAIL_BYTES, Lines, Tail
+from .output_plan import OutputPlan
+from .spec import Worker
+from .streams import Streams
 
 log = logging.getLogger("elasticlib.workers")
 
 CHUNK = 1 << 16
-
-
-@attrs.frozen
-class OutputPlan:
-    """Streams to write to files, and streams to write to files and show."""
-
-    redirect: StreamChoice = attrs.field(factory=StreamChoice)
-    tee: StreamChoice = attrs.field(factory=StreamChoice)
-
-    @property
-    def any(self) -> bool:
-        return self.redirect.any or self.tee.any
+STDERR = 2
+_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 
 class Output:
-    """The streams of one worker; files are opened by `open`, before there is a process."""
+    """The streams of one worker; files are opened by `open`, before there is a process.
 
-    def __init__(self, plan: OutputPlan, local_rank: int, folder: Path, prefix: str) -> None:
-        self._redirect = plan.redirect.of(local_rank)
-        self._tee = plan.tee.of(local_rank)
+    stderr is read here even where it only passes through, so that its last lines are known. Where
+    ours is a terminal the worker gets that itself: progress bars and colours ask for one, and the
+    reader has seen those lines.
+    """
+
+    def __init__(self, plan: OutputPlan, worker: Worker, role: str, folder: Path) -> None:
+        self._plan = plan
+        self._local_rank = worker.local_rank
         self._folder = folder
-        self._prefix = prefix.encode()
+        self._prefix = plan.prefix(role, worker).encode()
+        self._shown = plan.shows(worker.local_rank)
         self._files: dict[Streams, IO[bytes]] = {}
-        self._pumps: list[threading.Thread] = []
+        self._filtered: dict[Streams, IO[bytes]] = {}
+        self._pumps: list[_Pump] = []
+        self._tail = Tail()
 
     def open(self) -> Output:
         """Raises OSError where a file cannot be written."""
-        for stream, name in ((Streams.OUT, "stdout.log"), (Streams.ERR, "stderr.log")):
-            if stream & (self._redirect | self._tee):
-                self._files[stream] = open(self._folder / name, "ab")  # noqa: SIM115
+        kept = self._plan.kept(self._local_rank)
+        for stream, name in _NAMES.items():
+            if stream & kept:
+                self._files[stream] = open(self._folder / f"{name}.log", "ab")  # noqa: SIM115
+            if self._plan.needles(stream) and stream & self._tee and self._shown:
+                # One file for all workers of the attempt; whole lines are appended to it.
+                path = self._folder.parent / f"filtered_{name}.log"
+                self._filtered[stream] = open(path, "ab")  # noqa: SIM115
         return self
+
+    @property
+    def _tee(self) -> Streams:
+        return self._plan.tee.of(self._local_rank)
 
     def target(self, stream: Streams) -> int | IO[bytes] | None:
         """What to give to Popen for stdout or stderr."""
-        return subprocess.PIPE if stream & self._tee else self._files.get(stream)
+        if stream & self._tee:
+            return subprocess.PIPE
+        if stream in self._files:
+            return self._files[stream]
+        if stream is Streams.OUT:
+            return None if self._shown else subprocess.DEVNULL
+        return None if self._shown and _is_terminal(STDERR) else subprocess.PIPE
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
         """Read the pipes of the process that has been started with these targets."""
         for stream, pipe in ((Streams.OUT, process.stdout), (Streams.ERR, process.stderr)):
-            if pipe is None:
-                continue
-            console = sys.stdout if stream is Streams.OUT else sys.stderr
-            args = (pipe, self._files.pop(stream), console, self._prefix)
-            pump = threading.Thread(target=_pump, args=args, daemon=True, name="worker-output")
-            pump.start()
-            self._pumps.append(pump)
+            if pipe is not None:
+                pump = _Pump(pipe, self._sinks(stream))
+                pump.start()
+                self._pumps.append(pump)
         # Files that were handed over whole are the worker's alone now.
         self.abandon()
 
+    def _sinks(self, stream: Streams) -> list[_Sink]:
+        sinks: list[_Sink] = []
+        if stream is Streams.ERR:
+            sinks.append(_Sink("memory", self._tail.feed))
+        if stream & self._tee:
+            file = self._files.pop(stream)
+            sinks.append(_Sink(str(file.name), partial(_write_through, file), end=file.close))
+            if self._shown:
+                sinks.append(self._to_console(stream))
+        elif self._shown:
+            sinks.append(_Sink("stderr", partial(_write_all, STDERR)))
+        return sinks
+
+    def _to_console(self, stream: Streams) -> _Sink:
+        """Whole lines, each under its worker's name, and those that are asked for to a file."""
+        lines = Lines(self._prefix)
+        console = sys.stdout if stream is Streams.OUT else sys.stderr
+        filtered = self._filtered.pop(stream, None)
+        sinks = [_Sink("the console", partial(_show, console))]
+        needles = self._plan.needles(stream)
+
+        def take(cut: list[bytes]) -> None:
+            sinks[0].take(lines.named(cut))
+            for sink in sinks[1:]:
+                sink.take(lines.named(x for x in cut if any(needle in x for needle in needles)))
+
+        def end() -> None:
+            take(lines.cut_rest())
+            if filtered is not None:
+                filtered.close()
+
+        if filtered is not None:
+            sinks.append(_Sink(str(filtered.name), partial(_write_through, filtered)))
+        return _Sink("the console", lambda chunk: take(lines.cut(chunk)), end=end)
+
     def abandon(self) -> None:
         """Close the files that nobody here writes to."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        for files in (self._files, self._filtered):
+            for file in files.values():
+                file.close()
+            files.clear()
 
-    def close(self, seconds: float = 0.5) -> None:
+    def close(self, seconds: float = 0.5) -> bool:
         """After the worker and its session are gone: what was written is in its place.
 
-        Something that left the session may hold a pipe open for ever. Its thread goes on reading
-        after these seconds, for all streams together, and this worker is waited for no longer.
+        Something that left the session may hold a pipe open for ever, and a console may stand
+        still. The thread goes on after these seconds, for all streams together, and this worker
+        is waited for no longer. Returns whether all is done.
         """
         deadline = monotonic() + seconds
         for pump in self._pumps:
             pump.join(max(0.0, deadline - monotonic()))
+        return not any(pump.is_alive() for pump in self._pumps)
+
+    def drain(self, deadline: float) -> None:
+        """Before this process ends: wait for what a slow console has not taken yet."""
+        for pump in self._pumps:
+            while not pump.idle and monotonic() < deadline:
+                pump.join(0.02)
+
+    def tail(self) -> str:
+        """The last lines of stderr, as far as they passed by here or stand in a file."""
+        path = self._folder / "stderr.log"
+        if Streams.ERR & self._plan.kept(self._local_rank) and not Streams.ERR & self._tee:
+            tail = Tail()
+            try:
+                with path.open("rb") as file:
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES - 1))
+                    tail.feed(file.read())
+            except OSError:
+                return ""
+            return tail.text()
+        return self._tail.text()
 
 
 class _Sink:
     """Takes bytes until that fails, then says so once and takes no more."""
 
-    def __init__(self, name: str, write: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, name: str, write: Callable[[bytes], None], end: Callable[[], None] | None = None
+    ) -> None:
         self._name = name
         self._write: Callable[[bytes], None] | None = write
+        self._end = end
 
     def take(self, data: bytes) -> None:
         if self._write is None or not data:
@@ -105,22 +182,69 @@ class _Sink:
             self._write = None
             log.warning("a worker's output is no longer written to %s: %s", self._name, error)
 
+    def finish(self) -> None:
+        try:
+            if self._end is not None:
+                self._end()
+        except (OSError, ValueError) as error:
+            log.warning("a worker's output is not whole in %s: %s", self._name, error)
 
-def _pump(pipe: IO[bytes], file: IO[bytes], console: IO[str], prefix: bytes) -> None:
-    lines = Lines(prefix)
-    kept = _Sink(str(file.name), lambda data: _write_through(file, data))
-    shown = _Sink("the console", lambda data: _show(console, data))
-    with pipe:
-        while chunk := pipe.read1(CHUNK):  # type: ignore[attr-defined]
-            kept.take(chunk)
-            shown.take(lines.feed(chunk))
-    shown.take(lines.rest())
-    _Sink(str(file.name), lambda _: file.close()).take(b"end")
+
+class _Pump(threading.Thread):
+    """Reads one pipe to its end, and never more than it has passed on."""
+
+    def __init__(self, pipe: IO[bytes], sinks: list[_Sink]) -> None:
+        super().__init__(daemon=True, name="worker-output")
+        self._pipe = pipe
+        self._sinks = sinks
+        self._busy = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was written so far has been passed on."""
+        if not self.is_alive():
+            return True
+        try:
+            left = int.from_bytes(fcntl.ioctl(self._pipe, termios.FIONREAD, b"\0" * 4), "little")
+        except (OSError, ValueError):
+            # Closed: the thread is about to end.
+            return False
+        # In this order: what is no longer in the pipe was taken by one who was busy before.
+        return left == 0 and not self._busy
+
+    def run(self) -> None:
+        with self._pipe:
+            number = self._pipe.fileno()
+            news = select.poll()
+            news.register(number, select.POLLIN)
+            while True:
+                news.poll()
+                self._busy = True
+                chunk = os.read(number, CHUNK)
+                for sink in self._sinks:
+                    sink.take(chunk)
+                self._busy = False
+                if not chunk:
+                    break
+        for sink in self._sinks:
+            sink.finish()
+
+
+def _is_terminal(number: int) -> bool:
+    try:
+        return os.isatty(number)
+    except OSError:
+        return False
 
 
 def _write_through(file: IO[bytes], data: bytes) -> None:
     file.write(data)
     file.flush()
+
+
+def _write_all(number: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(number, data) :]
 
 
 def _show(console: IO[str], text: bytes) -> None:

@@ -18,8 +18,9 @@ from ..stores.secret import VARIABLE as SECRET
 
 LOCAL_RANK_MACRO = "${local_rank}"
 
-KEPT_FROM_WORKERS = frozenset({SECRET})
-"""What an agent is told and its workers have no use for: they do not speak to the store."""
+KEPT_FROM_WORKERS = frozenset({SECRET, "TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"})
+"""What an agent is told and its workers have no use for: they do not speak to the store; and what
+an outer launcher has told this one as its worker. The rest of that is told anew."""
 
 
 @attrs.frozen
@@ -59,11 +60,15 @@ Entrypoint = Script | Module | Command | Function
 
 @attrs.frozen
 class WorkerSpec:
-    """What each node's agent is asked to run: so many workers of this, in this role."""
+    """What each node's agent is asked to run: so many workers of this, in this role.
+
+    virtual_local_rank: each worker has LOCAL_RANK 0, and sees its own GPU alone.
+    """
 
     entrypoint: Entrypoint
     local_world_size: int = 1
     role: str = "default"
+    virtual_local_rank: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.local_world_size < 1:
@@ -140,7 +145,7 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    told = {
+    told: dict[str, object] = {
         "RANK": worker.rank,
         "LOCAL_RANK": worker.local_rank,
         "WORLD_SIZE": worker.world_size,
@@ -160,8 +165,29 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
     }
+    if group.spec.virtual_local_rank:
+        told["LOCAL_RANK"] = 0
+        told["CUDA_VISIBLE_DEVICES"] = own_device(worker.local_rank, inherited)
     passed_on = {name: text for name, text in inherited.items() if name not in KEPT_FROM_WORKERS}
     return {**defaults, **passed_on, **{name: str(value) for name, value in told.items()}}
+
+
+def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
+    """The GPU of one worker, of those that its node's workers may see.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = [name.strip() for name in visible.split(",") if name.strip()]
+    if local_rank >= len(devices):
+        raise ConfigError(
+            f"--virtual-local-rank gives each worker a GPU of its own, and local rank {local_rank} "
+            f"has none: CUDA_VISIBLE_DEVICES={visible}"
+        )
+    return devices[local_rank]
 
 
 def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:

@@ -69,7 +69,8 @@ def test_workers_see_what_torchrun_shows_them(tmp_path: Path) -> None:
 def test_logs_stand_where_torchrun_puts_them(tmp_path: Path) -> None:
     text = ("sh", "-c", "echo out $RANK; echo err $RANK >&2")
     flags = ("--rdzv-id", "job", "--log-dir", str(tmp_path), "-r", "3", "-t", "0:1")
-    done = run(*RUN, "--nproc-per-node", "2", *flags, "--no-python", *text)
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}> "}
+    done = run(*RUN, "--nproc-per-node", "2", *flags, "--no-python", *text, **template)
     assert done.returncode == 0
     (folder,) = tmp_path.glob("job_*/attempt_0")
     found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.log")}
@@ -79,7 +80,7 @@ def test_logs_stand_where_torchrun_puts_them(tmp_path: Path) -> None:
         "1/stdout.log": "out 1\n",
         "1/stderr.log": "err 1\n",
     }
-    assert done.stdout == "[default0]:out 0\n"
+    assert done.stdout == "<default 0> out 0\n"
 
 
 def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> None:
@@ -89,6 +90,25 @@ def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> Non
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "exited with code 1: ValueError: the loss is not finite" in last
+    report = done.stderr.partition("elasticrun: first failure")[2]
+    assert report.count("in main\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--numa-binding node", "--numa-binding node binds each worker near its GPU"),
+        ("--virtual-local-rank", "local rank 1 has none: CUDA_VISIBLE_DEVICES=0"),
+    ],
+)
+def test_what_this_machine_cannot_give_is_refused_before_anything_starts(
+    tmp_path: Path, flags: str, sentence: str
+) -> None:
+    more = ("--nproc-per-node", "2", "--no-python", "touch", str(tmp_path / "started"))
+    done = run(*RUN, *flags.split(), *more, CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2
+    assert sentence in done.stderr or "which is none of the 0 GPUs" in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_usage_error_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.workers.lines import LONGEST, Lines
+from elasticlib.workers.lines import LONGEST, TAIL_BYTES, TAIL_LINES, Lines, Tail
 
 pieces = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b""]), max_size=30)
 
@@ -34,3 +34,27 @@ def test_a_line_without_an_end_is_cut_before_it_grows_for_ever() -> None:
     lines = Lines(b"")
     shown = b"".join(lines.feed(b"x" * 1000) for _ in range(1000))
     assert len(shown) >= 1_000_000 - LONGEST - 1000
+
+
+@given(pieces)
+def test_the_tail_of_a_short_stream_is_all_of_it_as_a_terminal_shows_it(
+    chunks: list[bytes],
+) -> None:
+    tail = Tail()
+    for chunk in chunks:
+        tail.feed(chunk)
+    text = b"".join(chunks)
+    rows = text.removesuffix(b"\n").split(b"\n") if text else []
+    shown = [row.rstrip(b"\r").split(b"\r")[-1].decode() for row in rows]
+    assert tail.text() == "\n".join(shown[-TAIL_LINES:])
+
+
+def test_of_a_long_stream_the_tail_keeps_whole_last_lines_in_bounded_memory() -> None:
+    tail = Tail()
+    for number in range(10_000):
+        tail.feed(b"%05d %s\n" % (number, b"x" * 900))
+    lines = tail.text().splitlines()
+    assert [int(line[:5]) for line in lines] == list(range(10_000 - len(lines), 10_000))
+    assert len(lines) == TAIL_BYTES // 910
+    tail.feed(b"y" * 10**6)
+    assert tail.text() == "y" * TAIL_BYTES

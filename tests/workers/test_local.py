@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from elasticlib.workers import session
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.guardian import Guardian
 from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.output import OutputPlan
+from elasticlib.workers.output_plan import OutputPlan
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -44,8 +45,8 @@ class Run:
         self.ends: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.workers = LocalWorkers(os.environ, log_dir=str(folder))
 
-    def writing(self, redirects: str, tee: str) -> Run:
-        plan = OutputPlan(parse_streams(redirects, "-r"), parse_streams(tee, "-t"))
+    def writing(self, redirects: str, tee: str, **more: Any) -> Run:
+        plan = OutputPlan(parse_streams(redirects, "-r"), parse_streams(tee, "-t"), **more)
         self.workers = LocalWorkers(os.environ, output=plan, log_dir=str(self.folder), run_id="j")
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from elasticlib.workers.spec import (
     WorkerGroup,
     WorkerSpec,
     deal_ranks,
+    own_device,
     with_local_rank,
     worker_environment,
 )
@@ -61,6 +63,27 @@ def group() -> WorkerGroup:
         restarts=2,
         max_restarts=3,
     )
+
+
+TOLD = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+]
 
 
 def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
@@ -104,6 +127,39 @@ def test_what_a_pod_says_of_ranks_is_overruled_and_other_settings_stay() -> None
     assert (told["OMP_NUM_THREADS"], told["PATH"]) == ("3", "/bin")
 
 
+def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> None:
+    outer = dict.fromkeys(TOLD, "outer") | {
+        "TORCHELASTIC_TIMER_FILE": "/outer",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+    }
+    told = worker_environment(group(), group().worker(0), outer, error_file="/e", cores=8)
+    assert "outer" not in told.values()
+    assert not {"TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"} & set(told)
+
+
+@pytest.mark.parametrize(
+    ("inherited", "device"),
+    [
+        ({}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "4, 7"}, "7"),
+        ({"CUDA_VISIBLE_DEVICES": "a,GPU-b"}, "GPU-b"),
+    ],
+)
+def test_with_a_virtual_local_rank_a_worker_sees_its_own_gpu_alone(
+    inherited: dict[str, str], device: str
+) -> None:
+    spec = attrs.evolve(group().spec, virtual_local_rank=True)
+    virtual = attrs.evolve(group(), spec=spec)
+    told = worker_environment(virtual, virtual.worker(1), inherited, error_file="", cores=8)
+    assert (told["LOCAL_RANK"], told["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+    assert (told["RANK"], told["LOCAL_WORLD_SIZE"]) == ("2", "2")
+
+
+def test_a_worker_without_a_gpu_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="local rank 1 has none: CUDA_VISIBLE_DEVICES=3"):
+        own_device(1, {"CUDA_VISIBLE_DEVICES": "3"})
+
+
 def test_the_local_rank_macro_is_filled_in() -> None:
     assert with_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
 
@@ -126,8 +182,14 @@ def test_other_streams_are_refused_by_flag_and_value(text: str) -> None:
 
 
 def test_an_exit_tells_a_signal_from_a_code_and_gives_the_cause() -> None:
-    assert WorkerExit(0, 3, 77, -9).describe().endswith("was killed by SIGKILL")
-    assert WorkerExit(0, 3, 77, -40).describe().endswith("was killed by signal 40")
+    assert (
+        WorkerExit(0, 3, 77, -9).describe().endswith("killed by SIGKILL (not sent by this agent)")
+    )
+    assert (
+        WorkerExit(0, 3, 77, -40)
+        .describe()
+        .endswith("was killed by signal 40 (not sent by this agent)")
+    )
     described = WorkerExit(1, 3, 77, 1, message="ValueError: no").describe()
     assert described == "worker of rank 3 (local 1, pid 77) exited with code 1: ValueError: no"
 

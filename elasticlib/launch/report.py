@@ -1,0 +1,49 @@
+"""The end of a run in words: what merely followed first, the first cause last.
+
+The last lines on the screen are what people read, so they name the cause, whichever node it was
+on; the same stands in failure.json, where the run has a folder that is kept.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ..agent.causes import Cause, as_dict
+from ..agent.interface import RunResult
+
+FILE = "failure.json"
+NAME = "elasticrun"
+
+
+def told(result: RunResult) -> str:
+    """All that is said at the end of a run, as lines."""
+    word = result.state.value.upper()
+    cause = "" if result.cause is None else _explained(result.cause)
+    return f"{cause}{NAME}: {word}: {result.reason}\n"
+
+
+def as_json(result: RunResult) -> bytes:
+    """The same, for programs."""
+    said = {
+        "state": result.state.value,
+        "reason": result.reason,
+        "generation": result.generation,
+        "restarts": result.restarts,
+        "cause": None if result.cause is None else as_dict(result.cause),
+    }
+    return json.dumps(said, indent=2).encode() + b"\n"
+
+
+def _explained(cause: Cause) -> str:
+    lines = [f"{NAME}: first failure of generation {cause.generation}, on {cause.host}:"]
+    lines.append(f"  {cause.sentence}")
+    if cause.followed:
+        ranks = ", ".join(str(rank) for rank in cause.followed)
+        lines.append(f"  failed as well, afterwards: rank{'s' * (len(cause.followed) > 1)} {ranks}")
+    if cause.log:
+        lines.append(f"  logs: {cause.log} on {cause.host}")
+    evidence = cause.traceback or cause.tail
+    if evidence and not cause.traceback:
+        lines.append("  the last lines of its stderr:")
+    lines += [f"    {line}" for line in evidence.rstrip().splitlines()]
+    return "".join(f"{line}\n" for line in lines)

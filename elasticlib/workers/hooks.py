@@ -1,0 +1,148 @@
+"""Hooks in a Python worker that write down why it failed, with no decorator in its script.
+
+They show nothing and change nothing that the script does: what its own hooks do, they still do,
+and what torch's `record` has written stays. Standard library only, as every worker imports this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from types import TracebackType
+
+from ..clock import wall
+from .error_file import failure_record
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def install(error_file: str) -> None:
+    """Call it once, just before the user's code runs; an empty name records nothing."""
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        # There may be no stderr to write to. One that the user has enabled is the user's.
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
+    if error_file:
+        Recorder(error_file).hook()
+
+
+def write_failure(error_file: str, error: BaseException, trace: str, thread: str = "") -> bytes:
+    """Leave an error.json; returns what it holds. A disk that is full loses the record only."""
+    kind, now = type(error).__name__, int(wall())
+    record = failure_record(kind, _text(error), trace, now, thread=thread)
+    with contextlib.suppress(OSError):
+        aside = f"{error_file}.part"
+        with open(aside, "wb") as file:
+            file.write(record)
+        os.replace(aside, error_file)
+    return record
+
+
+def record(error: BaseException) -> None:
+    """Write down an exception that is about to end this process, exit("text") included.
+
+    For whoever runs the user's code: neither an exit nor what a script's own excepthook keeps to
+    itself reaches the hooks.
+    """
+    recorder = Recorder.installed
+    if recorder is not None:
+        recorder.main_thread(error)
+
+
+def without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback that begins where the user's code does, as Python's own would."""
+    rest = trace
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name.startswith(_OURS):
+            rest = trace.tb_next
+        elif "runpy" not in name:
+            break
+        trace = trace.tb_next
+    return rest
+
+
+class Recorder:
+    """Writes the error.json of this process, and of none that it forks."""
+
+    installed: Recorder | None = None
+
+    def __init__(self, error_file: str) -> None:
+        self._file = error_file
+        self._pid = os.getpid()
+        self._written = b""
+        self._recorded: BaseException | None = None
+        self._threads = ""
+        self._excepthook = sys.excepthook
+        self._thread_hook = threading.excepthook
+
+    def hook(self) -> None:
+        Recorder.installed = self
+        self._excepthook, sys.excepthook = sys.excepthook, self._hear
+        self._thread_hook, threading.excepthook = threading.excepthook, self._hear_thread
+        atexit.register(self._look_back)
+
+    def main_thread(self, error: BaseException) -> None:
+        """An exception that ends the process: it outranks those of other threads."""
+        if error is self._recorded or _is_silent(error):
+            return
+        self._recorded = error
+        self._write(error, formatted(error) + self._threads)
+
+    def _hear(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # Python shows what the exception holds, rather than what the hook is given.
+        shown = without_ours(trace)
+        self.main_thread(error.with_traceback(shown))
+        self._excepthook(kind, error, shown)
+
+    def _hear_thread(self, args: threading.ExceptHookArgs) -> None:
+        error, thread = args.exc_value, args.thread
+        if error is not None and not isinstance(error, SystemExit) and self._recorded is None:
+            name = "?" if thread is None else thread.name
+            # It ends its thread alone, and is read only if the process then fails.
+            self._threads += f"\nEarlier, in thread {name!r}:\n{formatted(error)}"
+            self._write(error, self._threads.lstrip(), name)
+        self._thread_hook(args)
+
+    def _look_back(self) -> None:
+        """At the end: the interpreter keeps what it gave to an excepthook that replaced ours."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException):
+            self.main_thread(error)
+
+    def _write(self, error: BaseException, trace: str, thread: str = "") -> None:
+        if os.getpid() != self._pid:
+            return
+        try:
+            with open(self._file, "rb") as file:
+                stands = file.read()
+        except OSError:
+            stands = self._written
+        # Of somebody else's making: torch's record, or ours, which saw it closer to its cause.
+        if stands == self._written:
+            self._written = write_failure(self._file, error, trace, thread)
+
+
+def _is_silent(error: BaseException) -> bool:
+    """Whether it is an exit that says no more than its code."""
+    return isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int))
+
+
+def formatted(error: BaseException) -> str:
+    trace = without_ours(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        # An exception's own code runs here, and may raise anything.
+        return f"(its text cannot be had: {type(broken).__name__})"

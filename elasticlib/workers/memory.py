@@ -1,0 +1,58 @@
+"""How often the kernel has killed for lack of memory where this process runs.
+
+A worker that dies so leaves no word, only SIGKILL; that the count has risen while it ran is the
+one trace. It is evidence, not proof: another process of the cgroup may have been the one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = CGROUPS) -> int | None:
+    """The count in this process's cgroup, or the machine's where that has none; None if unknown."""
+    try:
+        places = counters(membership.read_text(), mount)
+    except OSError:
+        places = []
+    for place in [*places, Path("/proc/vmstat")]:
+        try:
+            count = parse(place.read_text())
+        except OSError:
+            continue
+        if count is not None:
+            return count
+    return None
+
+
+def counters(membership: str, mount: Path) -> list[Path]:
+    """Where the count may stand, the nearest first, given what /proc/self/cgroup says."""
+    found: list[Path] = []
+    for line in membership.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            folder, name = mount / "memory", "memory.oom_control"
+        elif not controllers:
+            folder, name = mount, "memory.events"
+        else:
+            continue
+        # In a container the path may be the host's, and our own group the top of what is mounted.
+        found += [folder / path.lstrip("/") / name, folder / name]
+    return found
+
+
+def parse(text: str) -> int | None:
+    """The number that stands behind `oom_kill`."""
+    for line in text.splitlines():
+        name, _, number = line.partition(" ")
+        if name == "oom_kill" and number.strip().isdigit():
+            return int(number)
+    return None
+
+
+def killed_for_memory(before: int | None, after: int | None) -> bool:
+    """Whether the count has risen."""
+    return before is not None and after is not None and after > before

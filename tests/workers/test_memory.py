@@ -1,0 +1,48 @@
+"""The kernel's count of those that it killed for lack of memory, in both kinds of cgroups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticlib.workers.memory import counters, killed_for_memory, oom_kills, parse
+
+V1 = "9:name=systemd:/\n4:memory:/job/7\n1:cpu:/\n0::/\n"
+V2 = "0::/job/7\n"
+EVENTS = "low 0\nhigh 3\noom 2\noom_kill {}\noom_group_kill 0\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "file", "text"),
+    [
+        (V1, "memory/job/7/memory.oom_control", CONTROL),
+        (V1, "memory/memory.oom_control", CONTROL),
+        (V2, "job/7/memory.events", EVENTS),
+        (V2, "memory.events", EVENTS),
+    ],
+)
+def test_the_count_is_found_from_outside_and_inside_a_container(
+    tmp_path: Path, membership: str, file: str, text: str
+) -> None:
+    (tmp_path / "cgroup").write_text(membership)
+    place = tmp_path / "mount" / file
+    place.parent.mkdir(parents=True)
+    place.write_text(text.format(5))
+    assert oom_kills(tmp_path / "cgroup", tmp_path / "mount") == 5
+
+
+def test_the_nearest_count_is_asked_first() -> None:
+    mount = Path("/m")
+    assert counters(V2, mount) == [mount / "job/7/memory.events", mount / "memory.events"]
+
+
+def test_what_is_no_count_is_none() -> None:
+    assert parse("oom_kill\n") is None
+    assert parse("oom_kill x\noom_kill_disable 0") is None
+
+
+def test_only_a_count_that_rose_tells_of_a_kill() -> None:
+    assert killed_for_memory(2, 3)
+    assert not any(killed_for_memory(*pair) for pair in ((2, 2), (None, 3), (3, None)))

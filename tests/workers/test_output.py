@@ -1,0 +1,118 @@
+"""Streams shown and kept as torchrun's flags say, at any speed and in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import WITHOUT_TORCH, Job, until
+from test_local import Run, shell
+
+from elasticlib.errors import ConfigError
+from elasticlib.launch.arguments import parse
+from elasticlib.launch.output_flags import split_at_commas
+
+MEGABYTES = 200
+ROOM_KB = 100_000
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.workers.close()
+
+
+def test_lines_that_are_asked_for_are_kept_once_more_and_named_as_told(
+    run: Run, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    template = "<${role_name}/${rank}/${local_rank}/${else}> "
+    more = {"stdout_needles": ("loss", "a,b"), "stderr_needles": ("late",), "template": template}
+    run.writing("0", "3", **more)
+    text = 'echo "loss $RANK"; echo other; echo "a,b"; echo late >&2; printf "half a loss"'
+    run.start(shell(text), count=2)
+    assert run.end().ok
+    assert run.end().ok
+    (attempt,) = run.folder.glob("*/attempt_0")
+    kept = sorted((attempt / "filtered_stdout.log").read_text().splitlines())
+    names = [f"<role/{rank}/{rank}/${{else}}> " for rank in (0, 1)]
+    wanted = [f"{names[r]}{line}" for r in (0, 1) for line in (f"loss {r}", "a,b", "half a loss")]
+    assert kept == sorted(wanted)
+    late = (attempt / "filtered_stderr.log").read_text().splitlines()
+    assert sorted(late) == [f"{name}late" for name in names]
+    assert f"{names[1]}other\n" in capfdbinary.readouterr().out.decode()
+
+
+def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
+    run: Run, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    run.writing("1:1", "0:1", ranks=frozenset({0}), stdout_needles=("out",))
+    run.start(shell("echo out $RANK; echo err $RANK >&2"), count=3)
+    assert all(run.end().ok for _ in range(3))
+    shown = capfdbinary.readouterr()
+    assert shown.out == b"[role0]:out 0\n"
+    assert shown.err == b"err 0\n"
+    assert [run.file("stdout.log", rank) for rank in (0, 1)] == ["out 0\n", "out 1\n"]
+    (filtered,) = run.folder.glob("*/attempt_0/filtered_stdout.log")
+    assert filtered.read_text() == "[role0]:out 0\n"
+
+
+@pytest.mark.faults
+def test_a_writer_of_200_megabytes_neither_fills_memory_nor_holds_up_the_loop(
+    job: Job, tmp_path: Path
+) -> None:
+    flags = ("--standalone", "--log-dir", str(tmp_path / "logs"), "-t", "1", "--no-python")
+    line = "a line of a log that is about as long as most lines of a log are, give or take"
+    command = (sys.executable, "-m", "elasticlib.launch", *flags, "yes", line)
+    agent = job.start(
+        "a", "sh", "-c", 'exec "$@" > /dev/null', "sh", *command, PYTHONPATH=WITHOUT_TORCH
+    )
+
+    def written() -> int:
+        return sum(f.stat().st_size for f in (tmp_path / "logs").glob("*/attempt_0/0/stdout.log"))
+
+    until("200 MB", lambda: written() > MEGABYTES * 1_000_000)
+    status = Path(f"/proc/{agent.pid}/status").read_text()
+    (peak,) = (int(row.split()[1]) for row in status.splitlines() if row.startswith("VmHWM"))
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code(seconds=5.0) == 128 + signal.SIGTERM
+    assert peak < ROOM_KB
+    for file in (tmp_path / "logs").glob("*/attempt_0/0/stdout.log"):
+        with file.open("rb") as log:
+            log.seek(-2 * len(line), os.SEEK_END)
+            assert log.read().splitlines()[1] == line.encode()
+        file.unlink()
+
+
+def test_flags_are_read_as_torchrun_reads_them() -> None:
+    flags = "-t 3 --local_ranks_filter 0,2 --duplicate-stdout-filters a,,b,c --nproc-per-node 3"
+    config, _ = parse([*flags.split(), "--duplicate-stderr-filters", "x", "--no-python", "true"])
+    assert config.local_ranks_filter == frozenset({0, 2})
+    assert (config.output.stdout_needles, config.output.stderr_needles) == (("a,b", "c"), ("x",))
+    assert not config.virtual_local_rank
+    assert parse(["--virtual-local-rank", "--no-python", "true"])[0].virtual_local_rank
+    assert split_at_commas("") == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--local-ranks-filter 0,x", "--local-ranks-filter is local ranks as in 0,2, got '0,x'"),
+        ("--local-ranks-filter 1", "--local-ranks-filter names local rank 1, and there are 1"),
+        ("--local-ranks-filter=-1", "--local-ranks-filter names local rank -1"),
+        ("--duplicate-stdout-filters a", "that is no worker's stdout: add --tee 1"),
+        ("--duplicate-stderr-filters a -t 1", "that is no worker's stderr: add --tee 2"),
+        (
+            "--nproc-per-node 2 -t 0:1 --local-ranks-filter 1 --duplicate-stdout-filters a",
+            "that is no worker's stdout",
+        ),
+    ],
+)
+def test_a_flag_that_could_do_nothing_is_refused(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse([*flags.split(), "--no-python", "true"])
+    assert sentence in str(refused.value)
