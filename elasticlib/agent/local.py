@@ -25,6 +25,8 @@ from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.spec import WorkerGroup, WorkerSpec, WorkerState, deal_ranks
+from .agreed import Need
+from .agreement import Agreements
 from .board import CauseBoard
 from .causes import Cause
 from .interface import ElasticAgent, RunResult
@@ -105,7 +107,8 @@ class LocalElasticAgent(ElasticAgent):
         self._workers = workers
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
-        self._stop = GroupStop(workers, ladder or Ladder(), clock)
+        self._agreements = Agreements(workers, clock, self._agreed)
+        self._stop = GroupStop(workers, ladder or Ladder(), clock, self._agreements.told)
         self._clock = clock
         self._inbox: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._signals = SignalObserver(self._options.heeded, self._signal)
@@ -154,6 +157,7 @@ class LocalElasticAgent(ElasticAgent):
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
             stack.callback(_closed, self._board.close)
+            stack.callback(_closed, self._agreements.end)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -191,7 +195,7 @@ class LocalElasticAgent(ElasticAgent):
             self._start()
         elif isinstance(action, StopWorkers):
             notice = self._options.notice(action.notice) if action.notice else None
-            self._stop.begin(notice)
+            self._stop.begin(notice, planned=bool(action.notice))
         elif isinstance(action, HurryWorkers):
             self._stop.hurry()
         elif isinstance(action, ReportFailure):
@@ -209,6 +213,7 @@ class LocalElasticAgent(ElasticAgent):
         assert info is not None
         self._exits, self._failed_elsewhere = {}, False
         self._stop.forget()
+        self._agreements.begin(info, self._attempt)
         self._started_at = self._clock()
         store = info.bootstrap_store_info
         self._group = WorkerGroup(
@@ -336,8 +341,12 @@ class LocalElasticAgent(ElasticAgent):
     def _listens(self, why: str) -> bool:
         """Whether the workers have been told to save, or can be."""
         if self._now.state is State.RUNNING:
-            return self._stop.tell(self._options.notice(why))
+            notice = self._options.notice(why)
+            return notice is not None and self._stop.tell(notice)
         return self._now.state is State.STOPPING and self._stop.heard
+
+    def _agreed(self, attempt: int, need: Need) -> None:
+        self._inbox.put(_News(attempt, lambda: self._stop.agreed(need)))
 
     # -- the end ------------------------------------------------------------------------------
 

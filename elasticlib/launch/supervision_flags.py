@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from ..agent.interface import DRAIN_EXIT_CODE
-from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..agent.options import DRAIN_SIGNALS, RESIZES, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
 
 LONGEST = 1e6
@@ -87,6 +87,12 @@ def add_supervision_flags(add: Callable[..., None]) -> None:
         "for scripts that listen)",
     )
     add("--drain-exit-code", type=int, help=f"after a drain (default {DRAIN_EXIT_CODE})")
+    add(
+        "--resize",
+        choices=RESIZES,
+        help="when workers that listen stop for a change of the job's size (default at-step; "
+        "at-checkpoint: when they have next saved, or at half of --resize-grace)",
+    )
     for name, text in _SECONDS.items():
         add(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
 
@@ -102,6 +108,8 @@ def read_supervision(given: argparse.Namespace) -> SupervisionOptions:
     if given.drain_exit_code is not None:
         ours["drain_exit_code"] = given.drain_exit_code
     agent = attrs.evolve(_heeded(given), **seconds)
+    if given.resize is not None:
+        agent = attrs.evolve(agent, resize=given.resize)
     return SupervisionOptions(agent=agent, **ours)
 
 
