@@ -163,6 +163,17 @@ class Agent:
                 rank.agent.tell_stop(need.call, 0, 1e9)
 
 
+def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None:
+    agent, worker = ends(path)
+    worker.enter(1)
+    # As if it were held up in the middle of its second call: which way it goes is open.
+    worker._words[2] = 2
+    agent.ask(0, 1e9)
+    assert agent.earliest_stop() is None
+    worker.go_on(2)
+    assert agent.earliest_stop() == 3
+
+
 @given(
     seed=st.integers(0, 2**32),
     nodes=st.integers(1, 3),
