@@ -34,6 +34,7 @@ PURE = {
     "rendezvous/intent.py",
     "agent/policy.py",
     "agent/agreed.py",
+    "agent/hang.py",
     "agent/causes.py",
     "workers/spec.py",
     "workers/ladder.py",

@@ -29,6 +29,7 @@ from .agreed import Need
 from .agreement import Agreements
 from .board import CauseBoard
 from .causes import Cause
+from .hang_watch import HangWatch
 from .interface import ElasticAgent, RunResult
 from .observers import RendezvousObserver, SignalObserver
 from .options import AgentOptions
@@ -38,6 +39,7 @@ from .policy import (
     DrainAsked,
     Event,
     Finish,
+    Hung,
     HurryWorkers,
     Join,
     JoinEnded,
@@ -124,6 +126,11 @@ class LocalElasticAgent(ElasticAgent):
         self._idle_since = self._started_at = clock()
         self._exits: dict[int, WorkerExit] = {}
         self._board = CauseBoard(socket.gethostname(), clock=clock)
+        hang = self._options.hang
+        self._hang = None
+        if hang is not None:
+            host = socket.gethostname()
+            self._hang = HangWatch(workers, hang, host, clock=clock, hung=self._hung)
         self._failed_elsewhere = False
         self._cause: Cause | None = None
 
@@ -158,6 +165,8 @@ class LocalElasticAgent(ElasticAgent):
             stack.callback(_closed, self._workers.close)
             stack.callback(_closed, self._board.close)
             stack.callback(_closed, self._agreements.end)
+            if self._hang is not None:
+                stack.callback(_closed, self._hang.end)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -237,6 +246,8 @@ class LocalElasticAgent(ElasticAgent):
             self._workers.start(self._group, lambda local: self._worker_ended(attempt, local))
         except ElasticError as error:
             self._put(attempt, StartFailed(str(error)))
+        if self._hang is not None:
+            self._hang.begin(info, self._group, attempt)
 
     def _budget(self, info: RendezvousInfo) -> int:
         """The job's where its rendezvous keeps one, else our own."""
@@ -344,6 +355,9 @@ class LocalElasticAgent(ElasticAgent):
             notice = self._options.notice(why)
             return notice is not None and self._stop.tell(notice)
         return self._now.state is State.STOPPING and self._stop.heard
+
+    def _hung(self, attempt: int, reason: str) -> None:
+        self._put(attempt, Hung(reason))
 
     def _agreed(self, attempt: int, need: Need) -> None:
         self._inbox.put(_News(attempt, lambda: self._stop.agreed(need)))

@@ -12,6 +12,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
+from .hang import HangLimits
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
@@ -33,7 +34,8 @@ class AgentOptions:
     to save and end when the job changes its size, and when this node leaves. resize: when they
     stop for the former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
     `at-checkpoint` (once they have saved). min_uptime: a worker that fails within so many seconds
-    of its node's first start is not retried; 0 for none.
+    of its node's first start is not retried; 0 for none. hang: what silence of workers that tell
+    of their steps is a hang; None: they are not watched.
     """
 
     signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
@@ -43,6 +45,7 @@ class AgentOptions:
     drain_grace: float = 30.0
     resize: str = AT_STEP
     min_uptime: float = 0.0
+    hang: HangLimits | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("resize_grace", "drain_grace", "min_uptime"):

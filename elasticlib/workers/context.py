@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from pathlib import Path
 
 import attrs
 
 from ..clock import monotonic
 from .channel import VARIABLE, Channel
 from .notice import REASONS
+from .stacks import write_on_demand
 
 LOOK_SECONDS = 2e-4
 """Between two looks, while the ranks agree: a call of the store, in all."""
@@ -111,6 +113,9 @@ def _reached(path: str) -> Channel | None:
     with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
         channel = Channel(path)
         if channel.own(os.getpid()):
+            folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", path)).parent
+            if write_on_demand(folder):
+                channel.tell_dumps()
             return channel
         channel.close()
     return None

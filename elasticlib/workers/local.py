@@ -23,7 +23,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError
-from . import session
+from . import session, stacks
 from .beat import Beat
 from .channel import VARIABLE as CHANNEL
 from .channels import Channels
@@ -280,6 +280,17 @@ class LocalWorkers(Workers):
 
     def beats(self) -> Mapping[int, Beat]:
         return self._channels.beats()
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        asked, processes = self._channels.dumpers(), dict(self._processes)
+        # A number that has passed to another process is in another session.
+        return stacks.dump(
+            {
+                local: (pid, processes[local].folder)
+                for local, pid in asked.items()
+                if local in processes and session.holds(processes[local].popen.pid, pid)
+            }
+        )
 
     def terminate(self) -> None:
         self._stopped = True

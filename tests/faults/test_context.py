@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from typing import Any
 
@@ -109,5 +110,26 @@ def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
     nodes.append(asking(job, "b", *meet, *last))
     job.settled(2, after=generation_of(one))
     assert not list(job.folder.glob("stopped.*"))
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job) -> None:
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+    logs = {name: job.folder / f"logs-{name}" for name in "ab"}
+    watch = ("--hang-timeout", "1.5", "--log-dir")
+    hang = ("hang", "1", "20")
+    nodes = [
+        asking(job, name, *meet, *SHORT, *watch, str(logs[name]), worker=hang) for name in "ab"
+    ]
+    first = job.settled(2)
+    again = job.settled(2, after=generation_of(first))
+    assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
+    told = r"hung: rank \d on \S+ is at step 19, silent for \d\.\d s; the others are at step 19"
+    for node in nodes:
+        assert re.search(told, node.text), node.text
+        (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")
+        assert re.search(r"Current thread|Thread 0x.*\n  File .*context_worker", stacks.read_text())
+    assert sum("the stacks of rank" in node.text for node in nodes) == 1
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
