@@ -59,6 +59,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/commands.py",
     # Between two execs: it takes out what Python put in, and reads nothing.
     "workers/enter.py",
+    # A fork that takes on its own environment.
+    "workers/template.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
 }

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
-from ..errors import WorkerStartError
+from ..errors import ConfigError, ElasticError, WorkerStartError
 from . import session
 from .exits import WorkerExit, read_failure
 from .function import read_result, write_payload
@@ -28,6 +27,7 @@ from .guardian import Guardian
 from .interface import Workers
 from .output import Output, OutputPlan
 from .spec import (
+    START_METHODS,
     Command,
     Entrypoint,
     Function,
@@ -35,27 +35,31 @@ from .spec import (
     Script,
     Worker,
     WorkerGroup,
+    WorkerSpec,
+    common_environment,
     with_local_rank,
     worker_environment,
 )
 from .streams import Streams
+from .warm import Warm, WarmStart
 
 log = logging.getLogger("elasticlib.workers")
 
 REAP_SECONDS = 5.0
 _ENTER = str(Path(__file__).with_name("enter.py"))
+_START = str(Path(__file__).with_name("start.py"))
 
 
 @attrs.define
 class _Process:
     worker: Worker
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Warm
     output: Output
     folder: Path
 
 
 class LocalWorkers(Workers):
-    """Processes started afresh for each generation.
+    """Processes of their own for each generation.
 
     Args:
         environment: what the workers inherit, before what they are told.
@@ -63,6 +67,9 @@ class LocalWorkers(Workers):
             at the end unless output was sent there.
         run_id: names that folder.
         python: the interpreter of scripts, modules and functions.
+        start_method: `warm` to fork these from a process that has torch imported, or `spawn`
+            to start an interpreter for each.
+        preload: modules that this process imports besides.
     """
 
     def __init__(
@@ -73,7 +80,16 @@ class LocalWorkers(Workers):
         log_dir: str | None = None,
         run_id: str = "none",
         python: str = sys.executable,
+        start_method: str = "warm",
+        preload: Sequence[str] = (),
     ) -> None:
+        if start_method not in START_METHODS:
+            raise ConfigError(f"start_method is warm or spawn, got {start_method!r}")
+        if preload and start_method != "warm":
+            raise ConfigError(f"preload is for start_method warm, got {start_method}")
+        self._warm = start_method == "warm"
+        self._preload = tuple(preload)
+        self._warm_start: WarmStart | None = None
         self._environment = dict(environment)
         self._output = output or OutputPlan()
         self._log_dir = log_dir
@@ -101,8 +117,29 @@ class LocalWorkers(Workers):
         """Whether the folder is somebody's to look at when the run is over."""
         return self._log_dir is not None or self._output.any
 
+    def prepare(self, spec: WorkerSpec) -> None:
+        if isinstance(spec.entrypoint, Command):
+            if self._preload:
+                raise ConfigError("preload is for Python workers, and this is another program")
+            return
+        if not self._warm:
+            return
+        environment = common_environment(spec, self._environment, len(os.sched_getaffinity(0)))
+        template = ("", "template", "{link}", _folder_of(spec.entrypoint), *self._preload)
+        command = self._entered(environment, self._started(template))
+        if self._warm_start is not None:
+            if self._warm_start.serves(command, environment):
+                return
+            self._warm_start.close()
+        self._warm_start = WarmStart(command, environment, self._preload, self._guardian)
+
+    def await_prepared(self) -> None:
+        if self._warm_start is not None:
+            self._warm_start.wait()
+
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         _heed_children()
+        self._prepare_late(group.spec)
         self._processes = {}
         for worker in group.workers:
             try:
@@ -111,6 +148,14 @@ class LocalWorkers(Workers):
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
                 ) from error
+
+    def _prepare_late(self, spec: WorkerSpec) -> None:
+        """Whoever has not called these before gets them now."""
+        try:
+            self.prepare(spec)
+        except OSError as error:
+            raise WorkerStartError(f"cannot start the workers' template: {error}") from error
+        self.await_prepared()
 
     def _start_one(self, group: WorkerGroup, worker: Worker, ended: Callable[[int], None]) -> None:
         self._guardian.open()
@@ -133,22 +178,38 @@ class LocalWorkers(Workers):
             error_file=str(folder / "error.json"),
             cores=len(os.sched_getaffinity(0)),
         )
-        program = self._program(group.spec.entrypoint, worker.local_rank, folder)
+        what = self._what(group.spec.entrypoint, worker.local_rank, folder)
         prefix = f"[{group.spec.role}{worker.rank}]:"
         output = Output(self._output, worker.local_rank, folder, prefix).open()
         try:
-            popen = subprocess.Popen(
-                self._entered(environment, program),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output.target(Streams.OUT),
-                stderr=output.target(Streams.ERR),
-                start_new_session=True,
-            )
-        except OSError:
+            popen = self._begin(what, environment, output)
+        except (OSError, ElasticError):
             output.abandon()
             raise
         return _Process(worker, popen, output, folder)
+
+    def _begin(
+        self, what: tuple[str, ...], environment: dict[str, str], output: Output
+    ) -> subprocess.Popen[bytes] | Warm:
+        targets = (output.target(Streams.OUT), output.target(Streams.ERR))
+        if what[0] != "command":
+            what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
+            if self._warm_start is not None:
+                warm = self._warm_start.fork(what, environment, targets)
+                if warm is not None:
+                    return warm
+        program = what[1:] if what[0] == "command" else self._started(what)
+        return subprocess.Popen(
+            self._entered(environment, program),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=targets[0],
+            stderr=targets[1],
+            start_new_session=True,
+        )
+
+    def _started(self, what: tuple[str, ...]) -> tuple[str, ...]:
+        return (self._python, "-u", _START, *what)
 
     def _entered(self, environment: Mapping[str, str], program: tuple[str, ...]) -> list[str]:
         """The program behind the one that ties it to this process's life."""
@@ -156,19 +217,19 @@ class LocalWorkers(Workers):
         locale = environment.get("LC_CTYPE", "")
         return [self._python, "-I", "-S", _ENTER, str(os.getpid()), locale, *program]
 
-    def _program(self, entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
+    def _what(self, entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
+        """The kind of a program, its name and its arguments, as `become` takes them."""
         if isinstance(entrypoint, Function):
             payload = folder / "payload.pickle"
             write_payload(payload, entrypoint)
-            files = (str(payload), str(folder / "result.pickle"), str(folder / "error.json"))
-            return (self._python, "-u", "-m", "elasticlib.workers.function", *files)
+            return ("function", str(payload), str(folder / "result.pickle"))
         args = with_local_rank(entrypoint.args, local_rank)
         if isinstance(entrypoint, Script):
-            return (self._python, "-u", entrypoint.path, *args)
+            return ("script", entrypoint.path, *args)
         if isinstance(entrypoint, Module):
-            return (self._python, "-u", "-m", entrypoint.name, *args)
+            return ("module", entrypoint.name, *args)
         assert isinstance(entrypoint, Command)
-        return (entrypoint.program, *args)
+        return ("command", entrypoint.program, *args)
 
     def collect(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
@@ -203,12 +264,15 @@ class LocalWorkers(Workers):
     def close(self) -> None:
         self.kill()
         for local_rank, process in list(self._processes.items()):
-            if _ends_within(process.popen.pid, REAP_SECONDS):
+            if session.ends_within(process.popen.pid, REAP_SECONDS):
                 self.collect(local_rank)
             else:
                 # The guardian has it listed, and goes on trying when we are gone.
                 log.error("pid %d would not die, even of SIGKILL", process.popen.pid)
                 del self._processes[local_rank]
+        if self._warm_start is not None:
+            self._warm_start.close()
+            self._warm_start = None
         if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._guardian.remove_folder(str(self._folder))
@@ -216,21 +280,18 @@ class LocalWorkers(Workers):
         self._guardian.close()
 
 
+def _folder_of(entrypoint: Entrypoint) -> str:
+    """Where Python looks first for the modules of this program."""
+    if isinstance(entrypoint, Script):
+        return os.path.dirname(os.path.realpath(entrypoint.path))
+    return os.getcwd()
+
+
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
     try:
-        # WNOWAIT leaves the zombie, which keeps the pid and with it the session's number.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        session.ends_within(pid, None)
     finally:
         ended(local_rank)
-
-
-def _ends_within(pid: int, seconds: float) -> bool:
-    """Whether a child of ours, which nobody has reaped, ends in time; it is not reaped here."""
-    handle = os.pidfd_open(pid)
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
 
 
 def _heed_children() -> None:

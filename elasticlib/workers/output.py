@@ -19,6 +19,7 @@ import attrs
 from ..clock import monotonic
 from .lines import Lines
 from .streams import StreamChoice, Streams
+from .warm import Warm
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -59,7 +60,7 @@ class Output:
         """What to give to Popen for stdout or stderr."""
         return subprocess.PIPE if stream & self._tee else self._files.get(stream)
 
-    def attach(self, process: subprocess.Popen[bytes]) -> None:
+    def attach(self, process: subprocess.Popen[bytes] | Warm) -> None:
         """Read the pipes of the process that has been started with these targets."""
         for stream, pipe in ((Streams.OUT, process.stdout), (Streams.ERR, process.stderr)):
             if pipe is None:

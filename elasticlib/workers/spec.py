@@ -16,6 +16,9 @@ from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
 from ..stores.secret import VARIABLE as SECRET
 
+START_METHODS = ("warm", "spawn")
+"""How Python workers begin: forked from a process that has torch imported, or from nothing."""
+
 LOCAL_RANK_MACRO = "${local_rank}"
 
 KEPT_FROM_WORKERS = frozenset({SECRET})
@@ -133,12 +136,6 @@ def worker_environment(
     cores: int,
 ) -> dict[str, str]:
     """The whole environment of one worker, as torchrun would set it, and the generation."""
-    threads = max(1, cores // group.spec.local_world_size)
-    defaults = {
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
     told = {
         "RANK": worker.rank,
         "LOCAL_RANK": worker.local_rank,
@@ -159,8 +156,22 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
     }
+    common = common_environment(group.spec, inherited, cores)
+    return {**common, **{name: str(value) for name, value in told.items()}}
+
+
+def common_environment(
+    spec: WorkerSpec, inherited: Mapping[str, str], cores: int
+) -> dict[str, str]:
+    """What all workers of a node find in their environment, whichever generation they are of."""
+    threads = max(1, cores // spec.local_world_size)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     passed_on = {name: text for name, text in inherited.items() if name not in KEPT_FROM_WORKERS}
-    return {**defaults, **passed_on, **{name: str(value) for name, value in told.items()}}
+    return {**defaults, **passed_on}
 
 
 def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
