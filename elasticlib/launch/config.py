@@ -14,6 +14,7 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
+from ..workers.spec import check_start
 from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
@@ -145,7 +146,8 @@ class LaunchConfig:
     rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
     static backend. topology: nodes with the same one get adjacent ranks. spares: how many nodes
     beyond max_nodes may wait, None for any. store_grace: seconds for which the store may be away.
-    shutdown_timeout: seconds between SIGTERM and SIGKILL.
+    shutdown_timeout: seconds between SIGTERM and SIGKILL. start_method: `warm` or `spawn`.
+    preload: what workers that are started warm have imported besides torch.
     """
 
     min_nodes: int = 1
@@ -167,6 +169,8 @@ class LaunchConfig:
     redirects: StreamChoice = attrs.field(factory=StreamChoice)
     tee: StreamChoice = attrs.field(factory=StreamChoice)
     shutdown_timeout: float = 30.0
+    start_method: str = "warm"
+    preload: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.rdzv_backend not in BACKENDS:
@@ -179,6 +183,7 @@ class LaunchConfig:
             )
         self._check_numbers()
         self._check_streams()
+        check_start(self.start_method, self.preload)
         self._check_place()
         # Read for its errors, so that a bad value is named before anything starts.
         assert self.options

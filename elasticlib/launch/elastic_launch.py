@@ -89,6 +89,10 @@ def _name(entrypoint: Entrypoint) -> str:
 def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was."""
     _check_log_dir(config.log_dir)
+    if config.preload and isinstance(entrypoint, Command):
+        raise ConfigError(
+            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
+        )
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     meeting = open_meeting(config, secret)
     try:
@@ -101,6 +105,8 @@ def run_node(config: LaunchConfig, entrypoint: Entrypoint) -> RunResult:
                 log_dir=config.log_dir,
                 run_id=config.run_id,
                 python=sys.executable,
+                start_method=config.start_method,
+                preload=config.preload,
             ),
             max_restarts=config.max_restarts,
             ladder=Ladder(grace=config.shutdown_timeout),

@@ -27,7 +27,6 @@ from .guardian import Guardian
 from .interface import Workers
 from .output import Output, OutputPlan
 from .spec import (
-    START_METHODS,
     Command,
     Entrypoint,
     Function,
@@ -36,6 +35,7 @@ from .spec import (
     Worker,
     WorkerGroup,
     WorkerSpec,
+    check_start,
     common_environment,
     with_local_rank,
     worker_environment,
@@ -83,10 +83,7 @@ class LocalWorkers(Workers):
         start_method: str = "warm",
         preload: Sequence[str] = (),
     ) -> None:
-        if start_method not in START_METHODS:
-            raise ConfigError(f"start_method is warm or spawn, got {start_method!r}")
-        if preload and start_method != "warm":
-            raise ConfigError(f"preload is for start_method warm, got {start_method}")
+        check_start(start_method, tuple(preload))
         self._warm = start_method == "warm"
         self._preload = tuple(preload)
         self._warm_start: WarmStart | None = None
@@ -120,7 +117,7 @@ class LocalWorkers(Workers):
     def prepare(self, spec: WorkerSpec) -> None:
         if isinstance(spec.entrypoint, Command):
             if self._preload:
-                raise ConfigError("preload is for Python workers, and this is another program")
+                raise ConfigError("--preload is for Python workers, and this is another program")
             return
         if not self._warm:
             return

@@ -174,6 +174,20 @@ def common_environment(
     return {**defaults, **passed_on}
 
 
+def check_start(method: str, preload: tuple[str, ...]) -> None:
+    """Raises ConfigError for a way to start workers that there is not."""
+    if method not in START_METHODS:
+        raise ConfigError(
+            f"--start-method is {' or '.join(START_METHODS)}, got {method!r}"
+            + ("; warm forks workers, from a clean process" if "fork" in method else "")
+        )
+    if preload and method != "warm":
+        raise ConfigError(f"--preload is for --start-method warm, got {method}")
+    for name in preload:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"--preload takes the names of modules, a,b.c, got {name!r}")
+
+
 def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """The arguments with torchrun's macro filled in."""
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
