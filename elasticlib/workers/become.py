@@ -25,6 +25,7 @@ import types
 from typing import Any, NoReturn
 
 UNFLUSHED = 120
+_ANY_FILE = io.IOBase.__base__
 _INTERRUPTED = -signal.SIGINT
 
 
@@ -125,14 +126,22 @@ def _tell(error: BaseException) -> int:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
+    except SystemExit as told:
+        return _exit_code(told.code)
     except BaseException as broken:
-        if isinstance(broken, SystemExit):
-            return _exit_code(broken.code)
-        print("Error in sys.excepthook:", file=sys.stderr)
-        sys.__excepthook__(type(broken), broken, broken.__traceback__)
-        print("\nOriginal exception was:", file=sys.stderr)
-        sys.__excepthook__(type(error), error, trace)
+        _tell_both(broken, error)
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _tell_both(broken: BaseException, error: BaseException) -> None:
+    """A hook that failed, and what it was to show: without our frames, each by itself."""
+    trace = broken.__traceback__
+    broken.__traceback__ = None if trace is None else trace.tb_next
+    broken.__context__ = None
+    print("Error in sys.excepthook:", file=sys.stderr)
+    sys.__excepthook__(type(broken), broken, broken.__traceback__)
+    print("\nOriginal exception was:", file=sys.stderr)
+    sys.__excepthook__(type(error), error, error.__traceback__)
 
 
 def _exit_code(code: Any) -> int:
@@ -191,7 +200,8 @@ def _let_go() -> None:
                 main[name] = None
     gc.collect()
     # Text before the buffers that it goes into.
-    left = [thing for thing in gc.get_objects() if isinstance(thing, io.IOBase)]
+    # By their types alone: some objects say more than that when they are asked.
+    left = [thing for thing in gc.get_objects() if _ANY_FILE in type(thing).__mro__]
     for thing in sorted(left, key=lambda thing: not isinstance(thing, io.TextIOBase)):
         with contextlib.suppress(Exception):
             if not thing.closed and thing.writable():

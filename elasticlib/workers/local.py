@@ -122,7 +122,8 @@ class LocalWorkers(Workers):
         if not self._warm:
             return
         environment = common_environment(spec, self._environment, len(os.sched_getaffinity(0)))
-        template = ("", "template", "{link}", _folder_of(spec.entrypoint), *self._preload)
+        folder = _folder_of(spec.entrypoint) if self._preload else ""
+        template = ("", "template", "{link}", folder, *self._preload)
         command = self._entered(environment, self._started(template))
         if self._warm_start is not None:
             if self._warm_start.serves(command, environment):

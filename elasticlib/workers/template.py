@@ -52,9 +52,10 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     """
     link = socket.socket(fileno=descriptor)
     name = _name("elastic-template")
-    locale = {key: text for key, text in os.environ.items() if key == "LC_CTYPE"}
+    before = dict(os.environ)
     dispositions = _deaf()
     problem = _import_all(folder, preload) or _unclean()
+    changed = {key: text for key, text in os.environ.items() if before.get(key) != text}
     link.send(problem.encode()[:4096] if problem else b"ready")
     # What is there by now is shared, and looked at by no collection in any worker.
     gc.collect()
@@ -78,7 +79,10 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             job = None
         if job is not None:
             _name(name)
-            return _enter(job, locale)
+            # A Python in a bare locale gives itself one, which the template did for its workers;
+            # and modules may set variables for those that they are imported with.
+            own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
+            return _enter(job, own, changed)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -105,17 +109,18 @@ def _deaf() -> dict[int, Any]:
 
 def _import_all(folder: str, preload: Sequence[str]) -> str:
     """Why a module that was asked for cannot be imported; torch's may be missing, as in any."""
-    for module in TORCH:
-        # An older torch, or none: its workers import what there is.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
     sys.path.insert(0, folder)
+    # Whatever these imports print is not a worker's: it goes where the agent's own words go.
     for module in preload:
         try:
             importlib.import_module(module)
         except BaseException as error:
             return f"--preload {module} cannot be imported: {type(error).__name__}: {error}"
     sys.path.remove(folder)
+    for module in TORCH:
+        # An older torch, or none: its workers import what there is.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     return ""
 
 
@@ -183,19 +188,26 @@ def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str
     return job
 
 
-def _enter(job: dict[str, object], locale: dict[str, str]) -> list[str]:
+def _enter(job: dict[str, object], own: dict[str, str], changed: dict[str, str]) -> list[str]:
     """Leave nothing in this process by which it could be told from a fresh interpreter."""
     environment, what = job["environment"], job["what"]
+    os.chdir(str(job["folder"]))
     assert isinstance(environment, dict)
     assert isinstance(what, list)
-    # A Python in a bare locale gives itself one, which the template did for its workers.
     os.environ.clear()
-    os.environ.update({**locale, **environment})
-    # `random` sees to itself; torch's generator begins with the same seed in every process.
+    os.environ.update({**own, **environment, **changed})
+    _draw_anew()
+    return what
+
+
+def _draw_anew() -> None:
+    """What each interpreter draws for itself at its start; `random` and OpenSSL see to theirs."""
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)
-    return what

@@ -109,7 +109,8 @@ class Template:
         """
         with contextlib.ExitStack() as opened:
             request = opened.enter_context(open(os.memfd_create("worker"), "w"))
-            json.dump({"what": list(what), "environment": dict(environment)}, request)
+            job = {"what": list(what), "environment": dict(environment), "folder": os.getcwd()}
+            json.dump(job, request)
             request.flush()
             nothing = opened.enter_context(open(os.devnull, "rb"))
             pipes = [_pipe(opened, target, own) for own, target in enumerate(targets, 1)]
