@@ -51,7 +51,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     are looked for.
     """
     link = socket.socket(fileno=descriptor)
-    name = _name("elastic-template")
+    name = _name("worker-template")
     before = dict(os.environ)
     dispositions = _deaf()
     problem = _import_all(folder, preload) or _unclean()

@@ -197,6 +197,7 @@ class WarmStart:
         self._guardian = guardian
         self._template = self._begin()
         self._first = self._template
+        self._told = False
 
     def _begin(self) -> Template:
         self._guardian.open()
@@ -230,6 +231,9 @@ class WarmStart:
         if self._template.complaint:
             if self._preload:
                 raise ConfigError(self._template.complaint)
+            if not self._told:
+                log.warning("workers are started cold, as %s", self._template.complaint)
+                self._told = True
             return None
         if self._template.ended:
             self._replace()
