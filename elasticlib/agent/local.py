@@ -142,6 +142,10 @@ class LocalElasticAgent(ElasticAgent):
         with self._signals:
             self._observer.start()
             try:
+                # Side by side with the rendezvous, as both take their time. What cannot work
+                # is said by the start, to which it belongs.
+                with contextlib.suppress(ElasticError, OSError):
+                    self._workers.prepare(self._spec)
                 self._do(Join())
                 while self._now.state is not State.ENDED:
                     self._turn()
@@ -286,6 +290,8 @@ class LocalElasticAgent(ElasticAgent):
         self._inbox.put(_News(attempt, lambda: event))
 
     def _settled(self, attempt: int, info: RendezvousInfo) -> None:
+        # Here, in the observer's thread, as the loop waits for nothing.
+        self._workers.await_prepared()
         self._inbox.put(_News(attempt, lambda: self._take(info)))
 
     def _take(self, info: RendezvousInfo) -> Event:
