@@ -48,6 +48,10 @@ class Account:
         if not exit_.ok and supervised:
             self._board.tell(info, exit_)
 
+    def not_started(self, reason: str, info: RendezvousInfo) -> None:
+        """The workers could not all be started, and so no exit will tell of it."""
+        self._board.tell_start(info, reason)
+
     def heard(self, change: Change) -> Change:
         """Remember whether it tells that workers of some node have ended the job."""
         self._failed_elsewhere = change.kind is ChangeKind.FAILED and bool(change.node)

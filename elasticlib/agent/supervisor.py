@@ -216,6 +216,7 @@ class Supervisor:
         try:
             self._workers.start(self._group, lambda local: self._worker_ended(attempt, local))
         except ElasticError as error:
+            self._account.not_started(str(error), info)
             self._put(attempt, StartFailed(str(error)))
 
     def _budget(self, info: RendezvousInfo) -> int:
