@@ -55,6 +55,7 @@ _HOMES = {
     "workers.interface": ("Workers",),
     "workers.ladder": ("Ladder",),
     "workers.notice": ("Notice",),
+    "workers.context": ("Context", "Stop", "context"),
     "workers.local": ("LocalWorkers",),
     "workers.record": ("record",),
     "agent.interface": ("RunResult",),
@@ -117,6 +118,9 @@ if TYPE_CHECKING:
     from .stores.memory import MemoryStore as MemoryStore
     from .stores.server import TcpStoreServer as TcpStoreServer
     from .stores.tcp import TcpStore as TcpStore
+    from .workers.context import Context as Context
+    from .workers.context import Stop as Stop
+    from .workers.context import context as context
     from .workers.exits import WorkerExit as WorkerExit
     from .workers.interface import Workers as Workers
     from .workers.ladder import Ladder as Ladder

@@ -33,9 +33,12 @@ PURE = {
     "rendezvous/change.py",
     "rendezvous/intent.py",
     "agent/policy.py",
+    "agent/agreed.py",
+    "agent/hang.py",
     "agent/causes.py",
     "workers/spec.py",
     "workers/ladder.py",
+    "workers/beat.py",
     "workers/notice.py",
     "workers/blame.py",
     "rendezvous/budget.py",
@@ -60,6 +63,7 @@ NEVER_IN_PURE = {
 }
 MAY_USE_THE_CLOCK = {"clock.py"}
 MAY_READ_THE_ENVIRONMENT = {
+    "workers/context.py",
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",

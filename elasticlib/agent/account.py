@@ -6,8 +6,6 @@ failures, and why the job failed is asked of all nodes.
 
 from __future__ import annotations
 
-import socket
-
 from ..clock import Clock
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
@@ -27,11 +25,11 @@ _STATES = {
 
 
 class Account:
-    """Of one node's run."""
+    """Of one node's run; host: what people know the node by."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, host: str, clock: Clock) -> None:
         self._exits: dict[int, WorkerExit] = {}
-        self._board = CauseBoard(socket.gethostname(), clock=clock)
+        self._board = CauseBoard(host, clock=clock)
         self._failed_elsewhere = False
         self._cause: Cause | None = None
 

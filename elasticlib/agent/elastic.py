@@ -7,10 +7,11 @@ stopped, and nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..clock import Clock, monotonic
 from ..rendezvous.interface import RendezvousHandler
+from ..workers.beat import Beat
 from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
@@ -25,10 +26,11 @@ class ElasticAgent(Workers):
     """Supervises the workers of one node, wherever they run.
 
     A subclass writes the methods of `Workers`: `start`, `collect`, `running`, `terminate`, `kill`
-    and `close`, and `notify` if its workers can be told to save. They are called by the thread that
-    `run` was called in, one at a time, and nothing else happens meanwhile: signals and changes of
-    membership wait. So none of them waits for a worker to end. `WorkerStartError` from `start` is a
-    failure that is charged, and is tried again; whatever else one of them raises ends the run.
+    and `close`; and the others if its workers can be told to save, or tell of their steps. Where it
+    is not said otherwise they are called by the thread that `run` was called in, one at a time, and
+    nothing else happens meanwhile: signals and changes of membership wait. So none of them waits
+    for a worker to end. `WorkerStartError` from `start` is a failure that is charged, and is tried
+    again; whatever else one of them raises ends the run.
     `elasticlib.testing.AgentContract` tests all that is promised here.
 
     Args:
@@ -106,6 +108,7 @@ class LocalElasticAgent(ElasticAgent):
             clock=clock,
         )
         self._workers = workers
+        self.agrees = workers.agrees
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         self._workers.start(group, ended)
@@ -118,6 +121,18 @@ class LocalElasticAgent(ElasticAgent):
 
     def notify(self, notice: Notice) -> bool:
         return self._workers.notify(notice)
+
+    def earliest_stop(self, *, now: bool) -> int | None:
+        return self._workers.earliest_stop(now=now)
+
+    def stop_at(self, call: int, notice: Notice) -> None:
+        self._workers.stop_at(call, notice)
+
+    def beats(self) -> Mapping[int, Beat]:
+        return self._workers.beats()
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        return self._workers.dump_stacks()
 
     def terminate(self) -> None:
         self._workers.terminate()

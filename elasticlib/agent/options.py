@@ -12,10 +12,12 @@ import attrs
 
 from ..errors import ConfigError
 from ..workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
+from .hang import HangLimits
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
 SAVE_SIGNALS = (signal.SIGTERM,)
+RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-checkpoint")
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
@@ -29,8 +31,11 @@ class AgentOptions:
     signals: which end the run. drain_signals: which have this node save and leave. save_signals:
     those of `signals` that do the same where the workers listen to notices. Of all of them, those
     ignored on entry stay ignored. resize_grace, drain_grace: seconds that listening workers have
-    to save and end when the job changes its size, and when this node leaves. min_uptime: a worker
-    that fails within so many seconds of its node's first start is not retried; 0 for none.
+    to save and end when the job changes its size, and when this node leaves. resize: when they
+    stop for the former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
+    `at-checkpoint` (once they have saved). min_uptime: a worker that fails within so many seconds
+    of its node's first start is not retried; 0 for none. hang: what silence of workers that tell
+    of their steps is a hang; None: they are not watched.
     """
 
     signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
@@ -38,12 +43,16 @@ class AgentOptions:
     save_signals: tuple[int, ...] = attrs.field(default=SAVE_SIGNALS, converter=_numbers)
     resize_grace: float = 30.0
     drain_grace: float = 30.0
+    resize: str = AT_STEP
     min_uptime: float = 0.0
+    hang: HangLimits | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("resize_grace", "drain_grace", "min_uptime"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+        if self.resize not in RESIZES:
+            raise ConfigError(f"resize is one of {', '.join(RESIZES)}, got {self.resize!r}")
 
     @property
     def heeded(self) -> tuple[int, ...]:
@@ -60,9 +69,13 @@ class AgentOptions:
         """
         return tuple(n for n in self.drain_signals if n not in SIGNALS)
 
-    def notice(self, reason: str) -> Notice:
-        """What workers are told that are to save and end for this reason."""
-        return Notice(reason, self.resize_grace if reason == RESIZE else self.drain_grace)
+    def notice(self, reason: str) -> Notice | None:
+        """What workers are told that are to save and end for this reason; None if they are not."""
+        if reason != RESIZE:
+            return Notice(reason, self.drain_grace)
+        if self.resize == IMMEDIATE:
+            return None
+        return Notice(reason, self.resize_grace, after_save=self.resize == AT_CHECKPOINT)
 
     def why_drained(self, number: int) -> str:
         """The notice's reason when this signal has a node save and leave."""

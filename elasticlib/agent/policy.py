@@ -91,6 +91,13 @@ class WorkerEnded:
 
 
 @attrs.frozen
+class Hung:
+    """Workers have been silent for too long; what can be known of it is in the reason."""
+
+    reason: str
+
+
+@attrs.frozen
 class GroupStopped:
     """The stopping ladder has come to its end; `left` names what would not die."""
 
@@ -126,6 +133,7 @@ Event = (
     | JoinEnded
     | StartFailed
     | WorkerEnded
+    | Hung
     | GroupStopped
     | Changed
     | SignalArrived
@@ -252,6 +260,10 @@ def _running_drain(now: Supervision, event: DrainAsked) -> Step:
     return ending, (ReportDraining(event.name), StopWorkers(event.why))
 
 
+def _hung(now: Supervision, event: Hung) -> Step:
+    return _fail(now, event.reason)
+
+
 def _one_less(now: Supervision, event: WorkerEnded) -> Step:
     return attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank}), ()
 
@@ -316,20 +328,24 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.JOINING, DrainAsked): _leave,
     (_S.RUNNING, StartFailed): _cannot_start,
     (_S.RUNNING, WorkerEnded): _worker_ended,
+    (_S.RUNNING, Hung): _hung,
     (_S.RUNNING, Changed): _running_changed,
     (_S.RUNNING, SignalArrived): _running_signal,
     (_S.RUNNING, DrainAsked): _running_drain,
     (_S.STOPPING, WorkerEnded): _one_less,
     (_S.STOPPING, StartFailed): _stay,
+    (_S.STOPPING, Hung): _stay,
     (_S.STOPPING, GroupStopped): _rejoin,
     (_S.STOPPING, Changed): _stopping_changed,
     (_S.STOPPING, SignalArrived): _stopping_signal,
     (_S.STOPPING, DrainAsked): _stopping_signal,
+    (_S.FINISHED, Hung): _stay,
     (_S.FINISHED, Changed): _finished_changed,
     (_S.FINISHED, SignalArrived): _leave,
     (_S.FINISHED, DrainAsked): _leave,
     (_S.ENDING, WorkerEnded): _one_less,
     (_S.ENDING, StartFailed): _stay,
+    (_S.ENDING, Hung): _stay,
     (_S.ENDING, GroupStopped): _end,
     (_S.ENDING, Changed): _stay,
     (_S.ENDING, SignalArrived): _hurry,

@@ -6,20 +6,33 @@ The ladder says by the time alone what is due; this does it, and says when it is
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ..clock import Clock
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder, Rung
 from ..workers.notice import Notice
+from .agreed import Need
 from .policy import GroupStopped
 
 log = logging.getLogger("elasticlib.agent")
 
 
 class GroupStop:
-    """Stops the group that runs, one group after another."""
+    """Stops the group that runs, one group after another.
 
-    def __init__(self, workers: Workers, ladder: Ladder, clock: Clock) -> None:
+    told: called when it was given a notice, with that, or with None when it should have been and
+    does not listen.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        ladder: Ladder,
+        clock: Clock,
+        told: Callable[[Notice | None], None] = lambda _: None,
+    ) -> None:
+        self._told = told
         self._workers = workers
         self._plain = self._ladder = ladder
         self._clock = clock
@@ -37,10 +50,14 @@ class GroupStop:
         if not self.heard and self._workers.notify(notice):
             self.heard = True
             log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
+            self._told(notice)
         return self.heard
 
-    def begin(self, notice: Notice | None) -> None:
-        """Start to climb, with a notice where there is one and somebody listens to it."""
+    def begin(self, notice: Notice | None, *, planned: bool = False) -> None:
+        """Start to climb, with a notice where there is one and somebody listens to it.
+
+        planned: the other nodes' workers may be told to save and end, and ask ours when.
+        """
         told = notice is not None and self.tell(notice)
         seconds = notice.seconds if told and notice is not None else 0.0
         self._ladder = self._plain.noticed(seconds)
@@ -48,6 +65,16 @@ class GroupStop:
         if not told:
             self._rung = Rung.TERM
             self._workers.terminate()
+        if planned and not told:
+            self._told(None)
+
+    def agreed(self, need: Need) -> None:
+        """Those who were told have agreed at which call to stop, or cannot."""
+        if need.call is not None:
+            self._workers.stop_at(need.call, Notice(need.reason, need.seconds))
+        elif self._rung is Rung.NOTICE:
+            log.warning("the workers cannot all stop at one step")
+            self.hurry()
 
     def hurry(self) -> None:
         """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL."""

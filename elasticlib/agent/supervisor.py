@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import signal
+import socket
 from collections.abc import Callable
 
 import attrs
@@ -24,6 +25,9 @@ from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks
 from .account import Account
+from .agreed import Need
+from .agreement import Agreements
+from .hang_watch import HangWatch
 from .interface import RunResult
 from .observers import RendezvousObserver, SignalObserver
 from .options import AgentOptions
@@ -33,6 +37,7 @@ from .policy import (
     DrainAsked,
     Event,
     Finish,
+    Hung,
     HurryWorkers,
     Join,
     JoinEnded,
@@ -89,7 +94,8 @@ class Supervisor:
         self._workers = workers
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
-        self._stop = GroupStop(workers, ladder or Ladder(), clock)
+        self._agreements = Agreements(workers, clock, self._agreed)
+        self._stop = GroupStop(workers, ladder or Ladder(), clock, self._agreements.told)
         self._clock = clock
         self._inbox: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._signals = SignalObserver(self._options.heeded, self._signal)
@@ -103,7 +109,12 @@ class Supervisor:
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
         self._idle_since = self._started_at = clock()
-        self._account = Account(clock)
+        self._account = Account(socket.gethostname(), clock)
+        hang = self._options.hang
+        self._hang = None
+        if hang is not None:
+            host = socket.gethostname()
+            self._hang = HangWatch(workers, hang, host, clock=clock, hung=self._hung)
 
     @property
     def group(self) -> WorkerGroup | None:
@@ -139,6 +150,9 @@ class Supervisor:
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
             stack.callback(_closed, self._account.close)
+            stack.callback(_closed, self._agreements.end)
+            if self._hang is not None:
+                stack.callback(_closed, self._hang.end)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -176,7 +190,7 @@ class Supervisor:
             self._start()
         elif isinstance(action, StopWorkers):
             notice = self._options.notice(action.notice) if action.notice else None
-            self._stop.begin(notice)
+            self._stop.begin(notice, planned=bool(action.notice))
         elif isinstance(action, HurryWorkers):
             self._stop.hurry()
         elif isinstance(action, ReportFailure):
@@ -194,6 +208,7 @@ class Supervisor:
         assert info is not None
         self._account.begin()
         self._stop.forget()
+        self._agreements.begin(info, self._attempt)
         self._started_at = self._clock()
         store = info.bootstrap_store_info
         self._group = WorkerGroup(
@@ -218,6 +233,8 @@ class Supervisor:
         except ElasticError as error:
             self._account.not_started(str(error), info)
             self._put(attempt, StartFailed(str(error)))
+        if self._hang is not None:
+            self._hang.begin(info, self._group, attempt)
 
     def _budget(self, info: RendezvousInfo) -> int:
         """The job's where its rendezvous keeps one, else our own."""
@@ -316,8 +333,15 @@ class Supervisor:
     def _listens(self, why: str) -> bool:
         """Whether the workers have been told to save, or can be."""
         if self._now.state is State.RUNNING:
-            return self._stop.tell(self._options.notice(why))
+            notice = self._options.notice(why)
+            return notice is not None and self._stop.tell(notice)
         return self._now.state is State.STOPPING and self._stop.heard
+
+    def _hung(self, attempt: int, reason: str) -> None:
+        self._put(attempt, Hung(reason))
+
+    def _agreed(self, attempt: int, need: Need) -> None:
+        self._inbox.put(_News(attempt, lambda: self._stop.agreed(need)))
 
 
 def _closed(close: Callable[[], object]) -> None:

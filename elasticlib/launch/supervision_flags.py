@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from ..agent.hang import HangLimits
 from ..agent.interface import DRAIN_EXIT_CODE
-from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..agent.options import DRAIN_SIGNALS, RESIZES, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
 
 LONGEST = 1e6
@@ -87,6 +88,19 @@ def add_supervision_flags(add: Callable[..., None]) -> None:
         "for scripts that listen)",
     )
     add("--drain-exit-code", type=int, help=f"after a drain (default {DRAIN_EXIT_CODE})")
+    add(
+        "--resize",
+        choices=RESIZES,
+        help="when workers that listen stop for a change of the job's size (default at-step; "
+        "at-checkpoint: when they have next saved, or at half of --resize-grace)",
+    )
+    add(
+        "--hang-timeout",
+        metavar="auto|SECONDS",
+        help="workers that call elasticlib.context().step() and are silent for so long are "
+        "restarted; auto: 20 times the median of their steps, and a minute at least (default: "
+        "they are not watched)",
+    )
     for name, text in _SECONDS.items():
         add(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
 
@@ -102,7 +116,25 @@ def read_supervision(given: argparse.Namespace) -> SupervisionOptions:
     if given.drain_exit_code is not None:
         ours["drain_exit_code"] = given.drain_exit_code
     agent = attrs.evolve(_heeded(given), **seconds)
+    if given.hang_timeout is not None:
+        agent = attrs.evolve(agent, hang=_hang_limits(given.hang_timeout))
+    if given.resize is not None:
+        agent = attrs.evolve(agent, resize=given.resize)
     return SupervisionOptions(agent=agent, **ours)
+
+
+def _hang_limits(text: str) -> HangLimits:
+    if text == "auto":
+        return HangLimits()
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST:
+        raise ConfigError(
+            f"--hang-timeout is auto or seconds above 0 and up to {LONGEST:g}, got {text!r}"
+        )
+    return HangLimits(seconds=seconds)
 
 
 def _heeded(given: argparse.Namespace) -> AgentOptions:

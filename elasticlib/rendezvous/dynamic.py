@@ -199,7 +199,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             max_restarts=head.limits.max_restarts,
             cause=head.cause,
             store=self._store,
-            causes=self._keys.cause(head.roll),
+            board=self._keys.board(head.roll),
         )
 
     def _waited_for(self, error: RendezvousTimeout) -> str:

@@ -34,8 +34,8 @@ class RendezvousInfo:
     seat: this node's place, from which its workers' ranks follow; `deal_seats` gives all nodes
     of a generation theirs. restarts and max_restarts: the job's budget, None where the rendezvous
     keeps none. cause: why this generation was sought. store: the job's, where there is one that
-    others may use. causes: what the keys in it begin with under which the nodes tell one another
-    why workers of this generation failed; empty for nowhere.
+    others may use. board: what the keys in it begin with under which the nodes of this generation
+    tell one another things; empty for nowhere.
     """
 
     run_id: str
@@ -46,7 +46,12 @@ class RendezvousInfo:
     max_restarts: int | None = None
     cause: str = ""
     store: Store | None = None
-    causes: str = ""
+    board: str = ""
+
+    @property
+    def causes(self) -> str:
+        """What the keys of the board begin with that say why workers failed."""
+        return f"{self.board}cause/" if self.board else ""
 
     @property
     def rank(self) -> int:

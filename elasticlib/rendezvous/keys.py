@@ -36,7 +36,7 @@ class Keys:
         self.rolls = f"{self.job}roll/"
         self.dones = f"{self.job}done/"
         self.gones = f"{self.job}gone/"
-        self.causes = f"{self.job}cause/"
+        self.boards = f"{self.job}board/"
 
     def gate(self, roll: str = "") -> str:
         """Stands for as long as the generation does; its value is where torch's store is."""
@@ -55,9 +55,9 @@ class Keys:
         """Written by a node that leaves its generation and says so."""
         return f"{self.gones}{roll}/{node_id}"
 
-    def cause(self, roll: str) -> str:
-        """Under it the nodes tell one another why workers of a generation failed."""
-        return f"{self.causes}{roll}/"
+    def board(self, roll: str) -> str:
+        """Begins the keys under which the nodes of a generation tell one another things."""
+        return f"{self.boards}{roll}/"
 
 
 class Read:
@@ -144,13 +144,13 @@ class Read:
                 keys.gate(),
                 keys.dones,
                 keys.gones,
-                keys.causes,
+                keys.boards,
                 keys.rolls,
                 keys.memory,
             )
             for entry in self._under(prefix)
         ]
-        ours = (keys.done(roll), keys.gone(roll), keys.cause(roll), keys.shard(roll))
+        ours = (keys.done(roll), keys.gone(roll), keys.board(roll), keys.shard(roll))
         return tuple(k for k in old if k != keys.gate(roll) and not k.startswith(ours))
 
     def _under(self, prefix: str) -> Iterable[Entry]:

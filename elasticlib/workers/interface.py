@@ -7,8 +7,9 @@ told of each end once, and sends the group up the stopping ladder.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from .beat import Beat
 from .exits import WorkerExit
 from .notice import Notice
 from .spec import WorkerGroup
@@ -44,6 +45,28 @@ class Workers(abc.ABC):
         """
         del notice
         return False
+
+    agrees = False
+    """Whether those who were notified wait to be told at which call of `should_stop` to end, so
+    that all ranks of the job end at the same; then there are the next two."""
+
+    def earliest_stop(self, *, now: bool) -> int | None:
+        """Having notified them: the first call at which all workers here can stop, or None while
+        one of them is in a call. For any thread. now: do not wait for a save any more."""
+        del now
+        return None
+
+    def stop_at(self, call: int, notice: Notice) -> None:  # noqa: B027 - not all agree
+        """Have all workers stop at this call, for the reason and in the time of this notice."""
+
+    def beats(self) -> Mapping[int, Beat]:
+        """What the workers have told of their steps, by local rank. For any thread."""
+        return {}
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        """Have the workers write down what each of their threads is doing; the texts, by local
+        rank, of those who did so within a second."""
+        return {}
 
     @abc.abstractmethod
     def terminate(self) -> None:

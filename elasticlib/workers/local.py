@@ -23,13 +23,17 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError
-from . import session
+from . import session, stacks
+from .beat import Beat
+from .channel import VARIABLE as CHANNEL
+from .channels import Channels
 from .error_file import ends_process, read_failure
 from .exits import WorkerExit
 from .function import read_result, write_payload
 from .guardian import Guardian
 from .interface import Workers
 from .memory import killed_for_memory, oom_kills
+from .notice import Notice
 from .output import Output
 from .output_plan import OutputPlan
 from .processors import Processors, bound_to, count_cores
@@ -97,9 +101,11 @@ class LocalWorkers(Workers):
         self._processors = dict(enumerate(processors))
         self._ignored = tuple(sorted(ignored))
         self._guardian = Guardian()
+        self._channels = Channels(self._guardian.add_folder, self._guardian.remove_folder)
         self._folder: Path | None = None
         self._processes: dict[int, _Process] = {}
         self._stopped = False
+        self._channels.begin()
         self._kills: int | None = None
         self._late: list[Output] = []
 
@@ -130,6 +136,7 @@ class LocalWorkers(Workers):
         _heed_children()
         self._processes = {}
         self._stopped = False
+        self._channels.begin()
         self._kills = oom_kills()
         for worker in group.workers:
             try:
@@ -165,6 +172,7 @@ class LocalWorkers(Workers):
             error_file=str(folder / "error.json"),
             cores=count_cores(),
         )
+        environment[CHANNEL] = self._channels.open(worker.local_rank)
         program = self._program(group.spec.entrypoint, worker.local_rank, folder)
         output = Output(self._output, worker, group.spec.role, folder).open()
         try:
@@ -206,6 +214,7 @@ class LocalWorkers(Workers):
 
     def collect(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
+        self._channels.close(local_rank)
         pid = process.popen.pid
         session.end(pid)
         returncode = process.popen.wait()
@@ -257,6 +266,32 @@ class LocalWorkers(Workers):
     def running(self) -> dict[int, str]:
         return {local: f"pid {p.popen.pid}" for local, p in self._processes.items()}
 
+    agrees = True
+
+    def notify(self, notice: Notice) -> bool:
+        self._stopped = self._channels.notify(notice) or self._stopped
+        return self._stopped
+
+    def earliest_stop(self, *, now: bool) -> int | None:
+        return self._channels.earliest_stop(now=now)
+
+    def stop_at(self, call: int, notice: Notice) -> None:
+        self._channels.stop_at(call, notice)
+
+    def beats(self) -> Mapping[int, Beat]:
+        return self._channels.beats()
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        asked, processes = self._channels.dumpers(), dict(self._processes)
+        # A number that has passed to another process is in another session.
+        return stacks.dump(
+            {
+                local: (pid, processes[local].folder)
+                for local, pid in asked.items()
+                if local in processes and session.holds(processes[local].popen.pid, pid)
+            }
+        )
+
     def terminate(self) -> None:
         self._stopped = True
         self._signal(signal.SIGTERM)
@@ -282,6 +317,7 @@ class LocalWorkers(Workers):
         for output in self._late:
             output.drain(deadline)
         self._late.clear()
+        self._channels.close_all()
         if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._guardian.remove_folder(str(self._folder))

@@ -17,11 +17,13 @@ REASONS = (PREEMPTED, RESIZE, DRAIN)
 @attrs.frozen
 class Notice:
     """reason: `preempted` (the machine is taken away), `resize` (the job goes on with other
-    nodes), or `drain` (this node was asked to leave). seconds: in which the workers may save and
-    end by themselves."""
+    nodes), or `drain` (a node was asked to leave). seconds: in which the workers may save and
+    end by themselves. after_save: they are told when they next have saved, or at half the time.
+    """
 
     reason: str
     seconds: float
+    after_save: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.reason not in REASONS or self.seconds < 0:

@@ -36,6 +36,11 @@ def _session_of(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[3])
 
 
+def holds(session: int, pid: int) -> bool:
+    """Whether this process is of that session, and no zombie."""
+    return _session_of(pid) == session
+
+
 def signal_group(leader: int, number: int) -> None:
     """Send a signal to the process group that a worker leads, if it still has any process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

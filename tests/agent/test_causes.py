@@ -37,7 +37,7 @@ def failure(rank: int, message: str = "") -> WorkerExit:
 def info(store: MemoryStore, node: int, roll: str = "1.a") -> RendezvousInfo:
     seat = deal_seats(NODES)[node]
     place = BootstrapStoreInfo("127.0.0.1", 1)
-    return RendezvousInfo("run", 1, seat, place, store=store, causes=f"run/cause/{roll}/")
+    return RendezvousInfo("run", 1, seat, place, store=store, board=f"run/board/{roll}/")
 
 
 @given(st.text(max_size=50), st.lists(st.integers(0, 999), max_size=5))
@@ -143,9 +143,9 @@ def test_another_generations_cause_is_not_this_ones(boards: list[CauseBoard]) ->
 def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> None:
     store, keys = MemoryStore(), Keys("run")
     for roll in ("1.a", "2.b"):
-        store.set(f"{keys.cause(roll)}first", b"")
+        store.set(f"{keys.board(roll)}first", b"")
     left = Read(keys, store.list(keys.job)).left_over("2.b")
-    assert left == (f"{keys.cause('1.a')}first",)
+    assert left == (f"{keys.board('1.a')}first",)
 
 
 def test_without_a_failure_nobody_is_asked() -> None:

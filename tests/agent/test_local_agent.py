@@ -189,6 +189,7 @@ def test_whatever_a_handler_raises_ends_the_run_with_its_words(supervised: Super
 
 
 def test_what_runs_the_workers_is_asked_for_all_that_workers_can_do() -> None:
-    # A method with a default that is not handed on would be the default's, and nobody would know.
+    # What has a default and is not handed on would be the default's, and nobody would know.
     promised = {name for name in vars(Workers) if not name.startswith("_")}
-    assert promised <= set(vars(LocalElasticAgent))
+    agent = LocalElasticAgent(WorkerSpec(Command("true")), OneNode(), LocalWorkers({}))
+    assert promised <= {*vars(LocalElasticAgent), *vars(agent)}

@@ -1,0 +1,125 @@
+"""Whether workers hang, from what they told of their steps: the rule, and what the nodes say.
+
+A worker hangs that has been silent for longer than its own steps explain. What all nodes tell of
+their ranks then shows which is the slowest: the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from ..errors import ConfigError
+from ..workers.beat import NOTHING, Beat
+
+LONGEST_HOST = 200
+
+
+@attrs.frozen
+class HangLimits:
+    """seconds: of silence that is a hang; None: `times` the median of a worker's last steps, and
+    at least `floor`. first: seconds until the first step, in which much is set up."""
+
+    seconds: float | None = None
+    times: float = 20.0
+    floor: float = 60.0
+    first: float = 900.0
+
+    def __attrs_post_init__(self) -> None:
+        given = (self.times, self.floor, self.first)
+        if min(given) <= 0 or (self.seconds is not None and self.seconds <= 0):
+            raise ConfigError(f"limits of a hang are positive, got {self}")
+
+    def of(self, beat: Beat) -> float:
+        """The silence that this worker is allowed, in seconds."""
+        if beat.steps == 0:
+            return self.first if self.seconds is None else max(self.seconds, self.first)
+        if self.seconds is not None:
+            return self.seconds
+        median = statistics.median(beat.durations) if beat.durations else 0.0
+        return max(self.floor, self.times * median)
+
+
+@attrs.frozen
+class Silence:
+    """A worker's, in seconds, and the limit that it is held to."""
+
+    local_rank: int
+    seconds: float
+    limit: float
+    step: int
+
+    @property
+    def share(self) -> float:
+        return self.seconds / self.limit
+
+
+def longest_silence(
+    now: float, began: float, beats: Mapping[int, Beat], limits: HangLimits
+) -> Silence | None:
+    """The worker that is nearest to its limit, or furthest beyond it; None without workers.
+
+    now, began: on this machine's monotonic clock; the workers were started then.
+    """
+    silences = [
+        Silence(local, now - max(beat.at, began), limits.of(beat), beat.step)
+        for local, beat in beats.items()
+    ]
+    return max(silences, key=lambda silence: silence.share, default=None)
+
+
+@attrs.frozen
+class Pulse:
+    """What a node tells of one of its ranks. step: the last it did; seconds: for how long it has
+    been silent."""
+
+    rank: int
+    host: str
+    step: int
+    seconds: float
+
+    def __str__(self) -> str:
+        at = "has made no step" if self.step == NOTHING else f"is at step {self.step}"
+        return f"rank {self.rank} on {self.host} {at}, silent for {self.seconds:.1f} s"
+
+
+def slowest(pulses: Iterable[Pulse]) -> Pulse | None:
+    """The one that is furthest behind; of several, the one that fell silent first."""
+    return min(pulses, key=lambda p: (p.step, -p.seconds, p.rank), default=None)
+
+
+def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
+    """One sentence: who is behind, how far the others are, and what was allowed."""
+    all_ = list(pulses)
+    last = slowest(all_)
+    if last is None:
+        return f"hung: no worker made a step within {limit:.1f} s (--hang-timeout)"
+    others = sorted({p.step for p in all_ if p.rank != last.rank})
+    where = ""
+    if others:
+        ends = f"{others[0]}" if len(others) == 1 else f"{others[0]} to {others[-1]}"
+        where = f"; the others are at step {ends}".replace(str(NOTHING), "none")
+    return f"hung: {last}{where}; allowed are {limit:.1f} s (--hang-timeout)"
+
+
+def encode_pulses(pulses: Iterable[Pulse]) -> bytes:
+    return json.dumps([attrs.asdict(pulse) for pulse in pulses]).encode()
+
+
+def decode_pulses(data: bytes) -> list[Pulse]:
+    """What cannot be read says nothing."""
+    try:
+        return [
+            Pulse(
+                int(said["rank"]),
+                str(said["host"])[:LONGEST_HOST],
+                int(said["step"]),
+                float(said["seconds"]),
+            )
+            for said in json.loads(data)
+        ]
+    except (ValueError, TypeError, KeyError):
+        return []

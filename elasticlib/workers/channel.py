@@ -1,0 +1,171 @@
+"""The memory that one worker shares with its agent: a page, each number in it written by one side.
+
+The worker counts its calls, steps and saves; the agent writes what it asks for. Nobody waits for
+a lock, and each number is written and read as one word. Standard library only: workers import it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from .beat import NOTHING, Beat
+
+VARIABLE = "ELASTICLIB_CHANNEL"
+"""Names the file, in a worker's environment."""
+
+SIZE = 4096
+MAGIC = 0x656C6173_00000001
+RECENT = 32
+"""So many of the last steps' durations are kept."""
+
+# The worker's words. A call of should_stop is entered, and then either passed (answered with no)
+# or held (waiting to be told at which call all ranks stop).
+_MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
+_STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS = range(8, 14)
+_DURATIONS = 64
+# The agent's.
+_ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
+
+
+class Channel:
+    """Either end of it."""
+
+    def __init__(self, path: str, *, create: bool = False) -> None:
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            if create:
+                os.truncate(handle, SIZE)
+            if os.fstat(handle).st_size != SIZE:
+                raise OSError(f"{path} is no channel: it has not {SIZE} bytes")
+            self._memory = mmap.mmap(handle, SIZE)
+        finally:
+            os.close(handle)
+        self._view = memoryview(self._memory)
+        self._words = self._view.cast("q")
+        self._seconds = self._view.cast("d")
+        if create:
+            self._words[_STEP] = self._words[_SAVED] = NOTHING
+            self._words[_MAGIC] = MAGIC
+        elif self._words[_MAGIC] != MAGIC:
+            self.close()
+            raise OSError(f"{path} is no channel of this version")
+
+    def close(self) -> None:
+        """Let go of the memory; closing twice is harmless."""
+        for view in (self._words, self._seconds, self._view):
+            view.release()
+        self._memory.close()
+
+    # -- the worker's end ---------------------------------------------------------------------
+
+    def own(self, pid: int) -> bool:
+        """Whether this process is the one that speaks for the worker: the first that asks."""
+        if not self._words[_OWNER]:
+            self._words[_OWNER] = pid
+        return self._words[_OWNER] == pid
+
+    def enter(self, call: int) -> bool:
+        """Begin a call; whether the agent asks for a stop. (Written before read: the agent
+        writes first, too, and then reads, so that one of the two sees the other.)"""
+        self._words[_ENTERED] = call
+        if self._words[_ASKED]:
+            return True
+        self._words[_PASSED] = call
+        return False
+
+    def hold(self, call: int) -> None:
+        """This call waits to be told what to answer."""
+        self._words[_HELD] = call
+
+    def go_on(self, call: int) -> None:
+        """This call was answered with no."""
+        self._words[_PASSED] = call
+
+    @property
+    def asked(self) -> bool:
+        """Whether the agent asks for a stop."""
+        return bool(self._words[_ASKED])
+
+    @property
+    def stop_at(self) -> int:
+        """The call at which all ranks stop; 0 while that is not known."""
+        return self._words[_STOP_AT]
+
+    @property
+    def reason(self) -> int:
+        return self._words[_REASON]
+
+    @property
+    def deadline(self) -> float:
+        """On this machine's monotonic clock."""
+        return self._seconds[_DEADLINE]
+
+    def tell_step(self, step: int, now: float) -> None:
+        words, seconds = self._words, self._seconds
+        count = words[_STEPS]
+        if count:
+            seconds[_DURATIONS + count % RECENT] = now - seconds[_STEPPED_AT]
+        words[_STEP] = step
+        seconds[_STEPPED_AT] = now
+        words[_STEPS] = count + 1
+
+    def tell_saved(self, step: int) -> None:
+        self._words[_SAVED] = step
+        self._words[_SAVES] += 1
+
+    def tell_dumps(self) -> None:
+        """From now on this process writes its stacks when it gets the signal for that."""
+        self._words[_DUMPS] = 1
+
+    # -- the agent's end ----------------------------------------------------------------------
+
+    @property
+    def listens(self) -> bool:
+        """Whether the worker has ever asked whether it should stop."""
+        return self._words[_ENTERED] > 0
+
+    @property
+    def dumps(self) -> int:
+        """The process that writes its stacks when asked; 0 for none."""
+        return self._words[_OWNER] if self._words[_DUMPS] else 0
+
+    def ask(self, reason: int, deadline: float) -> None:
+        """Have the next call wait for `tell_stop`."""
+        self._words[_REASON] = reason
+        self._seconds[_DEADLINE] = deadline
+        self._words[_ASKED] = 1
+
+    def earliest_stop(self) -> int | None:
+        """Having asked: the first call at which the worker can stop; None while it is in one."""
+        words = self._words
+        entered = words[_ENTERED]
+        if words[_PASSED] == entered:
+            return entered + 1
+        return entered if words[_HELD] == entered else None
+
+    def tell_stop(self, call: int, reason: int, deadline: float) -> None:
+        """All ranks stop at this call."""
+        self._words[_REASON] = reason
+        self._seconds[_DEADLINE] = deadline
+        self._words[_STOP_AT] = call
+
+    def beat(self) -> Beat:
+        """What the worker has told."""
+        words, seconds = self._words, self._seconds
+        steps = words[_STEPS]
+        known = (
+            range(_DURATIONS, _DURATIONS + RECENT)
+            if steps > RECENT
+            else range(_DURATIONS + 1, _DURATIONS + max(steps, 1))
+        )
+        return Beat(
+            step=words[_STEP],
+            steps=steps,
+            at=seconds[_STEPPED_AT],
+            durations=tuple(seconds[slot] for slot in known),
+            saved=words[_SAVED],
+            saves=words[_SAVES],
+            dumps=bool(words[_DUMPS]),
+        )

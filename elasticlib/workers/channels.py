@@ -1,0 +1,135 @@
+"""The agent's ends of its workers' channels: one file a worker, in a private folder in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ..clock import Clock, monotonic
+from .beat import Beat
+from .channel import Channel
+from .notice import REASONS, Notice
+
+SHARED_MEMORY = "/dev/shm"
+
+
+class Channels:
+    """Of one group at a time; for several threads.
+
+    listed, unlisted: told of the folder, so that it goes with us even if we are killed.
+    """
+
+    def __init__(
+        self,
+        listed: Callable[[str], None],
+        unlisted: Callable[[str], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        self._listed = listed
+        self._unlisted = unlisted
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._folder: Path | None = None
+        self._number = 0
+        self._open: dict[int, tuple[Channel, Path]] = {}
+        self._notice: Notice | None = None
+        self._deadline = 0.0
+        self._saves = 0
+        self._asked = False
+
+    def open(self, local_rank: int) -> str:
+        """The file of a worker that is about to start. Raises OSError."""
+        with self._lock:
+            self._number += 1
+            path = self._own_folder() / f"{self._number}"
+            self._open[local_rank] = (Channel(str(path), create=True), path)
+            return str(path)
+
+    def close(self, local_rank: int) -> None:
+        """The worker is gone."""
+        with self._lock:
+            channel, path = self._open.pop(local_rank, (None, None))
+            if channel is not None and path is not None:
+                channel.close()
+                path.unlink(missing_ok=True)
+
+    def close_all(self) -> None:
+        """Leave nothing behind."""
+        with self._lock:
+            for local_rank in list(self._open):
+                self.close(local_rank)
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._unlisted(str(self._folder))
+                self._folder = None
+
+    def begin(self) -> None:
+        """Another group starts, which has been asked nothing."""
+        with self._lock:
+            self._notice, self._asked = None, False
+
+    def notify(self, notice: Notice) -> bool:
+        """Ask for a stop, now or after the next save; False if no worker here ever looks."""
+        with self._lock:
+            if not any(channel.listens for channel, _ in self._open.values()):
+                return False
+            self._notice, self._deadline = notice, self._clock() + notice.seconds
+            self._saves, self._asked = self._saved(), False
+            if not notice.after_save:
+                self._ask()
+            return True
+
+    def earliest_stop(self, *, now: bool) -> int | None:
+        """The first call at which all can stop; None while one of them is in a call or, where a
+        save is waited for, that has not come. now: it has, elsewhere."""
+        with self._lock:
+            notice = self._notice
+            if notice is None:
+                return None
+            if not self._asked:
+                late = self._deadline - self._clock() <= notice.seconds / 2
+                if not (now or late or self._saved() > self._saves):
+                    return None
+                self._ask()
+                return None  # they have to see it first
+            calls = [channel.earliest_stop() for channel, _ in list(self._open.values())]
+            known = [call for call in calls if call is not None]
+            return max(known, default=1) if len(known) == len(calls) else None
+
+    def stop_at(self, call: int, notice: Notice) -> None:
+        """All ranks stop at this call, for this reason."""
+        with self._lock:
+            deadline = min(self._deadline, self._clock() + notice.seconds)
+            for channel, _ in self._open.values():
+                channel.tell_stop(call, REASONS.index(notice.reason), deadline)
+
+    def beats(self) -> dict[int, Beat]:
+        """What each worker has told of its steps, by local rank."""
+        with self._lock:
+            return {local: channel.beat() for local, (channel, _) in list(self._open.items())}
+
+    def dumpers(self) -> dict[int, int]:
+        """The processes that write their stacks when asked, by local rank."""
+        with self._lock:
+            found = {local: channel.dumps for local, (channel, _) in list(self._open.items())}
+            return {local: pid for local, pid in found.items() if pid}
+
+    def _ask(self) -> None:
+        assert self._notice is not None
+        for channel, _ in self._open.values():
+            channel.ask(REASONS.index(self._notice.reason), self._deadline)
+        self._asked = True
+
+    def _saved(self) -> int:
+        return sum(channel.beat().saves for channel, _ in self._open.values())
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
+            self._folder = Path(tempfile.mkdtemp(prefix="elasticlib-", dir=place))
+            self._listed(str(self._folder))
+        return self._folder

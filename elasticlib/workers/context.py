@@ -1,0 +1,131 @@
+"""What a training script can ask its agent, and tell it: `elasticlib.context()`.
+
+It costs a step less than a microsecond. In a script that no agent of ours started, and in the
+processes that a worker starts, it asks nobody and tells nobody. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import attrs
+
+from ..clock import monotonic
+from .channel import VARIABLE, Channel
+from .notice import REASONS
+from .stacks import write_on_demand
+
+LOOK_SECONDS = 2e-4
+"""Between two looks, while the ranks agree: a call of the store, in all."""
+
+
+@attrs.frozen
+class Stop:
+    """Save, and end. reason: `preempted`, `resize` or `drain`; see `elasticlib.Notice`.
+    deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
+
+    reason: str
+    deadline: float
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline; 0 when it has passed."""
+        return max(0.0, self.deadline - monotonic())
+
+
+class Context:
+    """One worker's, from the agent that started it.
+
+    All ranks make the same calls of `should_stop`, at most one a step, in the same order; that is
+    what the agents count to name a call at which all of them stop.
+    """
+
+    def __init__(self, channel: Channel | None) -> None:
+        self._channel = channel
+        self._calls = 0
+        self._stop: Stop | None = None
+        self._pause = threading.Event()
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is an agent that listens."""
+        return self._channel is not None
+
+    def should_stop(self) -> Stop | None:
+        """Whether to save and end now: None, or why and until when.
+
+        To be called between two steps, by every rank alike. All get the same answer at the same
+        call, and once it is to stop it stays so. When an agent asks, this waits until the agents
+        have agreed, which takes a few milliseconds; else it returns at once.
+        """
+        channel = self._channel
+        if channel is None or self._stop is not None:
+            return self._stop
+        self._calls = call = self._calls + 1
+        if channel.enter(call):
+            self._stop = self._agreed(channel, call)
+        return self._stop
+
+    def step(self, step: int) -> None:
+        """Say that this step is done: a sign of life, and of progress."""
+        if self._channel is not None:
+            self._channel.tell_step(step, monotonic())
+
+    def saved(self, step: int) -> None:
+        """Say that a checkpoint of this step is safe."""
+        if self._channel is not None:
+            self._channel.tell_saved(step)
+
+    def detach(self) -> None:
+        """Ask nobody and tell nobody from now on."""
+        self._channel = None
+
+    def _agreed(self, channel: Channel, call: int) -> Stop | None:
+        channel.hold(call)
+        while not (stop_at := channel.stop_at):
+            # Whoever asked ends us when the time is over; only an agent that died does not.
+            if monotonic() > channel.deadline:
+                break
+            self._pause.wait(LOOK_SECONDS)
+        if not stop_at or call < stop_at:
+            channel.go_on(call)
+            return None
+        return Stop(REASONS[channel.reason], channel.deadline)
+
+
+_context: Context | None = None
+
+
+def context() -> Context:
+    """This process's context; the same one each time."""
+    global _context
+    if _context is None:
+        _context = Context(_reached(os.environ.get(VARIABLE, "")))
+    return _context
+
+
+def _reached(path: str) -> Channel | None:
+    if not path:
+        return None
+    with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
+        channel = Channel(path)
+        if channel.own(os.getpid()):
+            folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", path)).parent
+            if write_on_demand(folder):
+                channel.tell_dumps()
+            return channel
+        channel.close()
+    return None
+
+
+def _forget() -> None:
+    """A forked child is no worker: its calls must not be counted as its parent's."""
+    if _context is not None:
+        _context.detach()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,135 @@
+"""Workers that ask their context stop at one step, save it, and no step is lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of, until
+
+pytestmark = pytest.mark.faults
+
+CONTEXT = str(PROGRAMS / "context_worker.py")
+# Where a notice did not hold SIGTERM and SIGKILL back, nothing could be saved.
+SHORT = ("--shutdown-timeout", "0.1")
+
+
+def asking(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
+    command = job.agent(*flags, program=CONTEXT, worker=worker)
+    return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
+
+
+def trained(job: Job) -> list[int]:
+    """The steps done, in the order in which they were."""
+    path = job.folder / "steps"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def goes_on(job: Job) -> None:
+    """Waits for some steps more."""
+    count = len(trained(job))
+    until("more steps", lambda: len(trained(job)) > count + 3)
+
+
+def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks of a generation were told, which is the same; `left` is the least."""
+    generation = generation_of(places)
+    said = []
+    for rank in range(len(places)):
+        path = job.folder / f"stopped.{generation}.{rank}"
+        until(f"rank {rank} to stop", path.exists)
+        said.append(json.loads(path.read_text()))
+    left = [one.pop("left") for one in said]
+    assert said == [said[0]] * len(said)
+    return {**said[0], "left": min(left)}
+
+
+def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(job: Job) -> None:
+    meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
+    last = ("--rdzv-conf", "last_call_timeout=0.3")
+    grace = ("--resize-grace", "20", "--drain-grace", "15")
+    nodes = {
+        name: asking(job, name, *meet, *last, *SHORT, *grace, worker=("save", "0.3"))
+        for name in "ab"
+    }
+    two = job.settled(4)
+    goes_on(job)
+    nodes["c"] = asking(job, "c", *meet, *last, *SHORT, *grace, worker=("save", "0.3"))
+    three = job.settled(6, after=generation_of(two))
+    resize = stopped(job, two)
+    assert resize["reason"] == "resize"
+    assert 0 < resize["left"] <= 20
+    goes_on(job)
+    leaves = three[0]["node"]
+    nodes[leaves].signal(signal.SIGUSR2)
+    assert nodes.pop(leaves).exit_code() == 75
+    again = job.settled(4, after=generation_of(three))
+    drain = stopped(job, three)
+    assert drain["reason"] == "drain"
+    assert 0 < drain["left"] <= 15
+    goes_on(job)
+    nodes[again[0]["node"]].signal(signal.SIGTERM)
+    assert nodes.pop(again[0]["node"]).exit_code() == 75
+    rest = job.settled(2, after=generation_of(again))
+    assert stopped(job, again)["reason"] == "preempted"
+    check_one_world(rest)
+    assert rest[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
+    job.finish()
+    assert [node.exit_code() for node in nodes.values()] == [0]
+    steps = trained(job)
+    assert steps == list(range(len(steps)))
+
+
+def test_a_resize_waits_for_the_next_save_where_it_is_asked_to(job: Job) -> None:
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), "--resize", "at-checkpoint")
+    last = ("--rdzv-conf", "last_call_timeout=0.3", "--resize-grace", "40", *SHORT)
+    every = ("checkpoint", "100")
+    nodes = [asking(job, "a", *meet, *last, worker=every)]
+    one = job.settled(1)
+    goes_on(job)
+    nodes.append(asking(job, "b", *meet, *last, worker=every))
+    job.settled(2, after=generation_of(one))
+    at = stopped(job, one)
+    assert at["saved"] is not None, "it was stopped before it saved"
+    assert at["step"] - at["saved"] <= 50
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    steps = trained(job)
+    assert steps == list(range(len(steps)))
+
+
+def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), "--resize", "immediate")
+    last = ("--rdzv-conf", "last_call_timeout=0.3")
+    nodes = [asking(job, "a", *meet, *last)]
+    one = job.settled(1)
+    goes_on(job)
+    nodes.append(asking(job, "b", *meet, *last))
+    job.settled(2, after=generation_of(one))
+    assert not list(job.folder.glob("stopped.*"))
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job) -> None:
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+    logs = {name: job.folder / f"logs-{name}" for name in "ab"}
+    watch = ("--hang-timeout", "1.5", "--log-dir")
+    hang = ("hang", "1", "20")
+    nodes = [
+        asking(job, name, *meet, *SHORT, *watch, str(logs[name]), worker=hang) for name in "ab"
+    ]
+    first = job.settled(2)
+    again = job.settled(2, after=generation_of(first))
+    assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
+    told = r"hung: rank \d on \S+ is at step 19, silent for \d\.\d s; the others are at step 19"
+    for node in nodes:
+        assert re.search(told, node.text), node.text
+        (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")
+        assert re.search(r"Current thread|Thread 0x.*\n  File .*context_worker", stacks.read_text())
+    assert sum("the stacks of rank" in node.text for node in nodes) == 1
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]

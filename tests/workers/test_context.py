@@ -1,0 +1,263 @@
+"""The channel between a worker and its agent, and how all ranks come to stop at one call."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
+from elasticlib.workers.channel import RECENT, SIZE, VARIABLE, Channel
+from elasticlib.workers.channels import Channels
+from elasticlib.workers.context import Context
+from elasticlib.workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    Channel(str(tmp_path / "channel"), create=True).close()
+    return str(tmp_path / "channel")
+
+
+def ends(path: str) -> tuple[Channel, Channel]:
+    """The agent's and the worker's."""
+    return Channel(path), Channel(path)
+
+
+def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
+    context = Context(None)
+    context.step(1)
+    context.saved(1)
+    assert (context.attached, context.should_stop()) == (False, None)
+
+
+def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
+    agent, worker = ends(path)
+    assert (agent.beat().step, agent.beat().saved, agent.beat().durations) == (-1, -1, ())
+    for step in range(2 * RECENT):
+        worker.tell_step(step, now=float(step * step))
+        beat = agent.beat()
+        newest = [float(2 * n - 1) for n in range(max(1, step - RECENT + 1), step + 1)]
+        assert sorted(beat.durations) == newest
+        assert (beat.step, beat.steps, beat.at) == (step, step + 1, float(step * step))
+    worker.tell_saved(7)
+    assert (agent.beat().saved, agent.beat().saves) == (7, 1)
+
+
+def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
+    first, other = ends(path)
+    assert first.own(100)
+    assert not other.own(101)
+    assert other.own(100)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(SIZE), b"x" * SIZE])
+def test_what_is_no_channel_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(OSError, match="is no channel"):
+        Channel(str(tmp_path / "other"))
+
+
+ASK = """
+import os, sys, elasticlib
+context = elasticlib.context()
+assert context is elasticlib.context()
+context.step(3)
+pid = os.fork()
+if pid == 0:
+    context.step(4)  # is no worker, and is not heard
+    assert not context.attached
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+import subprocess
+code = "import elasticlib; assert not elasticlib.context().attached"
+assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+assert context.attached == (sys.argv[1] == "attached")
+"""
+
+
+@pytest.mark.parametrize("found", ["attached", "gone", "none"])
+def test_only_the_worker_itself_is_heard(path: str, found: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    if found != "none":
+        environment[VARIABLE] = path if found == "attached" else f"{path}.gone"
+    done = subprocess.run([sys.executable, "-c", ASK, found], env=environment, timeout=60)
+    assert done.returncode == 0
+    assert Channel(path).beat().step == (3 if found == "attached" else -1)
+
+
+# -- agreeing ----------------------------------------------------------------------------------
+
+
+class Rank:
+    """A rank that takes steps tied to the others', and asks after each; it moves when told to.
+
+    A step has three moves: to begin it, to end it once all ranks have begun it, and to ask.
+    """
+
+    def __init__(self, path: Path) -> None:
+        Channel(str(path), create=True).close()
+        self.agent, self.worker = ends(str(path))
+        self.begun = self.call = 0
+        self.asking = self.held = False
+        self.stopped = 0
+
+    def move(self, ranks: list[Rank]) -> None:
+        if self.stopped:
+            return
+        if self.held:
+            self._look()
+        elif self.asking:
+            self.asking = False
+            self.call += 1
+            if self.worker.enter(self.call):
+                self.worker.hold(self.call)
+                self.held = True
+        elif self.begun == self.call:
+            self.begun += 1
+        elif min(rank.begun for rank in ranks) >= self.begun:
+            self.asking = True
+
+    def _look(self) -> None:
+        stop_at = self.worker.stop_at
+        if not stop_at:
+            return
+        self.held = False
+        if self.call >= stop_at:
+            self.stopped = self.call
+        else:
+            self.worker.go_on(self.call)
+
+
+class Agent:
+    """One node's: asks its ranks, says the call at which they can stop, hears what is agreed."""
+
+    def __init__(self, number: int, ranks: list[Rank]) -> None:
+        self.number, self.ranks = number, ranks
+        self.asked = self.told = False
+
+    def move(self, needs: dict[int, Need], nodes: int) -> None:
+        if not self.asked:
+            self.asked = True
+            for rank in self.ranks:
+                rank.agent.ask(0, 1e9)
+            return
+        if self.number not in needs:
+            calls = [rank.agent.earliest_stop() for rank in self.ranks]
+            known = [call for call in calls if call is not None]
+            if len(known) == len(calls):
+                needs[self.number] = Need(max(known))
+            return
+        need = agreed(needs, nodes)
+        if need is not None and need.call is not None and not self.told:
+            self.told = True
+            for rank in self.ranks:
+                rank.agent.tell_stop(need.call, 0, 1e9)
+
+
+def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None:
+    agent, worker = ends(path)
+    worker.enter(1)
+    # As if it were held up in the middle of its second call: which way it goes is open.
+    worker._words[2] = 2
+    agent.ask(0, 1e9)
+    assert agent.earliest_stop() is None
+    worker.go_on(2)
+    assert agent.earliest_stop() == 3
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    nodes=st.integers(1, 3),
+    slots=st.integers(1, 3),
+    warm_up=st.integers(1, 200),
+)
+def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, nodes: int, slots: int, warm_up: int
+) -> None:
+    folder = tmp_path_factory.mktemp("ranks")
+    draw = random.Random(seed)
+    ranks = [Rank(folder / str(number)) for number in range(nodes * slots)]
+    agents = [Agent(n, ranks[n * slots : (n + 1) * slots]) for n in range(nodes)]
+    needs: dict[int, Need] = {}
+    for _ in range(warm_up):
+        draw.choice(ranks).move(ranks)
+    for move in itertools.count():
+        assert move < 100_000, "they wait for one another"
+        mover = draw.choice([*ranks, *agents])
+        if isinstance(mover, Rank):
+            mover.move(ranks)
+        else:
+            mover.move(needs, nodes)
+        if all(rank.stopped for rank in ranks):
+            break
+    assert len({rank.stopped for rank in ranks}) == 1
+    for rank in ranks:
+        rank.agent.close()
+        rank.worker.close()
+
+
+def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
+    needs = {0: Need(4, RESIZE, 30.0), 1: Need(5, DRAIN, 20.0), 2: Need(3, RESIZE, 30.0)}
+    assert agreed(needs, 4) is None
+    assert agreed(needs, 3) == Need(5, DRAIN, 20.0)
+    assert agreed({**needs, 3: Need(4, PREEMPTED, 9.0)}, 4) == Need(5, PREEMPTED, 9.0)
+    assert agreed({**needs, 3: Need(None)}, 5) == Need(None)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}x", b"[]", b'{"call": "x"}', b'{"call": 1, "reason": "x"}', b'{"more": 1}']
+)
+def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
+    assert decode_need(data) == Need(None)
+    assert decode_need(encode_need(Need(3, DRAIN, 1.5))) == Need(3, DRAIN, 1.5)
+
+
+# -- the agent's ends --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def channels() -> Iterator[Channels]:
+    listed: list[str] = []
+    channels = Channels(listed.append, listed.remove)
+    yield channels
+    channels.close_all()
+    assert not listed
+
+
+def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
+    worker = Channel(channels.open(0))
+    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    worker.enter(1)
+    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.earliest_stop(now=False) == 2
+
+
+def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels: Channels) -> None:
+    worker = Channel(channels.open(0))
+    worker.enter(1)
+    for now in (False, True):
+        channels.begin()
+        assert channels.notify(Notice(RESIZE, 1e9, after_save=True))
+        assert channels.earliest_stop(now=False) is None
+        if not now:
+            worker.tell_saved(1)
+        assert channels.earliest_stop(now=now) is None  # asked only now
+        assert channels.earliest_stop(now=False) == 2
+
+
+def test_no_file_is_left(channels: Channels) -> None:
+    folder = Path(channels.open(0)).parent
+    channels.open(1)
+    channels.close(0)
+    assert len(list(folder.iterdir())) == 1
+    channels.close_all()
+    assert not folder.exists()
