@@ -38,7 +38,7 @@ class AgentContract:
     patience = 20.0
     """Seconds after which something that should have happened has not."""
 
-    moment = 0.5
+    moment = 1.0
     """Seconds in which a worker should end that is asked to, and what was ended be gone."""
 
     functions = False
