@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import WITHOUT_TORCH, Job, Node, until
+from jobs import WITHOUT_TORCH, Job, Node, left_in, until
 
 NETWORK = "10.77.0"
 NETWORK6 = "fd77:"
@@ -295,7 +295,7 @@ def cluster(job: Job) -> Iterator[Cluster]:
         job.close()
         job.gone()
         for host in cluster.hosts.values():
-            left = list(host.temporary.iterdir()) if host.temporary.exists() else []
+            left = left_in(host.temporary)
             assert not left, f"left on {host}: {left}"
     finally:
         cluster.close()

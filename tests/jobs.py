@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from getpass import getuser
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,13 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def left_in(folder: Path) -> list[Path]:
+    """What is there, but for the folder that torch makes when what it compiles with is imported,
+    as an optimizer's first step does."""
+    found = folder.iterdir() if folder.exists() else ()
+    return [path for path in found if path.name != f"torchinductor_{getuser()}"]
 
 
 class Node:
@@ -116,6 +124,9 @@ class Job:
     ) -> tuple[str, ...]:
         """The command line of an agent that runs a program which reports to this job."""
         script = (program, str(self.folder), *worker)
+        if program == WORKER and not any(flag.startswith("--start-method") for flag in flags):
+            # It has no use for torch, which a template would import for two seconds.
+            flags = ("--start-method=spawn", *flags)
         return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
     def store(self) -> str:
@@ -194,7 +205,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     yield job
     job.close()
     job.gone()
-    assert not list(job.temporary.iterdir())
+    assert not left_in(job.temporary)
 
 
 def generation_of(places: list[dict[str, Any]]) -> int:

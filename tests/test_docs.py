@@ -15,6 +15,7 @@ from elasticlib.agent.policy import (
     DrainAsked,
     Event,
     GroupStopped,
+    Hung,
     JoinEnded,
     Outcome,
     OutcomeKind,
@@ -42,6 +43,7 @@ CASES: dict[type, tuple[Case, ...]] = {
     Settled: (("", Settled(BOTH), frozenset()),),
     JoinEnded: (("", JoinEnded(BEFORE), frozenset()),),
     StartFailed: (("", StartFailed("why"), BOTH),),
+    Hung: (("", Hung("why"), BOTH),),
     WorkerEnded: (
         ("well, others still run", WorkerEnded(GOOD), BOTH),
         ("well, the last one", WorkerEnded(GOOD), frozenset({0})),

@@ -110,6 +110,12 @@ class LocalElasticAgent(ElasticAgent):
         self._workers = workers
         self.agrees = workers.agrees
 
+    def prepare(self, spec: WorkerSpec) -> None:
+        self._workers.prepare(spec)
+
+    def await_prepared(self) -> None:
+        self._workers.await_prepared()
+
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         self._workers.start(group, ended)
 

@@ -127,6 +127,10 @@ class Supervisor:
         with self._signals:
             self._observer.start()
             try:
+                # Side by side with the rendezvous, as both take their time. What cannot work
+                # is said by the start, to which it belongs.
+                with contextlib.suppress(ElasticError, OSError):
+                    self._workers.prepare(self._spec)
                 self._do(Join())
                 while self._now.state is not State.ENDED:
                     self._turn()
@@ -273,6 +277,8 @@ class Supervisor:
         self._inbox.put(_News(attempt, lambda: event))
 
     def _settled(self, attempt: int, info: RendezvousInfo) -> None:
+        # Here, in the observer's thread, as the loop waits for nothing.
+        self._workers.await_prepared()
         self._inbox.put(_News(attempt, lambda: self._take(info)))
 
     def _take(self, info: RendezvousInfo) -> Event:

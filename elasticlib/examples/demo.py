@@ -125,19 +125,23 @@ class Stage:
         self._disturbed = monotonic()
 
     def worker_of(self, node: subprocess.Popen[str], local_rank: int) -> int:
-        """The pid of a node's worker, found as an operator would: among the agent's children."""
-        children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-        for pid in map(int, children):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"LOCAL_RANK={local_rank}".encode() in environment:
-                return pid
-        raise DemoFailed(f"no worker {local_rank} among the children of {node.pid}")
+        """The pid of a node's worker, found as an operator would: the agent's template has forked
+        them in the order of their ranks."""
+        for child in children(node.pid):
+            if Path(f"/proc/{child}/comm").read_text().strip() == "worker-template":
+                return children(child)[local_rank]
+        raise DemoFailed(f"no template of workers among the children of {node.pid}")
 
     def close(self) -> None:
         for node in self._nodes:
             if node.poll() is None:
                 node.kill()
             node.wait()
+
+
+def children(pid: int) -> list[int]:
+    """In the order in which they began."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def training(folder: Path, name: str, args: argparse.Namespace, epochs: int) -> list[str]:

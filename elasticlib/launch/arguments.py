@@ -149,6 +149,18 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
     )
     _flag(parser, "--module", "-m", action="store_true", help="run a module, as python -m")
     _flag(parser, "--no-python", action="store_true", help="run a program, not a Python script")
+    _flag(
+        parser,
+        "--start-method",
+        help="warm: fork Python workers from a process that has torch imported (default); spawn: "
+        "start an interpreter for each",
+    )
+    _flag(
+        parser,
+        "--preload",
+        default="",
+        help="modules that the warm process imports besides torch: a,b.c",
+    )
 
 
 def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
@@ -172,11 +184,19 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
         shutdown_timeout=given.shutdown_timeout,
         supervision=read_supervision(given),
         local_addr=given.local_addr,
+        start_method=_start_method(given),
+        preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),
         rdzv_configs=_pairs(",".join(given.rdzv_conf)),
         **read_output_flags(given),
         **_meeting_place(given, high),
     )
     return config, _entrypoint(given)
+
+
+def _start_method(given: argparse.Namespace) -> str:
+    if given.no_python and given.start_method == "warm":
+        raise ConfigError("--start-method warm is for Python, and --no-python runs another program")
+    return given.start_method or "warm"
 
 
 def _entrypoint(given: argparse.Namespace) -> Entrypoint:

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
 from ..workers.output_plan import OutputPlan
+from ..workers.spec import check_start
 from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
@@ -153,6 +154,8 @@ class LaunchConfig:
     shown, None for all; log_line_prefix_template: what stands before each line of `tee`, with
     `${role_name}`, `${rank}` and `${local_rank}`. virtual_local_rank: each worker sees its own GPU
     alone, as device 0. numa_binding: which processors near its GPU a worker is bound to.
+    start_method: `warm` or `spawn`. preload: what workers that are started warm have imported
+    besides torch.
     """
 
     min_nodes: int = 1
@@ -181,6 +184,8 @@ class LaunchConfig:
     log_line_prefix_template: str | None = None
     virtual_local_rank: bool = False
     numa_binding: str | None = None
+    start_method: str = "warm"
+    preload: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.rdzv_backend not in BACKENDS:
@@ -194,6 +199,7 @@ class LaunchConfig:
         self._check_numbers()
         check_output(self.output, self.nproc_per_node)
         check_numa_binding(self.numa_binding)
+        check_start(self.start_method, self.preload)
         self._check_place()
         # Read for its errors, so that a bad value is named before anything starts.
         assert self.options

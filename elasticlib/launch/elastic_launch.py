@@ -108,6 +108,10 @@ def run_node(
     if config.virtual_local_rank:
         # Asked for the last one before anything starts, so that too few GPUs are refused at once.
         own_device(config.nproc_per_node - 1, os.environ)
+    if config.preload and isinstance(entrypoint, Command):
+        raise ConfigError(
+            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
+        )
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
@@ -148,6 +152,8 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
         python=sys.executable,
         processors=_processors(config),
         ignored=options.kept_from_workers,
+        start_method=config.start_method,
+        preload=config.preload,
     )
 
 

@@ -1,21 +1,18 @@
-"""Runs a function as a worker: `python -m elasticlib.workers.function PAYLOAD RESULT`.
+"""A function as a worker: how it gets there, and how its value comes back.
 
-The function arrives pickled in a file of the user's own, private folder, with what
-`multiprocessing` needs to make this interpreter look like the one that sent it; its value goes
-back the same way, and an exception leaves an error.json.
+It arrives pickled in a file of the user's own, private folder, with what `multiprocessing` needs
+to make this interpreter look like the one that sent it; its value goes back the same way.
 """
 
 from __future__ import annotations
 
 import multiprocessing.spawn
 import pickle
-import sys
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, describe
-from . import hooks
 from .spec import Function
 
 
@@ -55,21 +52,13 @@ def read_result(path: Path) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def main(payload: str, result: str, error_file: str) -> int:
+def main(payload: str, result: str) -> int:
+    """In the worker: call it, and leave its value; what it raises goes on."""
     preparation, work = pickle.loads(Path(payload).read_bytes())
-    hooks.install(error_file)
-    try:
-        multiprocessing.spawn.prepare(preparation)
-        target, args = pickle.loads(work)
-        value = target(*args)
-    except BaseException as error:
-        hooks.record(error)
-        raise
+    multiprocessing.spawn.prepare(preparation)
+    target, args = pickle.loads(work)
+    value = target(*args)
     aside = Path(f"{result}.part")
     aside.write_bytes(pickle.dumps(value))
     aside.rename(result)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3]))

@@ -12,11 +12,17 @@ from collections.abc import Callable, Mapping
 from .beat import Beat
 from .exits import WorkerExit
 from .notice import Notice
-from .spec import WorkerGroup
+from .spec import WorkerGroup, WorkerSpec
 
 
 class Workers(abc.ABC):
     """Runs one group at a time."""
+
+    def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027
+        """Begin what can be done before the first start, and return; called at most once a run."""
+
+    def await_prepared(self) -> None:  # noqa: B027
+        """Block, in any thread, until a start will not have to; `close` ends it."""
 
     @abc.abstractmethod
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:

@@ -6,49 +6,38 @@ unreaped, so that its number cannot pass to another before its session has been 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import WorkerStartError
+from ..errors import ElasticError, WorkerStartError
 from . import session, stacks
 from .beat import Beat
 from .channel import VARIABLE as CHANNEL
 from .channels import Channels
 from .error_file import ends_process, read_failure
 from .exits import WorkerExit
-from .function import read_result, write_payload
+from .function import read_result
 from .guardian import Guardian
 from .interface import Workers
 from .memory import killed_for_memory, oom_kills
 from .notice import Notice
 from .output import Output
 from .output_plan import OutputPlan
-from .processors import Processors, bound_to, count_cores
-from .spec import (
-    Command,
-    Entrypoint,
-    Function,
-    Module,
-    Script,
-    Worker,
-    WorkerGroup,
-    with_local_rank,
-    worker_environment,
-)
-from .streams import Streams
+from .processors import Processors, count_cores
+from .spec import Worker, WorkerGroup, WorkerSpec, worker_environment
+from .starting import Starter, program
+from .warm import Warm
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -56,14 +45,12 @@ REAP_SECONDS = 5.0
 DRAIN_SECONDS = 5.0
 LONGEST_RECORD = 1 << 20
 """Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
-_ENTER = str(Path(__file__).with_name("enter.py"))
-_START = str(Path(__file__).with_name("start.py"))
 
 
 @attrs.define
 class _Process:
     worker: Worker
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Warm
     output: Output
     folder: Path
     ended_at: float = float("inf")
@@ -79,6 +66,9 @@ class LocalWorkers(Workers):
         run_id: names that folder.
         python: the interpreter of scripts, modules and functions.
         processors: what each worker runs on, by local rank; any without.
+        start_method: `warm` to fork Python workers from a process that has torch imported, or
+            `spawn` to start an interpreter for each.
+        preload: modules that this process imports besides.
         ignored: signals that a worker ignores, and its children with it, until it says otherwise.
     """
 
@@ -92,15 +82,22 @@ class LocalWorkers(Workers):
         python: str = sys.executable,
         processors: Sequence[Processors] = (),
         ignored: Iterable[int] = (),
+        start_method: str = "warm",
+        preload: Sequence[str] = (),
     ) -> None:
         self._environment = dict(environment)
         self._output = output or OutputPlan()
         self._log_dir = log_dir
         self._run_id = run_id
-        self._python = python
-        self._processors = dict(enumerate(processors))
-        self._ignored = tuple(sorted(ignored))
         self._guardian = Guardian()
+        self._starter = Starter(
+            self._guardian,
+            python=python,
+            start_method=start_method,
+            preload=preload,
+            ignored=ignored,
+            processors=processors,
+        )
         self._channels = Channels(self._guardian.add_folder, self._guardian.remove_folder)
         self._folder: Path | None = None
         self._processes: dict[int, _Process] = {}
@@ -132,8 +129,15 @@ class LocalWorkers(Workers):
         """Whether the folder is somebody's to look at when the run is over."""
         return self._log_dir is not None or self._output.any
 
+    def prepare(self, spec: WorkerSpec) -> None:
+        self._starter.prepare(spec, self._environment, count_cores())
+
+    def await_prepared(self) -> None:
+        self._starter.await_prepared()
+
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         _heed_children()
+        self._prepare_late(group.spec)
         self._processes = {}
         self._stopped = False
         self._channels.begin()
@@ -145,6 +149,14 @@ class LocalWorkers(Workers):
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
                 ) from error
+
+    def _prepare_late(self, spec: WorkerSpec) -> None:
+        """Whoever has not called these before gets them now."""
+        try:
+            self.prepare(spec)
+        except OSError as error:
+            raise WorkerStartError(f"cannot start the workers' template: {error}") from error
+        self.await_prepared()
 
     def _start_one(self, group: WorkerGroup, worker: Worker, ended: Callable[[int], None]) -> None:
         self._guardian.open()
@@ -173,44 +185,14 @@ class LocalWorkers(Workers):
             cores=count_cores(),
         )
         environment[CHANNEL] = self._channels.open(worker.local_rank)
-        program = self._program(group.spec.entrypoint, worker.local_rank, folder)
+        what = program(group.spec.entrypoint, worker.local_rank, folder)
         output = Output(self._output, worker, group.spec.role, folder).open()
         try:
-            with bound_to(self._processors.get(worker.local_rank)), _held_back(self._ignored):
-                popen = subprocess.Popen(
-                    self._entered(environment, program),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output.target(Streams.OUT),
-                    stderr=output.target(Streams.ERR),
-                    start_new_session=True,
-                )
-        except OSError:
+            popen = self._starter.start(what, environment, output, worker.local_rank)
+        except (OSError, ElasticError):
             output.abandon()
             raise
         return _Process(worker, popen, output, folder)
-
-    def _entered(self, environment: Mapping[str, str], program: tuple[str, ...]) -> list[str]:
-        """The program behind the one that ties it to this process's life."""
-        # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
-        locale = environment.get("LC_CTYPE", "")
-        ignored = ",".join(map(str, self._ignored))
-        return [self._python, "-I", "-S", _ENTER, str(os.getpid()), locale, ignored, *program]
-
-    def _program(self, entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
-        if isinstance(entrypoint, Function):
-            payload = folder / "payload.pickle"
-            write_payload(payload, entrypoint)
-            files = (str(payload), str(folder / "result.pickle"), str(folder / "error.json"))
-            return (self._python, "-u", "-m", "elasticlib.workers.function", *files)
-        args = with_local_rank(entrypoint.args, local_rank)
-        start = (self._python, "-u", _START, str(folder / "error.json"))
-        if isinstance(entrypoint, Script):
-            return (*start, entrypoint.path, *args)
-        if isinstance(entrypoint, Module):
-            return (*start, "-m", entrypoint.name, *args)
-        assert isinstance(entrypoint, Command)
-        return (entrypoint.program, *args)
 
     def collect(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
@@ -307,7 +289,7 @@ class LocalWorkers(Workers):
     def close(self) -> None:
         self.kill()
         for local_rank, process in list(self._processes.items()):
-            if _ends_within(process.popen.pid, REAP_SECONDS):
+            if session.ends_within(process.popen.pid, REAP_SECONDS):
                 self.collect(local_rank)
             else:
                 # The guardian has it listed, and goes on trying when we are gone.
@@ -318,21 +300,12 @@ class LocalWorkers(Workers):
             output.drain(deadline)
         self._late.clear()
         self._channels.close_all()
+        self._starter.close()
         if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._guardian.remove_folder(str(self._folder))
             self._folder = None
         self._guardian.close()
-
-
-@contextlib.contextmanager
-def _held_back(signals: Iterable[int]) -> Iterator[None]:
-    """What is started here has these blocked, and so lives to ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_error(folder: Path) -> tuple[str, str, float, bool]:
@@ -347,19 +320,9 @@ def _read_error(folder: Path) -> tuple[str, str, float, bool]:
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
     try:
-        # WNOWAIT leaves the zombie, which keeps the pid and with it the session's number.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        session.ends_within(pid, None)
     finally:
         ended(local_rank)
-
-
-def _ends_within(pid: int, seconds: float) -> bool:
-    """Whether a child of ours, which nobody has reaped, ends in time; it is not reaped here."""
-    handle = os.pidfd_open(pid)
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
 
 
 def _heed_children() -> None:

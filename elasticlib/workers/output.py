@@ -25,6 +25,7 @@ from .lines import TAIL_BYTES, Lines, Tail
 from .output_plan import OutputPlan
 from .spec import Worker
 from .streams import Streams
+from .warm import Warm
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -78,7 +79,7 @@ class Output:
             return None if self._shown else subprocess.DEVNULL
         return None if self._shown and _is_terminal(STDERR) else subprocess.PIPE
 
-    def attach(self, process: subprocess.Popen[bytes]) -> None:
+    def attach(self, process: subprocess.Popen[bytes] | Warm) -> None:
         """Read the pipes of the process that has been started with these targets."""
         for stream, pipe in ((Streams.OUT, process.stdout), (Streams.ERR, process.stderr)):
             if pipe is not None:

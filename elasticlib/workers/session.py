@@ -47,6 +47,24 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
+def ends_within(pid: int, seconds: float | None) -> bool:
+    """Whether a process, which nobody reaps meanwhile, ends in time; None waits until it does.
+
+    It is not reaped here: the zombie keeps the pid, and with it the session's number.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        # Its template ended, and the worker with it.
+        return True
+    try:
+        look = select.poll()
+        look.register(handle, select.POLLIN)
+        return bool(look.poll(None if seconds is None else seconds * 1000))
+    finally:
+        os.close(handle)
+
+
 def end(session: int, seconds: float = 2.0) -> list[int]:
     """Kill all of a session and wait until it is gone; returns those that are not.
 

@@ -16,6 +16,9 @@ from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
 from ..stores.secret import VARIABLE as SECRET
 
+START_METHODS = ("warm", "spawn")
+"""How Python workers begin: forked from a process that has torch imported, or from nothing."""
+
 LOCAL_RANK_MACRO = "${local_rank}"
 
 KEPT_FROM_WORKERS = frozenset({SECRET, "TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"})
@@ -139,12 +142,6 @@ def worker_environment(
     cores: int,
 ) -> dict[str, str]:
     """The whole environment of one worker, as torchrun would set it, and the generation."""
-    threads = max(1, cores // group.spec.local_world_size)
-    defaults = {
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
     told: dict[str, object] = {
         "RANK": worker.rank,
         "LOCAL_RANK": worker.local_rank,
@@ -168,8 +165,36 @@ def worker_environment(
     if group.spec.virtual_local_rank:
         told["LOCAL_RANK"] = 0
         told["CUDA_VISIBLE_DEVICES"] = own_device(worker.local_rank, inherited)
+    common = common_environment(group.spec, inherited, cores)
+    return {**common, **{name: str(value) for name, value in told.items()}}
+
+
+def common_environment(
+    spec: WorkerSpec, inherited: Mapping[str, str], cores: int
+) -> dict[str, str]:
+    """What all workers of a node find in their environment, whichever generation they are of."""
+    threads = max(1, cores // spec.local_world_size)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     passed_on = {name: text for name, text in inherited.items() if name not in KEPT_FROM_WORKERS}
-    return {**defaults, **passed_on, **{name: str(value) for name, value in told.items()}}
+    return {**defaults, **passed_on}
+
+
+def check_start(method: str, preload: tuple[str, ...]) -> None:
+    """Raises ConfigError for a way to start workers that there is not."""
+    if method not in START_METHODS:
+        raise ConfigError(
+            f"--start-method is {' or '.join(START_METHODS)}, got {method!r}"
+            + ("; warm forks workers, from a clean process" if "fork" in method else "")
+        )
+    if preload and method != "warm":
+        raise ConfigError(f"--preload is for --start-method warm, got {method}")
+    for name in preload:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"--preload takes the names of modules, a,b.c, got {name!r}")
 
 
 def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ MADE: list[LocalWorkers] = []
 
 
 def make_workers() -> LocalWorkers:
-    MADE.append(LocalWorkers(os.environ))
+    MADE.append(LocalWorkers(os.environ, start_method="spawn"))
     return MADE[-1]
 
 

@@ -96,9 +96,9 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
         assert in_mask(pid, "SigIgn", signal.SIGUSR2)
         # Whoever wants the signal for itself takes it: it is not held back.
         assert not in_mask(pid, "SigBlk", signal.SIGUSR2)
-    # As Slurm does: to the agent, its guardian, the workers and their children.
+    # As Slurm does: to the agent, its guardian and template, the workers and their children.
     reached = job.processes()
-    assert len(reached) == 6
+    assert len(reached) == 7
     for pid in reached:
         os.kill(pid, signal.SIGUSR2)
     for rank in range(2):

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 import pytest
-from jobs import WORKER, Job, alive, generation_of
+from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of
 
 pytestmark = pytest.mark.faults
 
 ALONE = ("--standalone", "--nproc-per-node", "2")
+METHODS = pytest.mark.parametrize("method", ["spawn", "warm"])
 
 
-def test_a8_nothing_outlives_an_agent_that_was_killed(job: Job) -> None:
-    agent = job.run("a", *ALONE, worker=("ignore-term", "child"))
+def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
+    """An agent whose workers use no torch, nor does their template."""
+    flags = (*ALONE, f"--start-method={method}", *flags)
+    return job.run("a", *flags, worker=worker, PYTHONPATH=WITHOUT_TORCH)
+
+
+@METHODS
+def test_a8_nothing_outlives_an_agent_that_was_killed(job: Job, method: str) -> None:
+    agent = run(job, method, worker=("ignore-term", "child"))
     places = job.settled(2)
     agent.kill()
     job.gone(seconds=5.0)
     assert not any(alive(p[kind]) for p in places for kind in ("pid", "child"))
 
 
-def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job) -> None:
-    agent = job.run("a", *ALONE, "--max-restarts", "1", worker=("child",))
+@METHODS
+def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) -> None:
+    agent = run(job, method, "--max-restarts", "1", worker=("child",))
     before = job.settled(2)
     os.kill(before[0]["pid"], signal.SIGKILL)
     after = job.settled(2, after=generation_of(before))
@@ -35,9 +43,11 @@ def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job) -> None:
     assert not any(alive(place["child"]) for place in after)
 
 
-def test_a11_an_ignored_hangup_stays_ignored(job: Job) -> None:
-    command = (sys.executable, "-m", "elasticlib.launch", *ALONE, WORKER, str(job.folder))
-    agent = job.start("a", "sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command)
+@METHODS
+def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
+    command = job.agent(*ALONE, f"--start-method={method}")
+    deaf = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
+    agent = job.start("a", *deaf, *command, PYTHONPATH=WITHOUT_TORCH)
     places = job.settled(2)
     for pid in (agent.pid, *(place["pid"] for place in places)):
         os.kill(pid, signal.SIGHUP)
@@ -56,8 +66,9 @@ def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job
     job.gone()
 
 
-def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job) -> None:
-    agent = job.run("a", *ALONE, "--shutdown-timeout", "0.5", worker=("ignore-term",))
+@METHODS
+def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, method: str) -> None:
+    agent = run(job, method, "--shutdown-timeout", "0.5", worker=("ignore-term",))
     job.settled(2)
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 128 + signal.SIGINT

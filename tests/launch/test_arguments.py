@@ -254,3 +254,23 @@ def test_conf_values_may_be_numbers_or_text() -> None:
     conf = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"}
     timing = LaunchConfig(rdzv_configs=conf, store_grace=7.0).timing
     assert (timing.refresh, timing.lease, timing.store_grace) == (0.5, 2.0, 7.0)
+
+
+def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
+    config, _ = parse(["--preload", "json,os.path", __file__])
+    assert (config.start_method, config.preload) == ("warm", ("json", "os.path"))
+    assert parse(["--start_method=spawn", __file__])[0].start_method == "spawn"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--start-method=fork",), "--start-method is warm or spawn, got 'fork'; warm forks"),
+        (("--start-method=spawn", "--preload=json"), "--preload is for --start-method warm"),
+        (("--preload=a b",), "--preload takes the names of modules, a,b.c, got 'a b'"),
+        (("--no-python", "--start-method=warm"), "--no-python runs another program"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused(flags: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse([*flags, __file__])

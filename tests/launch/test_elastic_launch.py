@@ -38,7 +38,7 @@ def test_a_functions_values_come_back_by_global_rank() -> None:
 
 
 def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
-    config = LaunchConfig(nproc_per_node=2, max_restarts=0)
+    config = LaunchConfig(nproc_per_node=2, max_restarts=0, start_method="spawn")
     with pytest.raises(
         ChildFailedError, match=r"fail_on_rank_1: .*ValueError: not today"
     ) as caught:
@@ -51,7 +51,9 @@ def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
 
 
 def test_a_restart_is_counted_and_the_second_try_gives_the_value(tmp_path: Path) -> None:
-    assert elastic_launch(LaunchConfig(max_restarts=1), fail_once)(str(tmp_path)) == {0: 1}
+    assert elastic_launch(LaunchConfig(max_restarts=1, start_method="spawn"), fail_once)(
+        str(tmp_path)
+    ) == {0: 1}
 
 
 def import_nothing() -> None:
@@ -88,7 +90,7 @@ def give_unreadable() -> Unreadable:
 
 def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:
     with pytest.raises(ChildFailedError, match=r"cannot be read here: ValueError: invalid literal"):
-        elastic_launch(LaunchConfig(max_restarts=0), give_unreadable)()
+        elastic_launch(LaunchConfig(max_restarts=0, start_method="spawn"), give_unreadable)()
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_refused() -> None:

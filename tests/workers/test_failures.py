@@ -136,7 +136,15 @@ def test_a_script_shows_on_its_streams_what_it_would_without_us(tmp_path: Path) 
         "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('no') from error\n"
     )
     plain = [sys.executable, "-u", str(script), "a"]
-    ours = [sys.executable, "-u", str(START), str(tmp_path / "error.json"), str(script), "a"]
+    ours = [
+        sys.executable,
+        "-u",
+        str(START),
+        str(tmp_path / "error.json"),
+        "script",
+        str(script),
+        "a",
+    ]
     shown = [
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         for command in (plain, ours)

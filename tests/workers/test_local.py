@@ -43,11 +43,17 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.workers = LocalWorkers(os.environ, log_dir=str(folder))
+        self.workers = LocalWorkers(os.environ, log_dir=str(folder), start_method="spawn")
 
     def writing(self, redirects: str, tee: str, **more: Any) -> Run:
         plan = OutputPlan(parse_streams(redirects, "-r"), parse_streams(tee, "-t"), **more)
-        self.workers = LocalWorkers(os.environ, output=plan, log_dir=str(self.folder), run_id="j")
+        self.workers = LocalWorkers(
+            os.environ,
+            output=plan,
+            log_dir=str(self.folder),
+            run_id="j",
+            start_method="spawn",
+        )
         return self
 
     def start(self, entrypoint: Entrypoint, count: int = 1) -> Run:
