@@ -49,17 +49,20 @@ _HOMES = {
         "Module",
         "Command",
         "Function",
+        "worker_environment",
     ),
+    "workers.exits": ("WorkerExit",),
     "workers.interface": ("Workers",),
+    "workers.ladder": ("Ladder",),
     "workers.notice": ("Notice",),
     "workers.context": ("Context", "Stop", "context"),
     "workers.local": ("LocalWorkers",),
     "workers.record": ("record",),
-    "agent.interface": (
+    "agent.interface": ("RunResult",),
+    "agent.elastic": (
         "ElasticAgent",
-        "RunResult",
+        "LocalElasticAgent",
     ),
-    "agent.local": ("LocalElasticAgent",),
     "agent.options": ("AgentOptions",),
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig",),
@@ -80,9 +83,9 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
-    from .agent.interface import ElasticAgent as ElasticAgent
+    from .agent.elastic import ElasticAgent as ElasticAgent
+    from .agent.elastic import LocalElasticAgent as LocalElasticAgent
     from .agent.interface import RunResult as RunResult
-    from .agent.local import LocalElasticAgent as LocalElasticAgent
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
@@ -118,7 +121,9 @@ if TYPE_CHECKING:
     from .workers.context import Context as Context
     from .workers.context import Stop as Stop
     from .workers.context import context as context
+    from .workers.exits import WorkerExit as WorkerExit
     from .workers.interface import Workers as Workers
+    from .workers.ladder import Ladder as Ladder
     from .workers.local import LocalWorkers as LocalWorkers
     from .workers.notice import Notice as Notice
     from .workers.record import record as record
@@ -130,6 +135,7 @@ if TYPE_CHECKING:
     from .workers.spec import WorkerGroup as WorkerGroup
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
+    from .workers.spec import worker_environment as worker_environment
 
 
 def __getattr__(name: str) -> Any:

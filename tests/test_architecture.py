@@ -71,6 +71,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "workers/enter.py",
     # In a worker, or in a script under another launcher: it looks where to leave its error.json.
     "workers/record.py",
+    # In a worker of the agents' suite, too, which asks what workers are told.
+    "testing/agent_acts.py",
     # A fork that takes on its own environment.
     "workers/template.py",
     # A training script, which is what the variables are for.

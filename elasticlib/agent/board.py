@@ -23,6 +23,7 @@ from .causes import (
     FIRST,
     Cause,
     cause_of,
+    cause_of_start,
     encode,
     encode_ranks,
     first_cause,
@@ -48,7 +49,13 @@ class CauseBoard:
 
     def tell(self, info: RendezvousInfo, failure: WorkerExit) -> None:
         """A worker of this generation has failed here."""
-        cause = cause_of(failure, self._host, info.generation)
+        self._tell(info, cause_of(failure, self._host, info.generation))
+
+    def tell_start(self, info: RendezvousInfo, reason: str) -> None:
+        """The workers of this generation could not be started here."""
+        self._tell(info, cause_of_start(reason, self._host, info.generation))
+
+    def _tell(self, info: RendezvousInfo, cause: Cause) -> None:
         if _shared(info):
             self._later(lambda: _write_first(info, cause))
 

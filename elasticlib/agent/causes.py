@@ -27,7 +27,8 @@ class Cause:
     """The first failure of a generation.
 
     sentence: who, how and why. host: where. log: the folder there that holds the worker's files.
-    followed: global ranks of workers that failed as well, afterwards, as far as is known.
+    followed: global ranks of workers that failed as well, afterwards, as far as is known. Where
+    workers could not be started, it is the failure of none: rank and local_rank are -1.
     """
 
     host: str
@@ -62,6 +63,12 @@ def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
         tail=shorten(first.tail, LONGEST_TAIL),
         log=first.log,
     )
+
+
+def cause_of_start(reason: str, host: str, generation: int) -> Cause:
+    """What is told where a node could not start its workers."""
+    sentence = shorten(reason, LONGEST_LINE)
+    return Cause(host, generation, -1, -1, pid=0, returncode=0, signal="", sentence=sentence)
 
 
 def followers(failures: Iterable[WorkerExit], cause: Cause | None) -> tuple[int, ...]:

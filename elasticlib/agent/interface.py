@@ -1,17 +1,17 @@
-"""What an agent is: it supervises one node's workers to the end, and says how that was.
+"""What an agent comes to: it supervises one node's workers to the end, and says how that was.
 
-`run` always returns a `RunResult`, be the end a success, a failure, a signal or a lost store.
+`run` always returns a `RunResult`, be the end a success, a failure, a signal or a lost store. The
+agent itself is in `elastic.py`, and what it needs of its workers in `workers/interface.py`.
 """
 
 from __future__ import annotations
 
-import abc
 from typing import Any
 
 import attrs
 
 from ..workers.exits import WorkerExit
-from ..workers.spec import WorkerGroup, WorkerState
+from ..workers.spec import WorkerState
 from .causes import Cause as Cause
 
 DRAIN_EXIT_CODE = 75
@@ -46,15 +46,3 @@ class RunResult:
         if self.state is WorkerState.STOPPED:
             return 128 + self.signal
         return 0 if self.state is WorkerState.SUCCEEDED else 1
-
-
-class ElasticAgent(abc.ABC):
-    """Supervises the workers of one node."""
-
-    @abc.abstractmethod
-    def run(self) -> RunResult:
-        """Take part in the job until it is over for this node; never raises for its failures."""
-
-    @abc.abstractmethod
-    def get_worker_group(self) -> WorkerGroup | None:
-        """The group of the generation that this node holds, or None before the first."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
+from ..agent.elastic import LocalElasticAgent
 from ..agent.interface import RunResult
-from ..agent.local import LocalElasticAgent
 from ..agent.observers import SignalObserver
 from ..agent.options import AgentOptions
 from ..errors import ConfigError, ElasticError

@@ -1,4 +1,4 @@
-"""The contracts of a store and of a rendezvous handler as test suites, and simulated clusters.
+"""The contracts of a store, a handler and an agent as test suites, and simulated clusters.
 
 A suite needs pytest and hypothesis (the extra `testing`) and the simulator does not, so each name
 is loaded from its module when it is first used.
@@ -11,6 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "AgentContract": "agent_contract",
+    "AgentRequest": "agent_job",
     "ClientRecipe": "store_process",
     "HandlerRequest": "rendezvous_contract",
     "RendezvousContract": "rendezvous_contract",
@@ -18,6 +20,8 @@ _HOMES = {
     "StoreRendezvousContract": "rendezvous_over_store",
 }
 _ASSERTING = (
+    "agent_contract",
+    "agent_job",
     "rendezvous_cluster",
     "rendezvous_contract",
     "rendezvous_machine",
@@ -34,6 +38,8 @@ if "pytest" in sys.modules:
     pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
 if TYPE_CHECKING:
+    from .agent_contract import AgentContract as AgentContract
+    from .agent_job import AgentRequest as AgentRequest
     from .rendezvous_contract import HandlerRequest as HandlerRequest
     from .rendezvous_contract import RendezvousContract as RendezvousContract
     from .rendezvous_over_store import StoreRendezvousContract as StoreRendezvousContract

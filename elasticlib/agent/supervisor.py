@@ -1,4 +1,4 @@
-"""The agent of one node: one inbox, one loop, and the policy between them.
+"""What every agent does: one inbox, one loop, and the policy between them.
 
 Everything that happens becomes an event in the inbox; the loop asks the policy and carries out
 its commands. Nothing else starts, stops or reports.
@@ -21,16 +21,14 @@ from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
 from ..workers.blame import failure_kind
-from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
-from ..workers.spec import WorkerGroup, WorkerSpec, WorkerState, deal_ranks
+from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks
+from .account import Account
 from .agreed import Need
 from .agreement import Agreements
-from .board import CauseBoard
-from .causes import Cause
 from .hang_watch import HangWatch
-from .interface import ElasticAgent, RunResult
+from .interface import RunResult
 from .observers import RendezvousObserver, SignalObserver
 from .options import AgentOptions
 from .policy import (
@@ -63,13 +61,6 @@ from .stop import GroupStop
 
 log = logging.getLogger("elasticlib.agent")
 
-_STATES = {
-    OutcomeKind.SUCCEEDED: WorkerState.SUCCEEDED,
-    OutcomeKind.FAILED: WorkerState.FAILED,
-    OutcomeKind.SIGNALLED: WorkerState.STOPPED,
-    OutcomeKind.DRAINED: WorkerState.DRAINED,
-}
-
 
 @attrs.frozen
 class _News:
@@ -79,17 +70,11 @@ class _News:
     read: Callable[[], Event | None]
 
 
-class LocalElasticAgent(ElasticAgent):
-    """Supervises a node's workers, whatever `workers` runs them as.
+class Supervisor:
+    """Takes one node through its job, with whatever runs its workers.
 
-    Args:
-        spec: what to run.
-        handler: how the node meets the others; shut down when the run is over.
-        workers: runs the processes (`elasticlib.workers.local.LocalWorkers`).
-        max_restarts: of a handler that keeps no budget for the job.
-        ladder: how workers are stopped, on every path.
-        interval: seconds between looks at a handler that cannot push.
-        options: which signals it heeds, and how long workers may save.
+    Args: as of `elasticlib.agent.elastic.ElasticAgent`; and workers, which it starts, observes and
+    stops, and closes when the run is over.
     """
 
     def __init__(
@@ -124,20 +109,20 @@ class LocalElasticAgent(ElasticAgent):
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
         self._idle_since = self._started_at = clock()
-        self._exits: dict[int, WorkerExit] = {}
-        self._board = CauseBoard(socket.gethostname(), clock=clock)
+        self._account = Account(socket.gethostname(), clock)
         hang = self._options.hang
         self._hang = None
         if hang is not None:
             host = socket.gethostname()
             self._hang = HangWatch(workers, hang, host, clock=clock, hung=self._hung)
-        self._failed_elsewhere = False
-        self._cause: Cause | None = None
 
-    def get_worker_group(self) -> WorkerGroup | None:
+    @property
+    def group(self) -> WorkerGroup | None:
+        """That of the generation which this node holds, or None before the first."""
         return self._group
 
     def run(self) -> RunResult:
+        """Take part in the job until it is over for this node."""
         self._idle_since = self._clock()
         with self._signals:
             self._observer.start()
@@ -155,10 +140,11 @@ class LocalElasticAgent(ElasticAgent):
                 outcome = Outcome(OutcomeKind.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
             else:
-                self._cause = self._find_cause()
+                self._account.find_cause(self._info, self._now.outcome)
             finally:
                 self._clean_up()
-        return self._result()
+        unexpected = Outcome(OutcomeKind.FAILED, "the agent ended unexpectedly")
+        return self._account.result(self._now.outcome or unexpected, self._group)
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
@@ -167,7 +153,7 @@ class LocalElasticAgent(ElasticAgent):
             stack.callback(_closed, lambda: self._observer.stop(seconds=5.0))
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
-            stack.callback(_closed, self._board.close)
+            stack.callback(_closed, self._account.close)
             stack.callback(_closed, self._agreements.end)
             if self._hang is not None:
                 stack.callback(_closed, self._hang.end)
@@ -224,7 +210,7 @@ class LocalElasticAgent(ElasticAgent):
     def _start(self) -> None:
         info = self._info
         assert info is not None
-        self._exits, self._failed_elsewhere = {}, False
+        self._account.begin()
         self._stop.forget()
         self._agreements.begin(info, self._attempt)
         self._started_at = self._clock()
@@ -249,6 +235,7 @@ class LocalElasticAgent(ElasticAgent):
         try:
             self._workers.start(self._group, lambda local: self._worker_ended(attempt, local))
         except ElasticError as error:
+            self._account.not_started(str(error), info)
             self._put(attempt, StartFailed(str(error)))
         if self._hang is not None:
             self._hang.begin(info, self._group, attempt)
@@ -307,17 +294,14 @@ class LocalElasticAgent(ElasticAgent):
     def _ended(self, attempt: int, error: Exception) -> None:
         change = getattr(error, "change", None)
         if isinstance(error, RendezvousClosed) and isinstance(change, Change):
-            self._inbox.put(_News(attempt, lambda: JoinEnded(outcome_of(self._heard(change)))))
+            self._inbox.put(
+                _News(attempt, lambda: JoinEnded(outcome_of(self._account.heard(change))))
+            )
         else:
             self._put(attempt, JoinEnded(Outcome(OutcomeKind.FAILED, describe(error))))
 
     def _changed(self, attempt: int, change: Change) -> None:
-        self._inbox.put(_News(attempt, lambda: Changed(self._heard(change))))
-
-    def _heard(self, change: Change) -> Change:
-        """Remember whether it tells that workers of some node have ended the job."""
-        self._failed_elsewhere = change.kind is ChangeKind.FAILED and bool(change.node)
-        return change
+        self._inbox.put(_News(attempt, lambda: Changed(self._account.heard(change))))
 
     def _worker_ended(self, attempt: int, local_rank: int) -> None:
         # Collected in the loop's own turn: reaping is an act, and not an observer's.
@@ -327,12 +311,9 @@ class LocalElasticAgent(ElasticAgent):
         if local_rank not in self._workers.running():
             return None
         exit_ = self._workers.collect(local_rank)
-        # What ends while it is being stopped did what it was told, and failed at nothing; unless
-        # it had said before that it failed.
-        if exit_.ok or exit_.failed or self._now.state is State.RUNNING:
-            self._exits[local_rank] = exit_
-        if not exit_.ok and self._now.state is State.RUNNING and self._info is not None:
-            self._board.tell(self._info, exit_)
+        if self._info is not None:
+            running = self._now.state is State.RUNNING
+            self._account.ended(exit_, self._info, supervised=running)
         kind = failure_kind(
             exit_,
             self._spec.entrypoint,
@@ -367,32 +348,6 @@ class LocalElasticAgent(ElasticAgent):
 
     def _agreed(self, attempt: int, need: Need) -> None:
         self._inbox.put(_News(attempt, lambda: self._stop.agreed(need)))
-
-    # -- the end ------------------------------------------------------------------------------
-
-    def _find_cause(self) -> Cause | None:
-        """Why the job failed, while the store can still be asked."""
-        outcome = self._now.outcome
-        if outcome is None or outcome.kind is not OutcomeKind.FAILED or self._info is None:
-            return None
-        exits = list(self._exits.values())
-        return self._board.first(self._info, exits, elsewhere=self._failed_elsewhere)
-
-    def _result(self) -> RunResult:
-        outcome = self._now.outcome or Outcome(OutcomeKind.FAILED, "the agent ended unexpectedly")
-        group = self._group
-        succeeded = outcome.kind is OutcomeKind.SUCCEEDED
-        exits = self._exits.values()
-        return RunResult(
-            state=_STATES[outcome.kind],
-            reason=outcome.reason,
-            values={e.rank: e.value for e in exits} if succeeded else {},
-            failures={} if succeeded else {e.rank: e for e in exits if not e.ok},
-            generation=0 if group is None else group.generation,
-            restarts=0 if group is None else group.restarts,
-            signal=outcome.signal,
-            cause=None if succeeded else self._cause,
-        )
 
 
 def _closed(close: Callable[[], object]) -> None:

@@ -1,0 +1,244 @@
+"""What a job needs of any agent, as tests, also for yours.
+
+Subclass `AgentContract` in a test file and override the fixture `make_agent`. The suite runs your
+agent with workers of its own, and looks at their ends, at the results, and at what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ..agent.interface import DRAIN_EXIT_CODE
+from ..agent.options import AgentOptions
+from ..errors import WorkerStartError
+from ..workers.exits import WorkerExit
+from ..workers.spec import WorkerGroup, WorkerState
+from .agent_acts import CODE, Act
+from .agent_job import WORKERS, Job, MakeAgent
+from .agent_job import AgentRequest as AgentRequest
+from .agent_stage import Scene, Stage, place
+
+SUCCEED, FAIL, STAY = Act.SUCCEED, Act.FAIL, Act.STAY
+
+
+class AgentContract:
+    """Every promise of `ElasticAgent` and `Workers`, as a test whose name is the claim.
+
+    A node has two workers. They are shell commands, or Python functions where `functions` is
+    True, and tell of themselves through named pipes in a folder of this machine; where yours
+    cannot, override the fixture `stage`.
+    """
+
+    patience = 20.0
+    """Seconds after which something that should have happened has not."""
+
+    moment = 1.0
+    """Seconds in which a worker should end that is asked to, and what was ended be gone."""
+
+    functions = False
+
+    @pytest.fixture
+    def make_agent(self) -> MakeAgent:
+        """Override: a callable that makes an agent for an `AgentRequest`.
+
+        Usually `lambda request: MyAgent(request.spec, request.handler, **request.settings)`.
+        """
+        raise NotImplementedError("override the fixture make_agent")
+
+    @pytest.fixture
+    def stage(self, tmp_path: Path) -> Iterator[Stage]:
+        """Where the workers act; override it for workers that cannot reach a folder here."""
+        with contextlib.closing(Stage(tmp_path, self.patience, functions=self.functions)) as stage:
+            yield stage
+
+    @pytest.fixture
+    def job(self, make_agent: MakeAgent, stage: Stage) -> Iterator[Job]:
+        """Agents that have all ended, with nothing left, when the test is over."""
+        with contextlib.closing(Job(make_agent, stage, self.patience, self.moment)) as job:
+            yield job
+
+    # Success
+
+    def test_success_is_that_of_all_workers(self, job: Job) -> None:
+        node = job.node(Scene.of(SUCCEED, SUCCEED))
+        assert node.agent.get_worker_group() is None
+        result = node.runs()
+        assert (result.state, result.exit_code) == (WorkerState.SUCCEEDED, 0), result.reason
+        assert (result.generation, result.restarts) == (1, 0)
+        assert result.values == {rank: job.stage.value(rank) for rank in range(WORKERS)}
+        assert result.failures == {}
+        group = node.agent.get_worker_group()
+        assert group is not None
+        assert [worker.rank for worker in group.workers] == [0, 1]
+
+    def test_each_worker_is_told_its_place(self, job: Job) -> None:
+        scene = Scene.of(*[SUCCEED] * (2 * WORKERS))
+        nodes = [job.node(scene, nodes=(2, 2)) for _ in range(2)]
+        for node in nodes:
+            node.begin()
+        results = [node.result() for node in nodes]
+        assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+        groups = [node.agent.get_worker_group() for node in nodes]
+        expected = [place(group, local) for group in groups if group for local in range(WORKERS)]
+        assert sorted(job.stage.up(1)) == sorted(expected)
+
+    # Failure
+
+    def test_a_failure_is_charged_and_all_workers_start_anew(self, job: Job) -> None:
+        result = job.node(Scene.of(STAY, FAIL), max_restarts=1).runs()
+        assert result.state is WorkerState.SUCCEEDED, result.reason
+        assert (result.generation, result.restarts) == (2, 1)
+        assert len(job.stage.up(2)) == WORKERS
+
+    def test_a_spent_budget_ends_the_run_and_names_the_rank(self, job: Job) -> None:
+        result = job.node(Scene.of(STAY, FAIL, later=(STAY, FAIL)), max_restarts=1).runs()
+        assert (result.state, result.exit_code) == (WorkerState.FAILED, 1)
+        assert (result.generation, result.restarts) == (2, 1)
+        assert "rank 1" in result.reason
+        assert list(result.failures) == [1], "only who failed has failed, and not who was stopped"
+        failure = result.failures[1]
+        assert (failure.rank, failure.local_rank, failure.returncode) == (1, 1, CODE)
+        assert result.cause is not None
+        assert result.cause.rank == 1
+
+    def test_a_worker_that_is_killed_has_failed(self, job: Job) -> None:
+        result = job.node(Scene.of(STAY, Act.DIE)).runs()
+        assert result.state is WorkerState.FAILED
+        assert list(result.failures) == [1]
+        assert "rank 1" in result.reason
+
+    def test_what_cannot_be_run_is_a_failure_that_is_told(self, job: Job) -> None:
+        result = job.node(job.stage.missing()).runs()
+        assert result.state is WorkerState.FAILED
+        assert "rank" in result.reason
+
+    def test_a_start_that_fails_in_its_midst_is_charged_and_leaves_nothing(self, job: Job) -> None:
+        node = job.node(Scene.of(STAY, STAY, later=(STAY, STAY)), max_restarts=1)
+        start = node.agent.start
+
+        def start_and_fail(group: WorkerGroup, ended: Callable[[int], None]) -> None:
+            start(group, ended)
+            raise WorkerStartError("there is no room for one more")
+
+        node.agent.start = start_and_fail  # type: ignore[method-assign]
+        result = node.runs()
+        assert (result.state, result.generation) == (WorkerState.FAILED, 2)
+        assert "there is no room for one more" in result.reason
+        assert result.cause is not None
+        assert result.cause.sentence == "there is no room for one more"
+
+    # Stopping
+
+    def test_one_deaf_to_the_request_is_killed_after_the_grace(self, job: Job) -> None:
+        node = job.node(Scene.of(STAY, Act.STAY_DEAF), grace=self.moment)
+        node.begin()
+        job.stage.until_up(1, WORKERS)
+        node.handler.set_closed()
+        result = node.result()
+        assert result.state is WorkerState.FAILED
+        assert "would not die" not in result.reason
+        assert job.stage.asked(1) == {0, 1}, "each worker is asked before it is killed"
+
+    def test_what_a_worker_has_started_ends_with_it(self, job: Job) -> None:
+        result = job.node(Scene.of(Act.LEAVE_CHILD, Act.LEAVE_CHILD)).runs()
+        assert result.state is WorkerState.SUCCEEDED, result.reason
+        assert not job.stage.busy(1)
+
+    @pytest.mark.parametrize(
+        ("number", "state", "code"),
+        [
+            (signal.SIGUSR1, WorkerState.STOPPED, 128 + signal.SIGUSR1),
+            (signal.SIGUSR2, WorkerState.DRAINED, DRAIN_EXIT_CODE),
+        ],
+        ids=["ended", "drained"],
+    )
+    def test_a_signal_ends_the_run(
+        self, job: Job, number: int, state: WorkerState, code: int
+    ) -> None:
+        hears = threading.current_thread()
+        if hears is not threading.main_thread() or hears.ident is None:
+            pytest.skip("Python lets only the main thread hear signals")
+        ident = hears.ident
+        options = AgentOptions(signals=(signal.SIGUSR1,), drain_signals=(signal.SIGUSR2,))
+        node = job.node(Scene.of(STAY, STAY), options=options)
+
+        def ask() -> None:
+            job.stage.until_up(1, WORKERS)
+            signal.pthread_kill(ident, number)
+
+        # An agent that heeds no signal does not end the tests by it.
+        before = signal.signal(number, lambda *_: None)
+        try:
+            result = node.runs_here(ask)
+        finally:
+            signal.signal(number, before)
+        assert (result.state, result.exit_code, result.signal) == (state, code, number)
+        assert job.stage.asked(1) == {0, 1}
+
+    # Several nodes
+
+    def test_a_membership_change_restarts_uncharged(self, job: Job) -> None:
+        scene = Scene.of(STAY, Act.STAY_DEAF, later=(SUCCEED,) * 4)
+        first, second = (job.node(scene, nodes=(1, 2), grace=self.moment) for _ in range(2))
+        first.begin()
+        job.stage.until_up(1, WORKERS)
+        second.begin()
+        job.stage.until_up(2, 1)
+        assert not job.stage.busy(1), "workers were started before those they replace had ended"
+        results = [first.result(), second.result()]
+        assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+        assert [(result.generation, result.restarts) for result in results] == [(2, 0)] * 2
+        assert [sorted(result.values) for result in results] == [[0, 1], [2, 3]]
+        assert len(job.stage.up(2)) == 2 * WORKERS
+
+    def test_one_nodes_failure_restarts_both_and_both_know_the_cause(self, job: Job) -> None:
+        acts = (STAY, STAY, STAY, FAIL)
+        scene = Scene.of(*acts, later=acts)
+        nodes = [job.node(scene, nodes=(2, 2), max_restarts=1) for _ in range(2)]
+        for node in nodes:
+            node.begin()
+        results = [node.result() for node in nodes]
+        assert [result.state for result in results] == [WorkerState.FAILED] * 2
+        assert [(result.generation, result.restarts) for result in results] == [(2, 1)] * 2
+        assert [result.cause and result.cause.rank for result in results] == [3, 3]
+        assert sorted(rank for result in results for rank in result.failures) == [3]
+
+    # What goes wrong in an agent itself
+
+    def test_news_that_comes_twice_or_late_changes_nothing(self, job: Job) -> None:
+        node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
+        start, late = node.agent.start, []
+
+        def start_with_echo(group: WorkerGroup, ended: Callable[[int], None]) -> None:
+            def twice(local_rank: int) -> None:
+                ended(local_rank)
+                threading.Thread(target=ended, args=(local_rank,)).start()
+
+            start(group, twice)
+            late.append(ended)
+            for tell in late[:-1]:
+                for local_rank in range(WORKERS):
+                    tell(local_rank)
+
+        node.agent.start = start_with_echo  # type: ignore[method-assign]
+        result = node.runs()
+        assert (result.state, result.generation) == (WorkerState.SUCCEEDED, 2), result.reason
+        assert sorted(result.values) == [0, 1]
+        late[-1](0)
+
+    def test_a_part_that_breaks_ends_the_run_with_its_words(self, job: Job) -> None:
+        node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
+
+        def collect(local_rank: int) -> WorkerExit:
+            raise RuntimeError(f"where worker {local_rank} ran, there is fire")
+
+        node.agent.collect = collect  # type: ignore[method-assign]
+        result = node.runs()
+        assert result.state is WorkerState.FAILED
+        assert result.reason == "RuntimeError: where worker 1 ran, there is fire"

@@ -1,0 +1,21 @@
+"""Our own agent keeps the contract, with real processes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from elasticlib import LocalElasticAgent, LocalWorkers
+from elasticlib.testing import AgentContract, AgentRequest
+from elasticlib.testing.agent_job import MakeAgent
+
+
+class TestLocalElasticAgent(AgentContract):
+    @pytest.fixture
+    def make_agent(self) -> MakeAgent:
+        def make(request: AgentRequest) -> LocalElasticAgent:
+            workers = LocalWorkers(os.environ)
+            return LocalElasticAgent(request.spec, request.handler, workers, **request.settings)
+
+        return make

@@ -1,0 +1,199 @@
+"""The contract suite finds faults: each agent here breaks one promise, and its tests fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+
+import attrs
+import pytest
+
+from elasticlib import (
+    Command,
+    LocalElasticAgent,
+    LocalWorkers,
+    RunResult,
+    WorkerExit,
+    WorkerGroup,
+)
+from elasticlib.testing import AgentContract, AgentRequest
+from elasticlib.testing.agent_job import Job
+from elasticlib.testing.agent_stage import Stage
+
+Ended = Callable[[int], None]
+MADE: list[LocalWorkers] = []
+
+
+def make_workers() -> LocalWorkers:
+    MADE.append(LocalWorkers(os.environ, start_method="spawn"))
+    return MADE[-1]
+
+
+class NeverSaysWhoEnded(LocalElasticAgent):
+    def start(self, group: WorkerGroup, ended: Ended) -> None:
+        del ended
+        super().start(group, lambda _: None)
+
+
+class SaysItOfAnother(LocalElasticAgent):
+    def start(self, group: WorkerGroup, ended: Ended) -> None:
+        super().start(group, lambda local_rank: ended(1 - local_rank))
+
+
+class StartsOneTooFew(LocalElasticAgent):
+    def start(self, group: WorkerGroup, ended: Ended) -> None:
+        super().start(attrs.evolve(group, workers=group.workers[:-1]), ended)
+
+
+class StartsThemAsBefore(LocalElasticAgent):
+    first: WorkerGroup | None = None
+
+    def start(self, group: WorkerGroup, ended: Ended) -> None:
+        self.first = self.first or group
+        super().start(self.first, ended)
+
+
+class LetsThemOutOfItsHands(LocalElasticAgent):
+    def start(self, group: WorkerGroup, ended: Ended) -> None:
+        line = group.spec.entrypoint
+        assert isinstance(line, Command)
+        apart = Command("setsid", ("--wait", line.program, *line.args))
+        spec = attrs.evolve(group.spec, entrypoint=apart)
+        super().start(attrs.evolve(group, spec=spec), ended)
+
+
+class TellsLocalRanks(LocalElasticAgent):
+    def collect(self, local_rank: int) -> WorkerExit:
+        return attrs.evolve(super().collect(local_rank), rank=local_rank)
+
+
+class CallsFailureSuccess(LocalElasticAgent):
+    def collect(self, local_rank: int) -> WorkerExit:
+        return attrs.evolve(super().collect(local_rank), returncode=0)
+
+
+class DoesNotForgetTheCollected(LocalElasticAgent):
+    def running(self) -> dict[int, str]:
+        return super().running() or {0: "the first", 1: "the second"}
+
+
+class ForgetsWhomItHasAsked(LocalElasticAgent):
+    def terminate(self) -> None:
+        super().terminate()
+        self._workers = make_workers()
+
+
+class KillsWithoutAsking(LocalElasticAgent):
+    def terminate(self) -> None:
+        self.kill()
+
+
+class NeverKills(LocalElasticAgent):
+    def kill(self) -> None:
+        self.terminate()
+
+
+class LeavesWhatRuns(LocalElasticAgent):
+    def close(self) -> None:
+        pass
+
+
+class ClosesOnce(LocalElasticAgent):
+    def close(self) -> None:
+        super().close()
+        del self._workers
+
+
+class Raises(LocalElasticAgent):
+    def run(self) -> RunResult:
+        result = super().run()
+        if result.exit_code:
+            raise RuntimeError(result.reason)
+        return result
+
+
+class ReturnsNothing(LocalElasticAgent):
+    def run(self) -> RunResult:
+        super().run()
+        return None  # type: ignore[return-value]
+
+
+class KnowsNoGroup(LocalElasticAgent):
+    def get_worker_group(self) -> None:
+        return None
+
+
+FAULTS = [
+    (NeverSaysWhoEnded, "test_success_is_that_of_all_workers"),
+    (SaysItOfAnother, "test_a_spent_budget_ends_the_run_and_names_the_rank"),
+    (StartsOneTooFew, "test_each_worker_is_told_its_place"),
+    (StartsThemAsBefore, "test_a_failure_is_charged_and_all_workers_start_anew"),
+    (StartsThemAsBefore, "test_news_that_comes_twice_or_late_changes_nothing"),
+    (LetsThemOutOfItsHands, "test_what_a_worker_has_started_ends_with_it"),
+    (TellsLocalRanks, "test_one_nodes_failure_restarts_both_and_both_know_the_cause"),
+    (CallsFailureSuccess, "test_a_worker_that_is_killed_has_failed"),
+    (CallsFailureSuccess, "test_what_cannot_be_run_is_a_failure_that_is_told"),
+    (DoesNotForgetTheCollected, "test_news_that_comes_twice_or_late_changes_nothing"),
+    (ForgetsWhomItHasAsked, "test_a_membership_change_restarts_uncharged"),
+    (KillsWithoutAsking, "test_one_deaf_to_the_request_is_killed_after_the_grace"),
+    (NeverKills, "test_one_deaf_to_the_request_is_killed_after_the_grace"),
+    (LeavesWhatRuns, "test_a_part_that_breaks_ends_the_run_with_its_words"),
+    (ClosesOnce, "test_success_is_that_of_all_workers"),
+    (Raises, "test_what_cannot_be_run_is_a_failure_that_is_told"),
+    (ReturnsNothing, "test_success_is_that_of_all_workers"),
+    (KnowsNoGroup, "test_each_worker_is_told_its_place"),
+]
+
+SYMPTOMS = (AssertionError, FutureTimeout, RuntimeError, AttributeError)
+FUNCTIONS = (
+    "test_success_is_that_of_all_workers",
+    "test_a_spent_budget_ends_the_run_and_names_the_rank",
+    "test_what_a_worker_has_started_ends_with_it",
+    "test_one_deaf_to_the_request_is_killed_after_the_grace",
+)
+PATIENCE, MOMENT = 1.2, 0.3
+
+
+def play(kind: type[LocalElasticAgent], claim: str, stage: Stage, patience: float) -> None:
+    contract = AgentContract()
+    contract.patience, contract.moment = patience, MOMENT
+
+    def make(request: AgentRequest) -> LocalElasticAgent:
+        return kind(request.spec, request.handler, make_workers(), **request.settings)
+
+    with contextlib.closing(Job(make, stage, patience, MOMENT)) as job:
+        getattr(contract, claim)(job)
+
+
+def end_all_who_use(folder: Path) -> None:
+    """Whatever the fault is, nothing of it outlives its test."""
+    while MADE:
+        MADE.pop().close()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+            ours = any(name.startswith(str(folder)) for name in opened)
+            if ours and int(process.name) != os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("fault", "claim"), FAULTS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_the_contract_finds(fault: type[LocalElasticAgent], claim: str, tmp_path: Path) -> None:
+    with contextlib.closing(Stage(tmp_path, PATIENCE)) as stage:
+        try:
+            with pytest.raises(SYMPTOMS):
+                play(fault, claim, stage, PATIENCE)
+        finally:
+            end_all_who_use(tmp_path)
+
+
+@pytest.mark.parametrize("claim", FUNCTIONS)
+def test_and_finds_none_in_our_own_whose_workers_are_functions(claim: str, tmp_path: Path) -> None:
+    with contextlib.closing(Stage(tmp_path, 20.0, functions=True)) as stage:
+        play(LocalElasticAgent, claim, stage, 20.0)

@@ -1,0 +1,168 @@
+"""docs/writing_an_agent.md, followed by a third party: its agent, its launcher, its tests."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributions import path_with
+
+from elasticlib import WorkerState
+from elasticlib.testing import AgentRequest
+from elasticlib.testing.agent_acts import Act
+from elasticlib.testing.agent_job import Job
+from elasticlib.testing.agent_stage import Scene, Stage
+from elasticlib.testing.rendezvous_cluster import until
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "writing_an_agent.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+FILES = {code.split("\n")[0].removeprefix("# "): code for _, code in BLOCKS}
+MODULE, LAUNCHER, SUITE = "elasticlib_remote", "launch_remote.py", "test_elasticlib_remote.py"
+PATIENCE = 20.0
+
+# Another host, as far as one machine can be one: what runs there gets nothing of this side's
+# environment, and a shell reads the command line.
+SSH = """#!/bin/sh
+for command; do :; done
+exec env -i PATH='{python}:/usr/bin:/bin' PYTHONPATH='{path}' sh -c "exec $command"
+"""
+SCRIPT = """
+import os, sys
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "away:", "HOME" not in os.environ)
+"""
+LONE = """
+import sys
+from pathlib import Path
+from elasticlib.testing import AgentRequest
+from elasticlib.testing.agent_acts import Act
+from elasticlib.testing.agent_job import Job
+from elasticlib.testing.agent_stage import Scene, Stage
+from elasticlib_remote import RemoteElasticAgent
+
+class Elsewhere(Stage):
+    def __init__(self):
+        self.functions, self._folder = False, Path(sys.argv[1])
+
+def make(asked):
+    return RemoteElasticAgent(asked.spec, asked.handler, ("ssh", "gpu7"), **asked.settings)
+
+Job(make, Elsewhere(), 20.0, 1.0).node(Scene.of(Act.STAY_DEAF, Act.STAY)).agent.run()
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that holds the page's files, on the path of both sides, and an `ssh`."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name, code in FILES.items():
+        (site / name).write_text(code)
+    python = str(Path(sys.executable).parent)
+    (site / "ssh").write_text(SSH.format(python=python, path=path_with(site)))
+    (site / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{site}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", path_with(site))
+    return site
+
+
+@pytest.fixture
+def module(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return importlib.import_module(MODULE)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    folder = tmp_path / "stage"
+    folder.mkdir()
+    with closing(Stage(folder, PATIENCE)) as stage:
+        yield stage
+
+
+@pytest.fixture
+def job(module: Any, stage: Stage) -> Iterator[Job]:
+    def make(asked: AgentRequest) -> Any:
+        shell = ("ssh", "gpu7")
+        return module.RemoteElasticAgent(asked.spec, asked.handler, shell, **asked.settings)
+
+    with closing(Job(make, stage, PATIENCE, 2.0)) as job:
+        yield job
+
+
+def test_every_block_of_the_page_is_known_to_a_test() -> None:
+    assert set(FILES) == {f"{MODULE}.py", LAUNCHER, SUITE}
+    assert len(BLOCKS) == len(FILES)
+
+
+@pytest.mark.timeout(200)
+def test_the_pages_suite_passes(site: Path) -> None:
+    flags = ("-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, SUITE],
+        cwd=site,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d\d passed in", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
+    (site / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, LAUNCHER],
+        cwd=site,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("WorkerState.SUCCEEDED")
+    said = sorted(line for line in done.stderr.splitlines() if "away" in line)
+    assert [line[line.index("rank") :] for line in said] == [
+        f"rank {rank} of 2 away: True" for rank in range(2)
+    ]
+
+
+def test_an_agent_that_is_killed_leaves_no_worker_elsewhere(site: Path, stage: Stage) -> None:
+    (site / "lone.py").write_text(LONE)
+    folder = site.parent / "stage"
+    with subprocess.Popen([sys.executable, str(site / "lone.py"), str(folder)]) as agent:
+        try:
+            stage.until_up(1, 2)
+        finally:
+            agent.kill()
+    until("the workers to be gone", lambda: not stage.busy(1), PATIENCE)
+
+
+def test_a_connection_that_is_lost_is_a_failure_that_is_charged(job: Job) -> None:
+    node = job.node(Scene.of(Act.STAY, Act.STAY), max_restarts=1)
+    node.begin()
+    job.stage.until_up(1, 2)
+    node.agent._there.kill()  # type: ignore[attr-defined]
+    result = node.result()
+    assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 1), result.reason
+
+
+def test_a_shell_that_is_not_there_is_told(module: Any, stage: Stage) -> None:
+    def make(asked: AgentRequest) -> Any:
+        shell = ("no-such-shell", "gpu7")
+        return module.RemoteElasticAgent(asked.spec, asked.handler, shell, **asked.settings)
+
+    with closing(Job(make, stage, PATIENCE, 1.0)) as job:
+        result = job.node(Scene.of(Act.SUCCEED, Act.SUCCEED)).runs()
+    assert result.state is WorkerState.FAILED
+    assert "cannot run no-such-shell: No such file or directory" in result.reason
