@@ -9,7 +9,7 @@ pytest_plugins = ["jobs", "hosts"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--seeds", type=int, default=1000, help="how many seeds the rendezvous simulator plays"
+        "--seeds", type=int, default=300, help="how many seeds the rendezvous simulator plays"
     )
 
 

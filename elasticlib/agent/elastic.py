@@ -98,6 +98,8 @@ class LocalElasticAgent(ElasticAgent):
         options: AgentOptions | None = None,
         clock: Clock = monotonic,
     ) -> None:
+        self._workers = workers
+        self.tell_steps = workers.tell_steps
         super().__init__(
             spec,
             handler,
@@ -107,7 +109,6 @@ class LocalElasticAgent(ElasticAgent):
             options=options,
             clock=clock,
         )
-        self._workers = workers
         self.agrees = workers.agrees
 
     def prepare(self, spec: WorkerSpec) -> None:

@@ -22,8 +22,9 @@ from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 class RendezvousObserver:
     """Waits on a handler, which may block, for an agent, which must not.
 
-    `settled(attempt, info)`, `ended(attempt, error)` and `changed(attempt, change)` are called
-    from the observer's thread and only enqueue.
+    `ready()` blocks until workers can be started at once: the others do not stop theirs for a
+    node that is not. `settled(attempt, info)`, `ended(attempt, error)` and
+    `changed(attempt, change)` are called from the observer's thread and only enqueue.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class RendezvousObserver:
         handler: RendezvousHandler,
         interval: float,
         *,
+        ready: Callable[[], None],
         settled: Callable[[int, RendezvousInfo], None],
         ended: Callable[[int, Exception], None],
         changed: Callable[[int, Change], None],
     ) -> None:
         self._handler = handler
         self._interval = interval
+        self._ready = ready
         self._settled = settled
         self._ended = ended
         self._changed = changed
@@ -60,6 +63,7 @@ class RendezvousObserver:
         attempt = self._asked.get()
         while attempt is not None:
             try:
+                self._ready()
                 info = self._handler.next_rendezvous()
             except Exception as error:
                 # Somebody else's handler may raise anything; an agent that waits for an

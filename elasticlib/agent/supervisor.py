@@ -100,7 +100,12 @@ class Supervisor:
         self._inbox: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._signals = SignalObserver(self._options.heeded, self._signal)
         self._observer = RendezvousObserver(
-            handler, interval, settled=self._settled, ended=self._ended, changed=self._changed
+            handler,
+            interval,
+            ready=workers.await_prepared,
+            settled=self._settled,
+            ended=self._ended,
+            changed=self._changed,
         )
         self._now = Supervision()
         self._attempt = 0
@@ -110,11 +115,18 @@ class Supervisor:
         self._group: WorkerGroup | None = None
         self._idle_since = self._started_at = clock()
         self._account = Account(socket.gethostname(), clock)
-        hang = self._options.hang
-        self._hang = None
-        if hang is not None:
-            host = socket.gethostname()
-            self._hang = HangWatch(workers, hang, host, clock=clock, hung=self._hung)
+        self._hang = self._watched(workers)
+
+    def _watched(self, workers: Workers) -> HangWatch | None:
+        if self._options.hang is None:
+            return None
+        if not workers.tell_steps:
+            raise ConfigError(
+                f"--hang-timeout needs workers that tell of their steps, and those of "
+                f"{type(workers).__name__} do not: leave it out"
+            )
+        host = socket.gethostname()
+        return HangWatch(workers, self._options.hang, host, clock=self._clock, hung=self._hung)
 
     @property
     def group(self) -> WorkerGroup | None:
@@ -127,8 +139,7 @@ class Supervisor:
         with self._signals:
             self._observer.start()
             try:
-                # Side by side with the rendezvous, as both take their time. What cannot work
-                # is said by the start, to which it belongs.
+                # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self._workers.prepare(self._spec)
                 self._do(Join())
@@ -277,8 +288,6 @@ class Supervisor:
         self._inbox.put(_News(attempt, lambda: event))
 
     def _settled(self, attempt: int, info: RendezvousInfo) -> None:
-        # Here, in the observer's thread, as the loop waits for nothing.
-        self._workers.await_prepared()
         self._inbox.put(_News(attempt, lambda: self._take(info)))
 
     def _take(self, info: RendezvousInfo) -> Event:

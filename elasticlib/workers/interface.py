@@ -65,6 +65,9 @@ class Workers(abc.ABC):
     def stop_at(self, call: int, notice: Notice) -> None:  # noqa: B027 - not all agree
         """Have all workers stop at this call, for the reason and in the time of this notice."""
 
+    tell_steps = False
+    """Whether `beats` says anything, which hangs are found by."""
+
     def beats(self) -> Mapping[int, Beat]:
         """What the workers have told of their steps, by local rank. For any thread."""
         return {}

@@ -248,7 +248,7 @@ class LocalWorkers(Workers):
     def running(self) -> dict[int, str]:
         return {local: f"pid {p.popen.pid}" for local, p in self._processes.items()}
 
-    agrees = True
+    agrees = tell_steps = True
 
     def notify(self, notice: Notice) -> bool:
         self._stopped = self._channels.notify(notice) or self._stopped

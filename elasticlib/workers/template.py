@@ -54,7 +54,8 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     name = _name("worker-template")
     before = dict(os.environ)
     dispositions = _deaf()
-    problem = _import_all(folder, preload) or _unclean()
+    # What the user asked for is looked at before the seconds that torch takes.
+    problem = _import_all(folder, preload) or _unclean() or _import_torch() or _unclean()
     changed = {key: text for key, text in os.environ.items() if before.get(key) != text}
     link.send(problem.encode()[:4096] if problem else b"ready")
     # What is there by now is shared, and looked at by no collection in any worker.
@@ -108,7 +109,7 @@ def _deaf() -> dict[int, Any]:
 
 
 def _import_all(folder: str, preload: Sequence[str]) -> str:
-    """Why a module that was asked for cannot be imported; torch's may be missing, as in any."""
+    """Why a module that was asked for cannot be imported."""
     sys.path.insert(0, folder)
     # Whatever these imports print is not a worker's: it goes where the agent's own words go.
     for module in preload:
@@ -117,6 +118,11 @@ def _import_all(folder: str, preload: Sequence[str]) -> str:
         except BaseException as error:
             return f"--preload {module} cannot be imported: {type(error).__name__}: {error}"
     sys.path.remove(folder)
+    return ""
+
+
+def _import_torch() -> str:
+    """Nothing is wrong where some of it is missing."""
     for module in TORCH:
         # An older torch, or none: its workers import what there is.
         with contextlib.suppress(ImportError):
