@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import queue
-import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.secret import VARIABLE
 from ..stores.server import TcpStoreServer
+from .descriptors import allow_descriptors
 from .secret import read_secret
 
 LOOK_SECONDS = 1.0
@@ -73,7 +73,7 @@ def _serve_store(chosen: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"elasticlib store: error: {error}", file=sys.stderr)
         return 2
-    _allow_many_descriptors()
+    allow_descriptors(None)
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
     with SignalObserver((signal.SIGTERM, signal.SIGINT), heard.put):
         try:
@@ -91,13 +91,6 @@ def _serve_store(chosen: argparse.Namespace) -> int:
                     return 0
     print("elasticlib store: the server broke, see above", file=sys.stderr)
     return 1
-
-
-def _allow_many_descriptors() -> None:
-    """As many as the system lets us have: each client of the store takes one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-import resource
 import socket
 from functools import partial
 
@@ -18,6 +17,7 @@ from ..stores.moving import MovingStore, Place
 from ..stores.server import TcpStoreServer
 from ..stores.tcp import TcpStore
 from .config import LaunchConfig
+from .descriptors import allow_descriptors
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -61,7 +61,7 @@ class TcpMeetingPlace:
         return None, self._reach_at(host, port)
 
     def _serve(self, address: str, port: int) -> TcpStoreServer:
-        _allow_descriptors(self._config.max_nodes + SPARE_DESCRIPTORS)
+        allow_descriptors(self._config.max_nodes + SPARE_DESCRIPTORS)
         return TcpStoreServer(address, port, job=self._config.run_id, secret=self._secret).start()
 
     def _reach(self, host: str, port: int) -> TcpStore:
@@ -159,14 +159,3 @@ def _is_literal(host: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _allow_descriptors(count: int) -> None:
-    """So many at least, as each node's connection takes one; no more, as workers inherit it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < count:
-        log.warning("the store needs %d descriptors for all nodes, and may have %d", count, most)

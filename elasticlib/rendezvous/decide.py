@@ -105,6 +105,11 @@ def gives_way(head: Head | None, incarnation: str) -> bool:
     return nothing and incarnation not in (head.incarnation, head.supersedes)
 
 
+def is_empty(head: Head | None, incarnation: str) -> bool:
+    """Whether a node of this incarnation finds no generation of its job here."""
+    return head is None or not head.roll or gives_way(head, incarnation)
+
+
 def _recall(view: View) -> Decision | None:
     """The last generation as those remember who were in it, where the store has forgotten it."""
     memory = view.memory

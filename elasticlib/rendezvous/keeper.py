@@ -26,7 +26,7 @@ from ..errors import (
 from ..stores.interface import Listing, Store
 from .backoff import backoff
 from .codec import Note
-from .decide import Decision, gives_way
+from .decide import Decision, is_empty
 from .document import Ending, Limits, Node, Phase
 from .exchange import Exchange, Wishes, settled
 from .notes import noted
@@ -200,7 +200,7 @@ class Keeper:
         until the end of our patience to come; and they may be elsewhere."""
         intent, timing, note = self.exchange.intent, self._timing, self.exchange.note
         head = snapshot.head
-        nothing = head is None or not head.roll or gives_way(head, intent.incarnation)
+        nothing = is_empty(head, intent.incarnation)
         if not nothing and not note.stuck:
             self._stood = now
         elif now - self._stood >= timing.store_grace and intent.memory is not None:

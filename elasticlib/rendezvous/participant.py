@@ -21,7 +21,7 @@ from .codec import (
     encode_shard,
     find_seat,
 )
-from .decide import Decision, View, decide, gives_way
+from .decide import Decision, View, decide, gives_way, is_empty
 from .document import Document, Ending, Head, Limits, Node, Phase, end
 from .intent import Intent, Leader
 from .keys import Keys, Read
@@ -357,7 +357,7 @@ class Participant:
         """Whether the job is further at another store than it is here, where this is its head;
         or, where neither has it, whether the other comes first, so that all look at the same one.
         """
-        nothing = head is None or not head.roll or gives_way(head, intent.incarnation)
+        nothing = is_empty(head, intent.incarnation)
 
         def accept(other: Store, earlier: bool) -> bool:
             entry = other.get(self.keys.head)
