@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
     # A user has activated the environment; a test has not.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -43,7 +43,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,7 +81,7 @@ def test_no_block_of_code_is_left_unrun() -> None:
 @pytest.mark.xdist_group("demo")
 def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "1600")
-    said = run(tmp_path, *demo).stdout
+    said = run(tmp_path, *demo, seconds=250.0).stdout
     assert "each sample of each epoch exactly once: yes" in said
     assert "bitwise equal to the undisturbed run's: yes" in said
 
