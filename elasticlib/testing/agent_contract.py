@@ -236,6 +236,8 @@ class AgentContract:
         node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
 
         def collect(local_rank: int) -> WorkerExit:
+            # There is somebody to be left behind.
+            job.stage.until_up(1, WORKERS)
             raise RuntimeError(f"where worker {local_rank} ran, there is fire")
 
         node.agent.collect = collect  # type: ignore[method-assign]
