@@ -46,8 +46,8 @@ class Account:
         if not exit_.ok and supervised:
             self._board.tell(info, exit_)
 
-    def not_started(self, reason: str, info: RendezvousInfo) -> None:
-        """The workers could not all be started, and so no exit will tell of it."""
+    def no_exit(self, reason: str, info: RendezvousInfo) -> None:
+        """The workers could not all be started, or hang: no exit will tell of it."""
         self._board.tell_start(info, reason)
 
     def heard(self, change: Change) -> Change:

@@ -11,17 +11,19 @@ import threading
 from collections.abc import Callable
 
 from ..clock import Clock
-from ..errors import ElasticError
+from ..errors import ElasticError, StoreError, StoreRefused
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
 from ..workers.interface import Workers
-from ..workers.notice import Notice
+from ..workers.notice import RESIZE, Notice
 from .agreed import Need, agreed, decode_need, encode_need
 
 log = logging.getLogger("elasticlib.agent")
 
 LOOK_SECONDS = 5e-4
 """Between two looks at workers that are in a step."""
+ENDLESS = 1e6
+RETRY_SECONDS = 0.2
 STORE_SECONDS = 0.1
 """Between two looks at what other nodes have said, while our workers are in a step."""
 
@@ -54,11 +56,17 @@ class Agreement:
         self._over.set()
 
     def _run(self) -> None:
-        try:
-            outcome = self._agree()
-        except ElasticError as error:
-            log.info("the nodes could not agree where to stop: %s", error)
-            outcome = None
+        outcome = None
+        while not self._over.is_set():
+            try:
+                outcome = self._agree()
+                break
+            except StoreError as error:
+                # Machines that are taken away often serve the store: it has its time to move.
+                log.info("the nodes could not agree where to stop: %s", error)
+                if isinstance(error, StoreRefused) or not self._left():
+                    break
+                self._over.wait(min(RETRY_SECONDS, self._left()))
         if not self._over.is_set():
             self._told(outcome or Need(None))
 
@@ -141,7 +149,7 @@ class Agreements:
         if info is None:
             return
         if notice is None:
-            _decline(info)
+            _say(info, Need(None))
         elif self._workers.agrees:
             self._now = Agreement(
                 info,
@@ -151,6 +159,11 @@ class Agreements:
                 told=lambda need: self._agreed(attempt, need),
             ).start()
 
+    def finished(self) -> None:
+        """All workers here have ended well, and can stop wherever the others do."""
+        if self._info is not None:
+            _say(self._info, Need(1, RESIZE, ENDLESS))
+
     def end(self) -> None:
         """Whatever is not agreed by now will not be."""
         if self._now is not None:
@@ -158,8 +171,8 @@ class Agreements:
             self._now = None
 
 
-def _decline(info: RendezvousInfo) -> None:
-    """Let the other nodes know that the workers here do not ask, so that theirs wait for nothing.
+def _say(info: RendezvousInfo, need: Need) -> None:
+    """Let the other nodes know what nobody here will say, so that theirs wait for nothing.
 
     In a thread: it may take its time, and nobody waits for it.
     """
@@ -170,9 +183,9 @@ def _decline(info: RendezvousInfo) -> None:
 
     def say() -> None:
         try:
-            store.compare_set(key, encode_need(Need(None)), expected=ABSENT)
+            store.compare_set(key, encode_need(need), expected=ABSENT)
         except ElasticError as error:
-            log.info("the other nodes were not told that the workers here do not ask: %s", error)
+            log.info("the other nodes were not told when the workers here can stop: %s", error)
 
     threading.Thread(target=say, name="agent-agreement", daemon=True).start()
 

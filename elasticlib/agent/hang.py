@@ -62,11 +62,14 @@ def longest_silence(
 ) -> Silence | None:
     """The worker that is nearest to its limit, or furthest beyond it; None without workers.
 
-    now, began: on this machine's monotonic clock; the workers were started then.
+    now, began: on this machine's monotonic clock; the workers were started then. Whoever never
+    asked for its context is no part of this, nor who leaves it to others to tell of steps.
     """
+    stepping = any(beat.steps for beat in beats.values())
     silences = [
-        Silence(local, now - max(beat.at, began), limits.of(beat), beat.step)
+        Silence(local, now - max(beat.alive, began), limits.of(beat), beat.step)
         for local, beat in beats.items()
+        if beat.attached and (beat.steps or not stepping)
     ]
     return max(silences, key=lambda silence: silence.share, default=None)
 

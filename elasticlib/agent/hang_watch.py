@@ -143,9 +143,10 @@ class _Watch:
                 self._group.worker(local).rank,
                 self._host,
                 beat.step,
-                round(now - max(beat.at, self._began), 3),
+                round(now - max(beat.alive, self._began), 3),
             )
             for local, beat in self._workers.beats().items()
+            if beat.attached
         ]
 
     def _asked(self, own: list[Pulse]) -> list[Pulse]:

@@ -84,10 +84,16 @@ class StartFailed:
 
 @attrs.frozen
 class WorkerEnded:
-    """A worker ended by itself, or because it was stopped; what kind of failure that is."""
+    """A worker ended by itself, or because it was stopped; what kind of failure that is.
+
+    unsaved: it failed, or was killed by others, when it was to save and end. alone: and the others
+    have not agreed yet where to stop, so that they will not.
+    """
 
     exit: WorkerExit
     kind: FailureKind = FailureKind.ORDINARY
+    unsaved: bool = False
+    alone: bool = False
 
 
 @attrs.frozen
@@ -167,6 +173,14 @@ class HurryWorkers:
 
 
 @attrs.frozen
+class StopSooner:
+    """Of those who have been told to save and end: give them this notice instead, if it leaves
+    them less time; without one, do not wait for them any more."""
+
+    notice: str = ""
+
+
+@attrs.frozen
 class ReportFailure:
     reason: str
     kind: FailureKind = FailureKind.ORDINARY
@@ -194,6 +208,7 @@ Action = (
     | StartWorkers
     | StopWorkers
     | HurryWorkers
+    | StopSooner
     | ReportFailure
     | ReportDraining
     | ReportDone
@@ -265,7 +280,13 @@ def _hung(now: Supervision, event: Hung) -> Step:
 
 
 def _one_less(now: Supervision, event: WorkerEnded) -> Step:
-    return attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank}), ()
+    now = attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank})
+    outcome = now.outcome
+    if event.unsaved and outcome is not None and outcome.kind is OutcomeKind.DRAINED:
+        # It is a drain all the same, but not one that saved everything.
+        reason = f"{outcome.reason}, but {event.exit.describe()} while it was to save"
+        now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
+    return now, (StopSooner(),) if event.alone else ()
 
 
 def _rejoin(_now: Supervision, event: GroupStopped) -> Step:
@@ -280,8 +301,13 @@ def _stopping_changed(now: Supervision, event: Changed) -> Step:
     return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change)), ()
 
 
-def _stopping_signal(now: Supervision, event: SignalArrived | DrainAsked) -> Step:
-    return attrs.evolve(now, state=State.ENDING, outcome=_asked(event)), ()
+def _stopping_signal(now: Supervision, event: SignalArrived) -> Step:
+    return attrs.evolve(now, state=State.ENDING, outcome=_asked(event)), (StopSooner(),)
+
+
+def _stopping_drain(now: Supervision, event: DrainAsked) -> Step:
+    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
+    return ending, (ReportDraining(event.name), StopSooner(event.why))
 
 
 def _finished_changed(_now: Supervision, event: Changed) -> Step:
@@ -338,7 +364,7 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.STOPPING, GroupStopped): _rejoin,
     (_S.STOPPING, Changed): _stopping_changed,
     (_S.STOPPING, SignalArrived): _stopping_signal,
-    (_S.STOPPING, DrainAsked): _stopping_signal,
+    (_S.STOPPING, DrainAsked): _stopping_drain,
     (_S.FINISHED, Hung): _stay,
     (_S.FINISHED, Changed): _finished_changed,
     (_S.FINISHED, SignalArrived): _leave,

@@ -21,8 +21,8 @@ log = logging.getLogger("elasticlib.agent")
 class GroupStop:
     """Stops the group that runs, one group after another.
 
-    told: called when it was given a notice, with that, or with None when it should have been and
-    does not listen.
+    told: called when it was given a notice, with that, and with None when it is stopped without:
+    the other nodes' workers may have been given one, and ask ours when.
     """
 
     def __init__(
@@ -39,11 +39,22 @@ class GroupStop:
         self._since: float | None = None
         self._rung = Rung.NOTICE
         self._hurried = False
+        self._agreed = False
         self.heard = False
+
+    @property
+    def noticing(self) -> bool:
+        """Whether those who are being stopped have been told, and may save and end."""
+        return self._since is not None and self._rung is Rung.NOTICE
+
+    @property
+    def undecided(self) -> bool:
+        """Whether they are to agree at which call, and have not yet."""
+        return self.noticing and self._workers.agrees and not self._agreed
 
     def forget(self) -> None:
         """Another group is started, which has not been told anything."""
-        self.heard = False
+        self.heard = self._agreed = False
 
     def tell(self, notice: Notice) -> bool:
         """Whether the workers listen, and now save and end by themselves."""
@@ -53,11 +64,8 @@ class GroupStop:
             self._told(notice)
         return self.heard
 
-    def begin(self, notice: Notice | None, *, planned: bool = False) -> None:
-        """Start to climb, with a notice where there is one and somebody listens to it.
-
-        planned: the other nodes' workers may be told to save and end, and ask ours when.
-        """
+    def begin(self, notice: Notice | None) -> None:
+        """Start to climb, with a notice where there is one and somebody listens to it."""
         told = notice is not None and self.tell(notice)
         seconds = notice.seconds if told and notice is not None else 0.0
         self._ladder = self._plain.noticed(seconds)
@@ -65,14 +73,26 @@ class GroupStop:
         if not told:
             self._rung = Rung.TERM
             self._workers.terminate()
-        if planned and not told:
             self._told(None)
+
+    def sooner(self, notice: Notice | None) -> None:
+        """Those who have been told: by this notice, if it leaves less time; None: no more."""
+        if not self.noticing:
+            return
+        if notice is None:
+            self.hurry()
+            return
+        assert self._since is not None
+        left = self._ladder.left(self._clock() - self._since)
+        self._since -= max(0.0, left - notice.seconds)
+        self._workers.notify(notice)
 
     def agreed(self, need: Need) -> None:
         """Those who were told have agreed at which call to stop, or cannot."""
         if need.call is not None:
+            self._agreed = True
             self._workers.stop_at(need.call, Notice(need.reason, need.seconds))
-        elif self._rung is Rung.NOTICE:
+        elif self.noticing:
             log.warning("the workers cannot all stop at one step")
             self.hurry()
 

@@ -51,6 +51,7 @@ from .policy import (
     StartFailed,
     StartWorkers,
     State,
+    StopSooner,
     StopWorkers,
     Supervision,
     WorkerEnded,
@@ -139,6 +140,7 @@ class Supervisor:
         with self._signals:
             self._observer.start()
             try:
+                self._handler.prepare()
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self._workers.prepare(self._spec)
@@ -205,7 +207,9 @@ class Supervisor:
             self._start()
         elif isinstance(action, StopWorkers):
             notice = self._options.notice(action.notice) if action.notice else None
-            self._stop.begin(notice, planned=bool(action.notice))
+            self._stop.begin(notice)
+        elif isinstance(action, StopSooner):
+            self._stop.sooner(self._options.notice(action.notice) if action.notice else None)
         elif isinstance(action, HurryWorkers):
             self._stop.hurry()
         elif isinstance(action, ReportFailure):
@@ -213,6 +217,7 @@ class Supervisor:
         elif isinstance(action, ReportDraining):
             self._handler.report_draining(action.reason)
         elif isinstance(action, ReportDone):
+            self._agreements.finished()
             if not self._handler.report_done():
                 self._react(Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
         else:
@@ -246,7 +251,7 @@ class Supervisor:
         try:
             self._workers.start(self._group, lambda local: self._worker_ended(attempt, local))
         except ElasticError as error:
-            self._account.not_started(str(error), info)
+            self._account.no_exit(str(error), info)
             self._put(attempt, StartFailed(str(error)))
         if self._hang is not None:
             self._hang.begin(info, self._group, attempt)
@@ -320,6 +325,9 @@ class Supervisor:
         if local_rank not in self._workers.running():
             return None
         exit_ = self._workers.collect(local_rank)
+        unsaved = self._stop.noticing and not exit_.ok
+        if unsaved:
+            log.warning("while it was to save and end: %s", exit_.describe())
         if self._info is not None:
             running = self._now.state is State.RUNNING
             self._account.ended(exit_, self._info, supervised=running)
@@ -330,7 +338,7 @@ class Supervisor:
             first=self._started == 1,
             min_uptime=self._options.min_uptime,
         )
-        return WorkerEnded(exit_, kind)
+        return WorkerEnded(exit_, kind, unsaved, unsaved and self._stop.undecided)
 
     def _signal(self, number: int) -> None:
         # Read in the loop's own turn: whether workers listen is found by telling them.
@@ -350,10 +358,19 @@ class Supervisor:
         if self._now.state is State.RUNNING:
             notice = self._options.notice(why)
             return notice is not None and self._stop.tell(notice)
-        return self._now.state is State.STOPPING and self._stop.heard
+        if self._now.state is State.STOPPING:
+            return self._stop.heard
+        # Schedulers repeat themselves, and what is being saved is not to be cut short for it.
+        outcome = self._now.outcome
+        return outcome is not None and outcome.kind is OutcomeKind.DRAINED
 
     def _hung(self, attempt: int, reason: str) -> None:
-        self._put(attempt, Hung(reason))
+        def tell() -> Event:
+            if self._info is not None:
+                self._account.no_exit(reason, self._info)
+            return Hung(reason)
+
+        self._inbox.put(_News(attempt, tell))
 
     def _agreed(self, attempt: int, need: Need) -> None:
         self._inbox.put(_News(attempt, lambda: self._stop.agreed(need)))

@@ -209,7 +209,8 @@ def _entrypoint(given: argparse.Namespace) -> Entrypoint:
         return Module(given.training_script, args)
     if given.no_python:
         return Command(given.training_script, args)
-    if not os.path.isfile(given.training_script):
+    program = given.training_script
+    if not any(map(os.path.isfile, (program, os.path.join(program, "__main__.py")))):
         raise ConfigError(
             f"there is no script {given.training_script!r} here (in {os.getcwd()}); "
             "a module needs -m, another program --no-python"

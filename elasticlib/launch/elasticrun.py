@@ -21,6 +21,7 @@ from .first_process import stand_in
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
+    _open_streams()
     try:
         config, entrypoint = parse(sys.argv[1:] if argv is None else argv)
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
@@ -37,10 +38,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
-    print(told(result), end="", file=sys.stderr)
+    _show(told(result))
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
+
+
+def _open_streams() -> None:
+    """Where the shell has closed one, the next file that is opened would pass for it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def _show(text: str) -> None:
+    """How the run ended is in the exit code as well, which a full disk must not change."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
 
 
 def _start_logging(level: str) -> None:

@@ -6,6 +6,7 @@ first moment: no port is probed for, and no key of an earlier attempt can be rea
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Protocol
 
@@ -29,7 +30,7 @@ class TorchBootstrapStore:
 
     def open(self) -> TorchBootstrapStore:
         """Bind and serve. Raises OSError if the address is not this machine's."""
-        # Imported here: it costs two seconds, and only the first node's agent needs it.
+        # Imported here: it costs two seconds, and who only wants help has no use for it.
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         info = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)[0]
@@ -53,3 +54,9 @@ class TorchBootstrapStore:
 def open_torch_store(address: str) -> BootstrapStore:
     """A fresh torch store at a local address, on a port that the kernel chose."""
     return TorchBootstrapStore(address).open()
+
+
+def import_torch() -> None:
+    """So that opening one takes milliseconds. What fails here fails then, and is told then."""
+    with contextlib.suppress(Exception):
+        import torch.distributed  # noqa: F401

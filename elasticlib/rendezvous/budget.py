@@ -30,6 +30,12 @@ def quick_failures(document: Document, failure: Failure, stood: float) -> int:
     return document.quick + (failure.kind is not FailureKind.KILLED)
 
 
+def lasted(document: Document, stood: float) -> Document:
+    """The generation as it is after so many seconds: one that lasts ends the row of quick ones,
+    whatever it is ended by itself."""
+    return attrs.evolve(document, quick=0) if stood >= QUICK_SECONDS else document
+
+
 def pause(document: Document) -> float:
     """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
     beyond = document.quick - FREE_RESTARTS

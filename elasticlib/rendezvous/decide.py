@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 import attrs
 
-from .budget import forgiven, forgiven_in, pause, quick_failures
+from .budget import forgiven, forgiven_in, lasted, pause, quick_failures
 from .document import (
     Document,
     Ending,
@@ -159,6 +159,7 @@ def _begin_anew(view: View, document: Document) -> Decision:
 
 
 def _watch(view: View, document: Document) -> Decision:
+    document = lasted(document, view.stands)
     members = document.member_ids
     if members <= view.done:
         cause = f"{len(members)} nodes done"

@@ -75,6 +75,9 @@ class RendezvousHandler(abc.ABC):
     def get_run_id(self) -> str:
         """The id that all nodes of the job were given."""
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Begin what takes its time and needs no other node, and return."""
+
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until this node is a member of a generation later than its last one.

@@ -156,10 +156,10 @@ class Keeper:
 
     def _watch(self, snapshot: Snapshot) -> None:
         if not self._watching:
-            self._watching = True
             # The node that leads waits for more of what all say before it reads that.
             leads = self._participant.leads
             self._watcher.arm(self._participant.prefix, snapshot.version, listing=not leads)
+            self._watching = True
 
     def _look(self, now: float, listing: Listing | None) -> float:
         """Read, say what callers want said, decide and write; seconds until the next look."""
@@ -168,7 +168,8 @@ class Keeper:
             listing = None  # read for another reason in between, we know better
         snapshot = self._participant.look(self.exchange.intent, now, listing)
         self.exchange.tell(snapshot)
-        self._check_standing(snapshot, now)
+        if self._check_standing(snapshot, now):
+            return 0.0
         self._watch(snapshot)
         wishes = self.exchange.wishes
         if wishes.closing is not None:
@@ -195,9 +196,10 @@ class Keeper:
         if wishes.done:
             self._participant.report_done(snapshot, wishes.done)
 
-    def _check_standing(self, snapshot: Snapshot, now: float) -> None:
+    def _check_standing(self, snapshot: Snapshot, now: float) -> bool:
         """Where the store has forgotten the job, or too few are here to go on, the others have
-        until the end of our patience to come; and they may be elsewhere."""
+        until the end of our patience to come; and they may be elsewhere. Whether we have gone
+        there, so that what was read here counts for nothing."""
         intent, timing, note = self.exchange.intent, self._timing, self.exchange.note
         head = snapshot.head
         nothing = is_empty(head, intent.incarnation)
@@ -213,6 +215,8 @@ class Keeper:
             self._participant.finds_more(head, intent)
         ):
             log.warning("too few nodes were at the store: this one has gone to another")
+            return True
+        return False
 
     def _explain(self, decision: Decision, snapshot: Snapshot, now: float) -> float:
         """Say what a waiting node waits for, when that changes and every so often; seconds until

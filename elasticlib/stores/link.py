@@ -97,6 +97,8 @@ class Link:
             connection.settimeout(None)
             keep_honest(connection, timeout)
             bound_sending(connection, timeout)
+            link = cls(name, connection, timeout)
+            RECEIVER.add(link)
         except TimeoutError:
             connection.close()
             raise StoreTimeout(
@@ -105,8 +107,6 @@ class Link:
         except BaseException:
             connection.close()
             raise
-        link = cls(name, connection, timeout)
-        RECEIVER.add(link)
         return link
 
     @property

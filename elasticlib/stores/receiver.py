@@ -50,11 +50,11 @@ class Receiver:
         self._wake: socket.socket | None = None
 
     def add(self, one: Listening) -> None:
-        """From now on tell it what arrives on its connection, until that ends."""
+        """From now on tell it what arrives on its connection, until that ends. Raises OSError."""
         with self._lock:
-            self._coming.append(one)
             if self._thread is None:
                 self._start()
+            self._coming.append(one)
             assert self._wake is not None
             with contextlib.suppress(BlockingIOError):  # full: it is going to wake anyway
                 self._wake.send(b"\0")
@@ -67,11 +67,16 @@ class Receiver:
         waking, woken = (close_in_children(end) for end in socket.socketpair())
         waking.setblocking(False)
         woken.setblocking(False)
-        self._wake = waking
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._listen, args=(waking, woken), name="tcp-store-receiver", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            waking.close()
+            woken.close()
+            raise OSError(f"no thread to receive with: {error}") from error
+        self._wake, self._thread = waking, thread
 
     def _listen(self, waking: socket.socket, woken: socket.socket) -> None:
         with waking, woken, close_in_children(selectors.DefaultSelector()) as selector:

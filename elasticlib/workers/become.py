@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.machinery
+import importlib.util
 import io
 import os
 import pkgutil
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 from . import hooks
 
 UNFLUSHED = 120
+FLUSH_SECONDS = 2.0
 _ANY_FILE = io.IOBase.__base__
 _INTERRUPTED = -signal.SIGINT
 _OURS = (__file__, os.path.join(os.path.dirname(__file__), "function.py"))
@@ -74,6 +76,7 @@ def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> Non
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     _look_in(os.path.dirname(os.path.realpath(path)))
+    path = os.path.abspath(path)
     compiled = path.endswith(".pyc")
     kind = importlib.machinery.SourcelessFileLoader if compiled else _Source
     loader = kind("__main__", path)
@@ -95,7 +98,7 @@ def _code(path: str, loader: Any) -> types.CodeType:
         with open(path, "rb") as file:
             text = file.read()
     except OSError as error:
-        why = f"can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {error.strerror}"
+        why = f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: {why}", file=sys.stderr)
         sys.exit(2)
     return compile(text, path, "exec", dont_inherit=True)
@@ -105,8 +108,22 @@ def _run_module(name: str, args: tuple[str, ...]) -> None:
     sys.argv = ["-m", *args]
     sys.orig_argv = [sys.executable, "-u", "-m", name, *args]
     _look_in(os.getcwd())
+    if _is_missing(name):
+        # As runpy says it, but with a cause that tells that no restart would help.
+        hooks.record(ModuleNotFoundError(f"No module named {name}"))
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        sys.exit(1)
     # What the interpreter itself calls for -m.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ImportError:
+        return "." not in name
+    except Exception:
+        return False
 
 
 def _run_function(payload: str, result: str) -> None:
@@ -173,7 +190,10 @@ def end(code: int) -> NoReturn:
     _let_go()
     if not _flush_streams():
         code = UNFLUSHED
-    ctypes.CDLL(None).fflush(None)
+    # A thread that goes on may hold what these take, and nobody waits for it any more.
+    flushing = threading.Thread(target=_flush_files, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_SECONDS)
     if code == _INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -194,6 +214,8 @@ def _flush_streams() -> bool:
 
 def _let_go() -> None:
     """What the program's own objects do when they are deleted, and files left open."""
+    if len(sys._current_frames()) > 1:
+        return  # threads go on, and are not to find their names taken from them
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     main = sys.modules["__main__"].__dict__
@@ -203,6 +225,10 @@ def _let_go() -> None:
             if name != "__builtins__" and (name[:1] == "_" and name[1:2] != "_") is private:
                 main[name] = None
     gc.collect()
+
+
+def _flush_files() -> None:
+    """Of the interpreter's files, and of C's."""
     # Text before the buffers that it goes into.
     # By their types alone: some objects say more than that when they are asked.
     left = [thing for thing in gc.get_objects() if _ANY_FILE in type(thing).__mro__]
@@ -210,3 +236,4 @@ def _let_go() -> None:
         with contextlib.suppress(Exception):
             if not thing.closed and thing.writable():
                 thing.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -31,8 +31,8 @@ def failure_kind(
     that this node ran workers of; in a later one, the same program has been at work before.
     min_uptime: seconds within which any end in the first generation is one at start.
     """
-    if exit_.returncode < 0:
-        return FailureKind.KILLED if exit_.signal in FROM_OUTSIDE else FailureKind.ORDINARY
+    if exit_.signal in FROM_OUTSIDE:
+        return FailureKind.KILLED
     early = uptime < START_SECONDS and _would_come_again(exit_, entrypoint)
     if first and (early or uptime < min_uptime):
         return FailureKind.AT_START

@@ -22,7 +22,8 @@ RECENT = 32
 # The worker's words. A call of should_stop is entered, and then either passed (answered with no)
 # or held (waiting to be told at which call all ranks stop).
 _MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
-_STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS = range(8, 14)
+_WORKER = 5
+_STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT = range(8, 15)
 _DURATIONS = 64
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
@@ -36,7 +37,8 @@ class Channel:
         handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
         try:
             if create:
-                os.truncate(handle, SIZE)
+                # Now, and not at the first write, which a full disk would answer with SIGBUS.
+                os.posix_fallocate(handle, 0, SIZE)
             if os.fstat(handle).st_size != SIZE:
                 raise OSError(f"{path} is no channel: it has not {SIZE} bytes")
             self._memory = mmap.mmap(handle, SIZE)
@@ -61,15 +63,19 @@ class Channel:
     # -- the worker's end ---------------------------------------------------------------------
 
     def own(self, pid: int) -> bool:
-        """Whether this process is the one that speaks for the worker: the first that asks."""
+        """Whether this process speaks for the worker: the one that it was assigned to, else the
+        first that asks."""
+        if self._words[_WORKER] not in (0, pid):
+            return False
         if not self._words[_OWNER]:
             self._words[_OWNER] = pid
         return self._words[_OWNER] == pid
 
-    def enter(self, call: int) -> bool:
+    def enter(self, call: int, now: float = 0.0) -> bool:
         """Begin a call; whether the agent asks for a stop. (Written before read: the agent
         writes first, too, and then reads, so that one of the two sees the other.)"""
         self._words[_ENTERED] = call
+        self._seconds[_ALIVE_AT] = now
         if self._words[_ASKED]:
             return True
         self._words[_PASSED] = call
@@ -108,11 +114,12 @@ class Channel:
         if count:
             seconds[_DURATIONS + count % RECENT] = now - seconds[_STEPPED_AT]
         words[_STEP] = step
-        seconds[_STEPPED_AT] = now
+        seconds[_STEPPED_AT] = seconds[_ALIVE_AT] = now
         words[_STEPS] = count + 1
 
-    def tell_saved(self, step: int) -> None:
+    def tell_saved(self, step: int, now: float = 0.0) -> None:
         self._words[_SAVED] = step
+        self._seconds[_ALIVE_AT] = now
         self._words[_SAVES] += 1
 
     def tell_dumps(self) -> None:
@@ -125,6 +132,10 @@ class Channel:
     def listens(self) -> bool:
         """Whether the worker has ever asked whether it should stop."""
         return self._words[_ENTERED] > 0
+
+    def assign(self, pid: int) -> None:
+        """The worker is this process, whichever of those that it starts may ask before it does."""
+        self._words[_WORKER] = pid
 
     @property
     def dumps(self) -> int:
@@ -164,8 +175,10 @@ class Channel:
             step=words[_STEP],
             steps=steps,
             at=seconds[_STEPPED_AT],
+            alive=seconds[_ALIVE_AT],
             durations=tuple(seconds[slot] for slot in known),
             saved=words[_SAVED],
             saves=words[_SAVES],
             dumps=bool(words[_DUMPS]),
+            attached=bool(words[_OWNER]),
         )

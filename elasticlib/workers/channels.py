@@ -33,7 +33,10 @@ class Channels:
         self._unlisted = unlisted
         self._clock = clock
         self._lock = threading.RLock()
+        usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+        self._place = SHARED_MEMORY if usable else None
         self._folder: Path | None = None
+        self._folders: list[Path] = []
         self._number = 0
         self._open: dict[int, tuple[Channel, Path]] = {}
         self._notice: Notice | None = None
@@ -45,9 +48,20 @@ class Channels:
         """The file of a worker that is about to start. Raises OSError."""
         with self._lock:
             self._number += 1
-            path = self._own_folder() / f"{self._number}"
-            self._open[local_rank] = (Channel(str(path), create=True), path)
-            return str(path)
+            try:
+                return self._made(local_rank)
+            except OSError:
+                # Shared memory may be full, of what DataLoaders keep there.
+                if self._place is None:
+                    raise
+                self._leave_folder()
+                self._place = None
+                return self._made(local_rank)
+
+    def assign(self, local_rank: int, pid: int) -> None:
+        """A Python worker's process, which none that it starts can pass for."""
+        with self._lock:
+            self._open[local_rank][0].assign(pid)
 
     def close(self, local_rank: int) -> None:
         """The worker is gone."""
@@ -62,10 +76,11 @@ class Channels:
         with self._lock:
             for local_rank in list(self._open):
                 self.close(local_rank)
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._unlisted(str(self._folder))
-                self._folder = None
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
+                self._unlisted(str(folder))
+            self._folders.clear()
+            self._folder = None
 
     def begin(self) -> None:
         """Another group starts, which has been asked nothing."""
@@ -127,9 +142,19 @@ class Channels:
     def _saved(self) -> int:
         return sum(channel.beat().saves for channel, _ in self._open.values())
 
-    def _own_folder(self) -> Path:
+    def _made(self, local_rank: int) -> str:
         if self._folder is None:
-            place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
-            self._folder = Path(tempfile.mkdtemp(prefix="elasticlib-", dir=place))
+            self._folder = Path(tempfile.mkdtemp(prefix="elasticlib-", dir=self._place))
+            self._folders.append(self._folder)
             self._listed(str(self._folder))
-        return self._folder
+        path = self._folder / f"{self._number}"
+        try:
+            self._open[local_rank] = (Channel(str(path), create=True), path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return str(path)
+
+    def _leave_folder(self) -> None:
+        """Those that are open there go on."""
+        self._folder = None

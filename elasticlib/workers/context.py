@@ -65,7 +65,7 @@ class Context:
         if channel is None or self._stop is not None:
             return self._stop
         self._calls = call = self._calls + 1
-        if channel.enter(call):
+        if channel.enter(call, monotonic()):
             self._stop = self._agreed(channel, call)
         return self._stop
 
@@ -77,7 +77,7 @@ class Context:
     def saved(self, step: int) -> None:
         """Say that a checkpoint of this step is safe."""
         if self._channel is not None:
-            self._channel.tell_saved(step)
+            self._channel.tell_saved(step, monotonic())
 
     def detach(self) -> None:
         """Ask nobody and tell nobody from now on."""

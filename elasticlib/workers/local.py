@@ -192,6 +192,8 @@ class LocalWorkers(Workers):
         except (OSError, ElasticError):
             output.abandon()
             raise
+        if what[0] != "command":
+            self._channels.assign(worker.local_rank, popen.pid)
         return _Process(worker, popen, output, folder)
 
     def collect(self, local_rank: int) -> WorkerExit:

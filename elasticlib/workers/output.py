@@ -1,8 +1,9 @@
 """Where a worker's streams go: through to ours, to a file, or line by line to both.
 
 A pipe has one thread that reads it to its end, whatever becomes of the file or the console, so a
-worker never waits for them or dies with them; nothing that it wrote before it ended is lost. Of
-what a worker says on stderr the last lines are kept, for the report of its failure.
+worker never dies with them; nothing that it wrote before it ended is lost. A console that stands
+still holds up who is shown there, as it would without us. Of what a worker says on stderr the last
+lines are kept, for the report of its failure.
 """
 
 from __future__ import annotations

@@ -82,17 +82,16 @@ def end(session: int, seconds: float = 2.0) -> list[int]:
 
 
 def _kill_and_wait(pids: Iterable[int], session: int, seconds: float) -> None:
-    handles = []
-    try:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                handle = os.pidfd_open(pid)
-                handles.append(handle)
+    killed = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            handle = os.pidfd_open(pid)
+            try:
                 # Looked at again through the handle's eyes: the number may have a new owner.
                 if _session_of(pid) == session:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
-        for handle in handles:
-            select.select([handle], [], [], seconds)
-    finally:
-        for handle in handles:
-            os.close(handle)
+                    killed.append(pid)
+            finally:
+                os.close(handle)
+    for pid in killed:
+        ends_within(pid, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from elasticlib.agent.hang import (
@@ -20,7 +21,7 @@ AUTO = HangLimits(times=20.0, floor=60.0, first=900.0)
 
 
 def beat(at: float, *durations: float, steps: int = 5) -> Beat:
-    return Beat(step=4, steps=steps, at=at, durations=durations)
+    return Beat(step=4, steps=steps, at=at, alive=at, durations=durations, attached=True)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +41,29 @@ def test_how_long_a_worker_may_be_silent(limits: HangLimits, told: Beat, allowed
 
 
 def test_the_worker_nearest_to_its_limit_counts() -> None:
-    beats = {0: beat(100.0, 0.1), 1: beat(90.0, 10.0), 2: Beat()}
+    beats = {0: beat(100.0, 0.1), 1: beat(90.0, 10.0), 2: Beat(attached=True)}
     found = longest_silence(130.0, 50.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 60.0)
     assert longest_silence(130.0, 50.0, {}, AUTO) is None
-    late = longest_silence(951.0, 50.0, {0: Beat()}, AUTO)
+    late = longest_silence(951.0, 50.0, {0: Beat(attached=True)}, AUTO)
     assert late is not None
     assert late.share > 1
+
+
+def test_who_never_asked_for_its_context_or_leaves_it_to_others_is_not_held_to_it() -> None:
+    assert longest_silence(1e6, 0.0, {0: Beat()}, AUTO) is None
+    beats = {0: beat(9e5, 0.1), 1: Beat(attached=True)}
+    found = longest_silence(9e5 + 1, 0.0, beats, AUTO)
+    assert found is not None
+    assert (found.local_rank, found.seconds) == (0, 1.0)
+
+
+def test_who_saves_or_asks_is_alive() -> None:
+    saving = attrs.evolve(beat(0.0, 0.1), alive=99.0)
+    found = longest_silence(100.0, 0.0, {0: saving}, AUTO)
+    assert found is not None
+    assert found.seconds == 1.0
 
 
 def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_silent() -> None:

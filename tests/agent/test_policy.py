@@ -27,6 +27,7 @@ from elasticlib.agent.policy import (
     StartFailed,
     StartWorkers,
     State,
+    StopSooner,
     StopWorkers,
     Supervision,
     WorkerEnded,
@@ -102,8 +103,8 @@ NEXT = {
     (State.STOPPING, "job failed"): (State.ENDING, []),
     (State.STOPPING, "expelled"): (State.ENDING, []),
     (State.STOPPING, "store lost"): (State.ENDING, []),
-    (State.STOPPING, "signal"): (State.ENDING, []),
-    (State.STOPPING, "drain"): (State.ENDING, []),
+    (State.STOPPING, "signal"): (State.ENDING, [StopSooner()]),
+    (State.STOPPING, "drain"): (State.ENDING, [ReportDraining("SIGUSR2"), StopSooner("drain")]),
     (State.STOPPING, "resize"): (State.STOPPING, []),
     (State.FINISHED, "reopened"): (State.JOINING, [Join()]),
     (State.FINISHED, "job succeeded"): (State.ENDED, [Finish()]),
@@ -216,3 +217,17 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
         if now.state is State.ENDED:
             assert now.outcome is not None
             return
+
+
+def test_a_drain_that_did_not_save_everything_says_so() -> None:
+    drained = Outcome(OutcomeKind.DRAINED, "received SIGUSR2", 12)
+    now = Supervision(State.ENDING, awaited=frozenset({0, 1}), outcome=drained)
+    killed = WorkerEnded(WorkerExit(0, 4, 77, -9), unsaved=True)
+    after, actions = react(now, killed)
+    assert after.outcome is not None
+    assert after.outcome.kind is OutcomeKind.DRAINED
+    assert "received SIGUSR2, but worker of rank 4" in after.outcome.reason
+    assert actions == ()
+    # Before the ranks have agreed where to stop, nobody saves, and nobody needs to be waited for.
+    _, actions = react(now, attrs.evolve(killed, alone=True))
+    assert actions == (StopSooner(),)
