@@ -26,12 +26,11 @@ LAUNCHERS = {
     "elasticrun, spawn": (*OURS, "--start-method=spawn"),
     "torchrun": ("torch.distributed.run",),
 }
-# Each by its own protocol. torchrun's last call is long enough for two that start together to be
-# one world at once, as it does not take in a second later.
+# Each by its own protocol, and with a short last call; torchrun's is in whole seconds.
 MEETING = {
     "elasticrun": ("--rdzv-conf=last_call_timeout=0.1",),
     "elasticrun, spawn": ("--rdzv-conf=last_call_timeout=0.1",),
-    "torchrun": ("--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=5"),
+    "torchrun": ("--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=1"),
 }
 
 

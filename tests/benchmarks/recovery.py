@@ -1,7 +1,7 @@
 """What a start, a restart, a join, a loss and rest cost, beside torchrun on the same work.
 
     python tests/benchmarks/recovery.py [--parts restart,start,join,loss,rest] [--spawn]
-        [--rounds 2] [--kills 10] [--repeat 5] [--rest 10]
+        [--rounds 2] [--kills 10] [--repeat 3] [--rest 10]
 
 - restart: two gloo workers on one node; one is killed with SIGKILL, and the time is taken until
   both ranks of the next attempt have finished an all_reduce. Also from the start of the launcher
@@ -134,10 +134,10 @@ def loss(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
 
     def one(launcher: str) -> bool:
         with job(launcher) as running:
-            # The first of them hosts the store.
-            for _ in range(2):
+            # The first hosts the store, whose loss would be another matter.
+            for world in (1, 2):
                 running.join()
-            running.up(2)
+                running.up(world)
             began = time.monotonic()
             running.lose(running.agents.pop())
             try:
@@ -173,12 +173,11 @@ def rest(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
     return [found]
 
 
-def _in_turn(launchers: list[str], rounds: int, one: Callable[[str], None], once: str = "") -> None:
-    """once: whoever is not expected to come through is tried but once."""
-    for turn in range(rounds):
-        for launcher in launchers:
-            if turn == 0 or launcher != once:
-                one(launcher)
+def _in_turn(launchers: list[str], rounds: int, one: Callable[[str], bool]) -> None:
+    """Whoever says that it did not come through is not tried again."""
+    here = list(launchers)
+    for _ in range(rounds):
+        here = [launcher for launcher in here if one(launcher)]
 
 
 PARTS = {part.__name__: part for part in (restart, start, join, loss, rest)}
@@ -190,7 +189,7 @@ def main() -> None:
     parser.add_argument("--spawn", action="store_true", help="elasticrun with cold workers as well")
     parser.add_argument("--rounds", type=int, default=2, help="jobs whose workers are killed")
     parser.add_argument("--kills", type=int, default=10, help="of each such job")
-    parser.add_argument("--repeat", type=int, default=5, help="starts, joins and losses")
+    parser.add_argument("--repeat", type=int, default=3, help="starts, joins and losses")
     parser.add_argument("--rest", type=float, default=10.0, help="seconds")
     given = parser.parse_args()
     launchers = [name for name in LAUNCHERS if given.spawn or "spawn" not in name]
