@@ -51,7 +51,7 @@ class Job:
         self.agents.append(
             subprocess.Popen(
                 [*command, str(self.folder), *args],
-                env={**os.environ, **QUIET},
+                env={**os.environ, **QUIET, "TMPDIR": str(self.folder)},
                 stdout=self._log,
                 stderr=self._log,
             )
@@ -88,10 +88,11 @@ class Job:
 
     @staticmethod
     def lose(agent: subprocess.Popen[bytes]) -> None:
-        """SIGKILL to an agent and all that descends from it."""
+        """SIGKILL to an agent and its workers, and to whatever else descends from it but our
+        guardian, which removes the files of a killed agent."""
         below = [agent.pid]
         for pid in below:
-            below += children(pid)
+            below += [child for child in children(pid) if not _is_guardian(child)]
         for pid in below:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -117,6 +118,13 @@ def children(pid: int) -> list[int]:
         return [int(child) for task in tasks for child in task.read_text().split()]
     except OSError:
         return []
+
+
+def _is_guardian(pid: int) -> bool:
+    try:
+        return b"elasticlib.workers.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def cpu_seconds(pid: int) -> float:
