@@ -11,6 +11,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seeds", type=int, default=300, help="how many seeds the rendezvous simulator plays"
     )
+    parser.addoption(
+        "--kills", type=int, default=20, help="how many workers of a job are killed in turn"
+    )
+    parser.addoption(
+        "--save-seconds",
+        type=float,
+        default=0.5,
+        help="how long workers save that are drained or resized (give --timeout as well)",
+    )
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--kills"))
+
+
+@pytest.fixture
+def save_seconds(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--save-seconds"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -149,6 +149,14 @@ class LocalWorkers(Workers):
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
                 ) from error
+        self._forget_attempts(but=group.attempt)
+
+    def _forget_attempts(self, but: int) -> None:
+        """Remove what earlier ones left in a folder that is not for people to look at."""
+        if not self._kept:
+            for path in self.folder.glob("attempt_*"):
+                if path.name != f"attempt_{but}":
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _prepare_late(self, spec: WorkerSpec) -> None:
         """Whoever has not called these before gets them now."""

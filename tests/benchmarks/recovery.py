@@ -1,132 +1,203 @@
-"""From the death of a worker to a working process group, beside torchrun on the same work.
+"""What a start, a restart, a join, a loss and rest cost, beside torchrun on the same work.
 
-    python tests/benchmarks/recovery.py [--rounds 4] [--kills 5]
+    python tests/benchmarks/recovery.py [--parts restart,start,join,loss,rest] [--spawn]
+        [--rounds 2] [--kills 10] [--repeat 3] [--rest 10]
 
-Two gloo workers on one node; one is killed with SIGKILL, and the time is taken until both ranks of
-the next attempt have finished an all_reduce; likewise from the start of the launcher to the first
-group. The launchers take turns, so that all meet the same machine, each for a few kills of one
-job. torchrun runs in the mode that works, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in its default one,
-restarted workers read the addresses of the attempt before. What fails to come back is counted.
+- restart: two gloo workers on one node; one is killed with SIGKILL, and the time is taken until
+  both ranks of the next attempt have finished an all_reduce. Also from the start of the launcher
+  to the first group.
+- start: from the start of the launcher to the first line of a script that imports nothing.
+- join: a node with one worker runs, and another is started. Counted from its agent's start, and
+  from the end of the running worker, which is the time in which nobody trains, to the group of two.
+- loss: an agent and its worker are killed with SIGKILL, while the other node's worker is busy and
+  looks at nothing; until the survivor's group of one works.
+- rest: CPU seconds per second of an agent and what serves it, while its two workers sleep.
+
+The launchers take turns, so that all meet the same machine. torchrun runs in the mode that works,
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in its default one, restarted workers read the addresses of
+the attempt before. What did not happen within the bound is counted as failed, and not as a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable
 
-WORKER = Path(__file__).parent.parent / "programs" / "allreduce.py"
-LAUNCHERS = {
-    "elasticrun": ("elasticlib.launch",),
-    "  spawn": ("elasticlib.launch", "--start-method=spawn"),
-    "torchrun": ("torch.distributed.run",),
-}
-QUIET = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-BOUND = 60.0
+import attrs
+from launched import BOUND, LAUNCHERS, children, cpu_seconds, gone, job
+
+PROBABLY_NEVER = 20.0
+"""Seconds in which a membership that is going to change has changed, by far."""
+FIRST_LINE = "import sys, time; open(f'{sys.argv[1]}/line', 'x').write(str(time.monotonic()))"
 
 
-class Job:
-    """A running job of two workers, whose groups can be waited for."""
+@attrs.define
+class Measured:
+    """Times of one kind, by launcher, and how often there was none."""
 
-    def __init__(self, launcher: str, folder: Path, kills: int) -> None:
-        module, *own = LAUNCHERS[launcher]
-        flags = [*own, "--standalone", "--nproc-per-node", "2", "--max-restarts", str(kills)]
-        self.folder = folder
-        self.attempt = 0
-        self.log = (folder / "log").open("wb")
-        self.agent = subprocess.Popen(
-            [sys.executable, "-m", module, *flags, str(WORKER), str(folder)],
-            env={**os.environ, **QUIET},
-            stdout=self.log,
-            stderr=self.log,
-        )
+    what: str
+    taken: dict[str, list[float]] = attrs.Factory(lambda: defaultdict(list))
+    failed: dict[str, int] = attrs.Factory(lambda: defaultdict(int))
 
-    def up(self) -> list[int]:
-        """Waits for both ranks of this attempt; their pids."""
-        deadline = time.monotonic() + BOUND
-        while time.monotonic() < deadline:
-            places = [json.loads(p.read_text()) for p in self.folder.glob("place.*.json")]
-            here = [p for p in places if p["TORCHELASTIC_RESTART_COUNT"] == str(self.attempt)]
-            if len(here) == 2:
-                return [place["pid"] for place in here]
-            time.sleep(0.002)
-        raise TimeoutError(f"no group within {BOUND:g} s: {(self.folder / 'log').read_text()}")
+    def tell(self) -> None:
+        columns = ("median", "p99", "worst", "of", "failed")
+        print(f"\n{self.what:48}" + " ".join(f"{name:>8}" for name in columns))
+        middle = {}
+        for launcher in [name for name in LAUNCHERS if name in {*self.taken, *self.failed}]:
+            times, row = self.taken[launcher], "       -" * 3
+            if times:
+                middle[launcher] = statistics.median(times)
+                p99 = statistics.quantiles(times * 2, n=100, method="inclusive")[98]
+                row = " ".join(f"{x:8.3f}" for x in (middle[launcher], p99, max(times)))
+            count = len(times) + self.failed[launcher]
+            print(f"  {launcher:46}{row:26} {count:8} {self.failed[launcher]:8}")
+        if {"elasticrun", "torchrun"} <= middle.keys():
+            ratio = middle["elasticrun"] / middle["torchrun"]
+            print(f"  elasticrun / torchrun, medians: {ratio:.3f}", flush=True)
 
-    def kill_one(self) -> float:
-        """Kill a worker; seconds until the next group works."""
-        victim = max(self.up())
-        self.attempt += 1
+
+def restart(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
+    first, again = Measured("start to the first group of 2"), Measured("kill to the next group")
+
+    def one(launcher: str) -> bool:
         began = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        self.up()
-        return time.monotonic() - began
+        with job(launcher) as running:
+            running.start("--standalone", "--nproc-per-node=2", f"--max-restarts={given.kills}")
+            places = running.up(2)
+            first.taken[launcher].append(time.monotonic() - began)
+            for kill in range(given.kills):
+                victim = places[-1]["pid"]
+                began = time.monotonic()
+                os.kill(victim, signal.SIGKILL)
+                try:
+                    places = running.up(2)
+                except TimeoutError:
+                    again.failed[launcher] += given.kills - kill
+                    break
+                again.taken[launcher].append(time.monotonic() - began)
+        return True
 
-    def end(self) -> None:
-        (self.folder / "finish").touch()
-        try:
-            self.agent.wait(BOUND)
-        except subprocess.TimeoutExpired:
-            self.agent.kill()
-            self.agent.wait()
-        self.log.close()
-
-
-@contextmanager
-def job(launcher: str, kills: int) -> Iterator[Job]:
-    with tempfile.TemporaryDirectory() as folder:
-        running = Job(launcher, Path(folder), kills)
-        try:
-            yield running
-        finally:
-            running.end()
+    _in_turn(launchers, given.rounds, one)
+    return [first, again]
 
 
-def measure(launcher: str, kills: int, starts: list[float], restarts: list[float]) -> int:
-    """One job of so many kills; returns how many of them were not recovered from."""
-    began = time.monotonic()
-    with job(launcher, kills) as running:
-        running.up()
-        starts.append(time.monotonic() - began)
-        for kill in range(kills):
+def start(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
+    found = Measured("start to the first line of the script")
+
+    def one(launcher: str) -> bool:
+        with job(launcher) as running:
+            script = running.folder / "script.py"
+            script.write_text(FIRST_LINE)
+            began = time.monotonic()
+            running.start("--standalone", program=str(script))
+            assert running.agents[0].wait(BOUND) == 0
+            found.taken[launcher].append(float((running.folder / "line").read_text()) - began)
+        return True
+
+    _in_turn(launchers, given.repeat, one)
+    return [found]
+
+
+def join(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
+    whole = Measured("join: start of the second agent to a group of 2")
+    still = Measured("join: end of the running worker to a group of 2")
+
+    def one(launcher: str) -> bool:
+        with job(launcher) as running:
+            running.join()
+            (alone,) = running.up(1)
+            began = time.monotonic()
+            running.join()
             try:
-                restarts.append(running.kill_one())
+                gone(alone["pid"], PROBABLY_NEVER)
+                stopped = time.monotonic()
+                running.up(2, PROBABLY_NEVER)
             except TimeoutError:
-                return kills - kill
-    return 0
+                whole.failed[launcher] += 1
+                still.failed[launcher] += 1
+                return False
+            whole.taken[launcher].append(time.monotonic() - began)
+            still.taken[launcher].append(time.monotonic() - stopped)
+        return True
+
+    _in_turn(launchers, given.repeat, one)
+    return [whole, still]
 
 
-def tell(what: str, times: dict[str, list[float]], failed: dict[str, int]) -> None:
-    print(f"{what:26} {'median':>8} {'p99':>8} {'worst':>8} {'failed':>8}")
-    for launcher, taken in times.items():
-        p99 = statistics.quantiles(taken, n=100)[98] if len(taken) > 1 else taken[0]
-        row = (statistics.median(taken), min(p99, max(taken)), max(taken))
-        print(f"  {launcher:24} " + " ".join(f"{x:8.3f}" for x in row), f"{failed[launcher]:8}")
-    middle = {launcher: statistics.median(taken) for launcher, taken in times.items()}
-    print(f"  elasticrun / torchrun, medians: {middle['elasticrun'] / middle['torchrun']:.3f}")
+def loss(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
+    found = Measured("loss of a node to the survivor's group")
+
+    def one(launcher: str) -> bool:
+        with job(launcher) as running:
+            # The first hosts the store, whose loss would be another matter.
+            for world in (1, 2):
+                running.join()
+                running.up(world)
+            began = time.monotonic()
+            running.lose(running.agents.pop())
+            try:
+                running.up(1, PROBABLY_NEVER)
+            except TimeoutError:
+                found.failed[launcher] += 1
+                return False
+            found.taken[launcher].append(time.monotonic() - began)
+        return True
+
+    _in_turn(launchers, given.repeat, one)
+    return [found]
+
+
+def rest(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
+    found = Measured("CPU seconds per 1000 s of rest")
+
+    def one(launcher: str) -> bool:
+        with job(launcher) as running:
+            running.start("--standalone", "--nproc-per-node=2", args=("once",))
+            workers = {place["pid"] for place in running.up(2)}
+            agent = running.agents[0].pid
+            serving = [agent, *(pid for pid in children(agent) if pid not in workers)]
+            # What a start leaves to do is over soon.
+            time.sleep(1.0)
+            used = sum(map(cpu_seconds, serving))
+            time.sleep(given.rest)
+            used = sum(map(cpu_seconds, serving)) - used
+            found.taken[launcher].append(used / given.rest * 1000)
+        return True
+
+    _in_turn(launchers, 1, one)
+    return [found]
+
+
+def _in_turn(launchers: list[str], rounds: int, one: Callable[[str], bool]) -> None:
+    """Whoever says that it did not come through is not tried again."""
+    here = list(launchers)
+    for _ in range(rounds):
+        here = [launcher for launcher in here if one(launcher)]
+
+
+PARTS = {part.__name__: part for part in (restart, start, join, loss, rest)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
+    parser.add_argument("--spawn", action="store_true", help="elasticrun with cold workers as well")
+    parser.add_argument("--rounds", type=int, default=2, help="jobs whose workers are killed")
+    parser.add_argument("--kills", type=int, default=10, help="of each such job")
+    parser.add_argument("--repeat", type=int, default=3, help="starts, joins and losses")
+    parser.add_argument("--rest", type=float, default=10.0, help="seconds")
     given = parser.parse_args()
-    starts: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
-    restarts: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
-    failed = dict.fromkeys(LAUNCHERS, 0)
-    for _ in range(given.rounds):
-        for name in LAUNCHERS:
-            failed[name] += measure(name, given.kills, starts[name], restarts[name])
-    tell("seconds to the first group", starts, dict.fromkeys(LAUNCHERS, 0))
-    tell("seconds from kill to group", restarts, failed)
+    launchers = [name for name in LAUNCHERS if given.spawn or "spawn" not in name]
+    print("load averages at the start:", *(f"{load:.1f}" for load in os.getloadavg()))
+    for name in given.parts.split(","):
+        for measured in PARTS[name](launchers, given):
+            measured.tell()
+    print("load averages at the end:", *(f"{load:.1f}" for load in os.getloadavg()))
 
 
 if __name__ == "__main__":

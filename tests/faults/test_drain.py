@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from jobs import (
+    BOUND,
     PROGRAMS,
     WITHOUT_TORCH,
     WORKER,
@@ -31,13 +33,39 @@ pytestmark = pytest.mark.faults
 SAVING = str(PROGRAMS / "saving_worker.py")
 LISTENING = str(PROGRAMS / "listening_agent.py")
 NESTED = str(PROGRAMS / "nested_worker.py")
-SAVE_SECONDS = "1.0"
+SPARE_SECONDS = 15.0
+"""So much longer than a save takes is what workers are given for it."""
 # Where a notice did not hold SIGTERM and SIGKILL back, nothing could be saved.
 SHORT = ("--shutdown-timeout", "0.1")
 
 
-def listening(job: Job, name: str, *flags: str) -> Node:
-    script = (SAVING, str(job.folder), SAVE_SECONDS)
+@attrs.frozen
+class Save:
+    """How long a save takes, and what is given for it; `bound`: of a wait for one and more."""
+
+    seconds: float
+
+    @property
+    def grace(self) -> str:
+        return f"{self.seconds + SPARE_SECONDS:g}"
+
+    @property
+    def bound(self) -> float:
+        return self.seconds + BOUND
+
+
+@pytest.fixture
+def save(save_seconds: float) -> Save:
+    return Save(save_seconds)
+
+
+def saving(job: Job, save: Save) -> tuple[str, ...]:
+    """The worker that saves when it is stopped."""
+    return (SAVING, str(job.folder), str(save.seconds))
+
+
+def listening(job: Job, save: Save, name: str, *flags: str) -> Node:
+    script = saving(job, save)
     return job.start(name, sys.executable, LISTENING, *flags, *script, PYTHONPATH=WITHOUT_TORCH)
 
 
@@ -60,37 +88,38 @@ def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job) -> None:
+def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save: Save) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), *SHORT)
-    grace = ("--resize-grace", "20", "--drain-grace", "15")
-    nodes = {name: listening(job, name, *meet, *grace) for name in "ab"}
+    grace = ("--resize-grace", "100", "--drain-grace", save.grace)
+    nodes = {name: listening(job, save, name, *meet, *grace) for name in "ab"}
     before = job.settled(2)
     generation, (stays, leaves) = generation_of(before), (place["node"] for place in before)
     nodes[leaves].signal(signal.SIGUSR2)
     until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
     # Schedulers repeat themselves, and a drain that is under way is not to be cut short for it.
     nodes[leaves].signal(signal.SIGUSR2)
-    assert nodes[leaves].exit_code() == 75
+    assert nodes[leaves].exit_code(save.bound) == 75
     assert "DRAINED: received SIGUSR2" in nodes[leaves].text
     (alone,) = job.settled(1, after=generation)
     assert (alone["node"], alone["TORCHELASTIC_RESTART_COUNT"]) == (stays, "0")
     assert "drains (SIGUSR2)" in nodes[stays].text
-    for rank, notice in enumerate([(stays, "resize 20"), (leaves, "drain 15")]):
+    for rank, notice in enumerate([(stays, "resize 100"), (leaves, f"drain {save.grace}")]):
         assert (job.folder / f"notice.{notice[0]}.{generation}").read_text() == notice[1]
         assert saved(job, generation, rank) == {"child": True, "asked": []}
     # The others go on from what the one that left has saved.
     assert alone["saved"] == [f"saved.{generation}.0", f"saved.{generation}.1"]
     # SIGTERM asks those who listen to save as well.
     nodes[stays].signal(signal.SIGTERM)
-    assert nodes[stays].exit_code() == 75
+    assert nodes[stays].exit_code(save.bound) == 75
     notice = job.folder / f"notice.{stays}.{alone['ELASTICLIB_GENERATION']}"
-    assert notice.read_text() == "preempted 15"
+    assert notice.read_text() == f"preempted {save.grace}"
 
 
 def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_saved(
-    job: Job,
+    job: Job, save: Save
 ) -> None:
-    agent = listening(job, "a", "--standalone", "--nproc-per-node", "2", *SHORT)
+    flags = ("--standalone", "--nproc-per-node", "2", "--drain-grace", save.grace, *SHORT)
+    agent = listening(job, save, "a", *flags)
     workers = [place["pid"] for place in job.settled(2)]
     for pid in workers:
         assert in_mask(pid, "SigIgn", signal.SIGUSR2)
@@ -104,26 +133,27 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     for rank in range(2):
         until("both to save", (job.folder / f"saving.1.{rank}").exists)
     assert job.processes() == reached
-    assert agent.exit_code() == 75
+    assert agent.exit_code(save.bound) == 75
     assert [saved(job, 1, rank) for rank in range(2)] == [{"child": True, "asked": []}] * 2
 
 
 def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of_choice(
-    job: Job,
+    job: Job, save: Save
 ) -> None:
     flags = ("--standalone", "--drain-signals", "SIGUSR1", "--drain-exit-code", "85")
-    agent = elasticrun(job, "a", *flags, SAVING, str(job.folder), SAVE_SECONDS)
+    grace = ("--shutdown-timeout", save.grace)
+    agent = elasticrun(job, "a", *flags, *grace, *saving(job, save))
     job.settled(1)
     agent.signal(signal.SIGUSR1)
-    assert agent.exit_code() == 85
+    assert agent.exit_code(save.bound) == 85
     assert saved(job, 1, 0) == {"child": False, "asked": ["SIGTERM"]}
     assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
 
 
-def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job) -> None:
+def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: Save) -> None:
     # Longer than anything here is waited for.
     long = ("--drain-grace", "600", "--shutdown-timeout", "600")
-    agent = listening(job, "a", "--standalone", "--nproc-per-node", "2", *long)
+    agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
     workers = [place["pid"] for place in job.settled(2)]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
@@ -132,7 +162,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job) -> None
     agent.signal(signal.SIGINT)
     agent.says("told to save and still there, sending SIGTERM: pid")
     os.kill(workers[0], signal.SIGCONT)
-    until("one worker to end", lambda: not alive(workers[0]))
+    until("one worker to end", lambda: not alive(workers[0]), save.bound)
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
@@ -140,20 +170,20 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job) -> None
     assert not (job.folder / "saved.1.1").exists()
 
 
-def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job) -> None:
+def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: Save) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
     conf = ("--rdzv-conf", "last_call_timeout=0.1")
-    script = (SAVING, str(job.folder), SAVE_SECONDS)
-    long = elasticrun(job, "a", *meet, *conf, "--shutdown-timeout", "20", *script)
+    grace = ("--shutdown-timeout", save.grace)
+    long = elasticrun(job, "a", *meet, *conf, *grace, *saving(job, save))
     job.settled(1)
     deaf = (WORKER, str(job.folder), "ignore-term")
     short = elasticrun(job, "b", *meet, *conf, "--shutdown-timeout", "0.3", *deaf)
-    both = job.settled(2, after=1)
+    both = job.settled(2, after=1, seconds=save.bound)
     check_one_world(both)
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
     # And no more of it: the one that leaves is missed, and the deaf one is ended in its time.
     long.signal(signal.SIGTERM)
-    assert long.exit_code() == 128 + signal.SIGTERM
+    assert long.exit_code(save.bound) == 128 + signal.SIGTERM
     short.says(r"still there after 0\.3 s, killing: pid")
     job.settled(1, after=2)
     job.finish()

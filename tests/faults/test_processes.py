@@ -20,12 +20,18 @@ def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
     return job.run("a", *flags, worker=worker, PYTHONPATH=WITHOUT_TORCH)
 
 
-@METHODS
-def test_a8_nothing_outlives_an_agent_that_was_killed(job: Job, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("spawn", signal.SIGKILL), ("warm", signal.SIGKILL), ("warm", signal.SIGUSR1)],
+)
+def test_a8_nothing_outlives_an_agent_that_was_killed(
+    job: Job, method: str, number: signal.Signals
+) -> None:
     agent = run(job, method, worker=("ignore-term", "child"))
     places = job.settled(2)
-    agent.kill()
-    job.gone(seconds=5.0)
+    agent.signal(number)
+    job.gone(seconds=2.0)
+    assert agent.exit_code() == -number
     assert not any(alive(p[kind]) for p in places for kind in ("pid", "child"))
 
 
@@ -46,8 +52,7 @@ def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) ->
 @METHODS
 def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
     command = job.agent(*ALONE, f"--start-method={method}")
-    deaf = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
-    agent = job.start("a", *deaf, *command, PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start("a", "nohup", *command, PYTHONPATH=WITHOUT_TORCH)
     places = job.settled(2)
     for pid in (agent.pid, *(place["pid"] for place in places)):
         os.kill(pid, signal.SIGHUP)

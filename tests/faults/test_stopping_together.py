@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of, until
+from jobs import BOUND, PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of, until
 
 pytestmark = pytest.mark.faults
 
@@ -47,32 +47,33 @@ def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
     return {**said[0], "left": min(left)}
 
 
-def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(job: Job) -> None:
+def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
+    job: Job, save_seconds: float
+) -> None:
     meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
-    grace = ("--resize-grace", "20", "--drain-grace", "15")
-    nodes = {
-        name: asking(job, name, *meet, *last, *SHORT, *grace, worker=("save", "0.3"))
-        for name in "ab"
-    }
+    resizes, drains, bound = save_seconds + 20, save_seconds + 15, save_seconds + BOUND
+    grace = ("--resize-grace", f"{resizes:g}", "--drain-grace", f"{drains:g}")
+    save = ("save", str(save_seconds))
+    nodes = {name: asking(job, name, *meet, *last, *SHORT, *grace, worker=save) for name in "ab"}
     two = job.settled(4)
     goes_on(job)
-    nodes["c"] = asking(job, "c", *meet, *last, *SHORT, *grace, worker=("save", "0.3"))
-    three = job.settled(6, after=generation_of(two))
+    nodes["c"] = asking(job, "c", *meet, *last, *SHORT, *grace, worker=save)
+    three = job.settled(6, after=generation_of(two), seconds=bound)
     resize = stopped(job, two)
     assert resize["reason"] == "resize"
-    assert 0 < resize["left"] <= 20
+    assert 0 < resize["left"] <= resizes
     goes_on(job)
     leaves = three[0]["node"]
     nodes[leaves].signal(signal.SIGUSR2)
-    assert nodes.pop(leaves).exit_code() == 75
+    assert nodes.pop(leaves).exit_code(bound) == 75
     again = job.settled(4, after=generation_of(three))
     drain = stopped(job, three)
     assert drain["reason"] == "drain"
-    assert 0 < drain["left"] <= 15
+    assert 0 < drain["left"] <= drains
     goes_on(job)
     nodes[again[0]["node"]].signal(signal.SIGTERM)
-    assert nodes.pop(again[0]["node"]).exit_code() == 75
+    assert nodes.pop(again[0]["node"]).exit_code(bound) == 75
     rest = job.settled(2, after=generation_of(again))
     assert stopped(job, again)["reason"] == "preempted"
     check_one_world(rest)

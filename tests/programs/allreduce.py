@@ -1,11 +1,13 @@
 """A worker that forms a gloo group, reports once it works, and reduces until it is told to end.
 
-`allreduce.py FOLDER`. A report `place.GENERATION.RANK.PID.json` says that the group is up.
+`allreduce.py FOLDER [once]`. A report `place.GENERATION.RANK.PID.json` says that the group is up.
+With `once` it reduces but once, and then looks for its end alone, and at nobody.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -31,6 +33,10 @@ def main() -> None:
             (folder / f"{name}.part").write_text(json.dumps(place))
             (folder / f"{name}.part").rename(folder / f"{name}.json")
             place = {}
+        if "once" in sys.argv[2:]:
+            while not (folder / "finish").exists():
+                time.sleep(0.02)
+            break
     dist.destroy_process_group()
 
 

@@ -56,7 +56,7 @@ class Run:
         )
         return self
 
-    def start(self, entrypoint: Entrypoint, count: int = 1) -> Run:
+    def start(self, entrypoint: Entrypoint, count: int = 1, attempt: int = 0) -> Run:
         member = Node("n-1", "n", "127.0.0.1", count)
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint, count, "role"),
@@ -67,6 +67,7 @@ class Run:
             group_world_size=1,
             master_addr="127.0.0.1",
             master_port=1,
+            attempt=attempt,
         )
         self.workers.start(group, self.ends.put)
         return self
@@ -299,3 +300,21 @@ def test_a_temporary_folder_is_gone_afterwards(tmp_path: Path) -> None:
     assert run.end().ok
     run.workers.close()
     assert not folder.exists()
+
+
+def test_a_temporary_folder_holds_the_last_attempt_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.workers = LocalWorkers(os.environ, python=sys.executable, start_method="spawn")
+    for attempt in range(3):
+        run.start(shell("exit 0"), attempt=attempt)
+        assert run.end().ok
+        assert [path.name for path in run.workers.folder.iterdir()] == [f"attempt_{attempt}"]
+    run.workers.close()
+
+
+def test_a_folder_of_ones_own_keeps_all_attempts(run: Run) -> None:
+    for attempt in range(2):
+        run.start(shell("exit 0"), attempt=attempt)
+        assert run.end().ok
+    names = sorted(path.name for path in run.workers.folder.iterdir())
+    assert names == ["attempt_0", "attempt_1"]

@@ -1,0 +1,58 @@
+"""What an agent and the processes that serve it hold of the kernel, to be compared over time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+SHARED_MEMORY = "/dev/shm/elasticlib-"
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads; zombies included."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return sorted(found)
+
+
+def _is_zombie(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def _descriptors(pid: int) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        target = os.readlink(f"/proc/{pid}/fd/{name}")
+        held["sockets" if target.startswith("socket:") else "other descriptors"] += 1
+    return held
+
+
+def _mapped(pid: int) -> Counter[str]:
+    """Its mappings, and the files beside each one that lies in shared memory."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    held = Counter({"mappings": len(lines)})
+    paths = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines}
+    ours = {Path(path).parent for path in paths if path.startswith(SHARED_MEMORY)}
+    for folder in ours:
+        held["files in shared memory"] += len(list(folder.iterdir())) if folder.exists() else 0
+    return held
+
+
+def _one(pid: int) -> Counter[str]:
+    born = children(pid)
+    held = _descriptors(pid) + _mapped(pid)
+    held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    held["children"] = len(born)
+    held["zombies"] = sum(map(_is_zombie, born))
+    return held
+
+
+def footprint(agent: int) -> Counter[str]:
+    """Counts of all kinds, for the agent (0) and its children: the guardian and the template."""
+    held: Counter[str] = Counter()
+    for place, pid in enumerate((agent, *children(agent))):
+        held.update({f"{kind} of {place}": count for kind, count in _one(pid).items()})
+    return held
