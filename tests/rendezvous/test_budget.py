@@ -169,6 +169,12 @@ def test_a_generation_that_was_at_work_for_a_while_begins_the_count_anew() -> No
     assert after_failures(1.0, 1.0, 1.0, QUICK_SECONDS).quick == 0
 
 
+def test_so_does_one_that_ends_for_another_reason_after_a_while() -> None:
+    document = settled(A, B, quick=5)
+    assert written(document, A, stands=QUICK_SECONDS).quick == 0
+    assert written(document, A, stands=QUICK_SECONDS / 2).quick == 5
+
+
 def test_who_is_killed_again_and_again_comes_back_at_once() -> None:
     assert pause(after_failures(*[0.1] * 20, kind=FailureKind.KILLED)) == 0
 

@@ -59,6 +59,13 @@ def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
     assert other.own(100)
 
 
+def test_nobody_passes_for_the_worker_that_it_was_assigned_to(path: str) -> None:
+    agent, child = ends(path)
+    agent.assign(100)
+    assert not child.own(101)
+    assert child.own(100)
+
+
 @pytest.mark.parametrize("content", [b"", b"x", bytes(SIZE), b"x" * SIZE])
 def test_what_is_no_channel_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
@@ -252,6 +259,17 @@ def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels:
             worker.tell_saved(1)
         assert channels.earliest_stop(now=now) is None  # asked only now
         assert channels.earliest_stop(now=False) == 2
+
+
+def test_where_shared_memory_cannot_be_had_a_temporary_folder_serves(channels: Channels) -> None:
+    before = Path(channels.open(0))
+    channels._folder, channels._place = None, "/proc"  # where nobody can make a folder
+    path = Path(channels.open(1))
+    assert path.parent != before.parent
+    assert Channel(str(path)).beat().steps == 0
+    channels.close_all()
+    assert not path.parent.exists()
+    assert not before.parent.exists()
 
 
 def test_no_file_is_left(channels: Channels) -> None:

@@ -286,6 +286,7 @@ def test_what_a_restart_may_mend_is_none(code: int, message: str) -> None:
 
 def test_an_early_end_is_one_at_start_only_where_it_is_asked_for() -> None:
     assert kind_of(1, uptime=4.0, min_uptime=5.0) is FailureKind.AT_START
+    assert kind_of(-11, uptime=4.0, min_uptime=5.0) is FailureKind.AT_START
     assert kind_of(1, uptime=6.0, min_uptime=5.0) is FailureKind.ORDINARY
     assert kind_of(1, uptime=4.0, min_uptime=5.0, first=False) is FailureKind.ORDINARY
 

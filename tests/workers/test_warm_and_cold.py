@@ -163,6 +163,10 @@ ENDS = {
     "reads its input": "print(repr(sys.stdin.read()))",
     "forks": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('mine' if pid else 'child')",
     "writes half a line": "sys.stdout.write('half'); sys.stderr.write('a half')",
+    # Whose file nobody can flush while it writes.
+    "has a thread that never ends": "r, w = os.pipe()\nf = open(w, 'w')\n"
+    "threading.Thread(target=f.write, args=('x' * 10**6,), daemon=True).start()\n"
+    "os.read(r, 1)\nprint('done')",
     "has a thread": "threading.Timer(0.05, print, ('thread',)).start()\nprint('main')",
 }
 
@@ -186,6 +190,20 @@ def test_a_script_ends_as_under_python(
         left.unlink(missing_ok=True)
     assert said[1] == said[0]
     assert said[2] == said[0]
+
+
+def test_a_script_that_was_named_relatively_knows_where_it_is(
+    warm: Runner, cold: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here.py").write_text(
+        "import os, sys; os.chdir('/'); print(__file__, sys.argv, os.path.exists(__file__))\n"
+        "raise ValueError('no')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    expected = python(cold, "here.py")
+    assert expected.out.endswith("True\n")
+    assert cold.run(Script("here.py")) == expected
+    assert warm.run(Script("here.py")) == expected
 
 
 def test_a_module_runs_as_under_python_m(
