@@ -1,8 +1,10 @@
 """What a rendezvous costs: to settle, to stand idle, and when a node dies; beside torch's own.
 
     python tests/benchmarks/rendezvous.py [--nodes 2,16,64,128] [--torch-up-to 128] [--repeat 3]
+    python tests/benchmarks/rendezvous.py --nodes 1000 --processes 8
 
-All nodes are in one process, over loopback. They start at once and the maximum is N, so no last
+All nodes are in one process, where they take turns at one interpreter, or, with --processes, ours
+are in several, as real ones are; over loopback. They start at once and the maximum is N, so no last
 call is waited for. Ours meet over one `elasticlib store`, torch's over one TCPStore (whose server
 is no Python, and takes no turn of this process's), each node with a client of its own. Idle:
 store operations and CPU seconds, per node and second, while a generation stands. Death: from the
@@ -70,17 +72,28 @@ class Counted(TcpStore):
         return super()._request(op, *args, **more)
 
 
-class Nodes:
-    """So many nodes over one server; all is closed at the end."""
+class Server:
+    """A store in a process of its own, for as long as the block lasts."""
 
-    def __init__(self, count: int) -> None:
+    def __enter__(self) -> int:
         command = [sys.executable, "-m", "elasticlib.launch.commands", "store"]
-        self.server = subprocess.Popen(
+        self._process = subprocess.Popen(
             [*command, "--bind", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
         )
-        assert self.server.stdout is not None
-        port = int(self.server.stdout.readline().split()[2].rpartition(":")[2])
-        self.stores = [Counted("127.0.0.1", port) for _ in range(count)]
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline().split()[2].rpartition(":")[2])
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        self._process.communicate(timeout=BOUND)
+
+
+class Nodes:
+    """Nodes number `first`, every `step` further, of so many, over the server at this port."""
+
+    def __init__(self, count: int, port: int, first: int = 0, step: int = 1) -> None:
+        mine = range(first, count, step)
+        self.stores = [Counted("127.0.0.1", port) for _ in mine]
         limits, timing = Limits(1, count, last_call=BOUND), Timing(join=BOUND, close=5.0)
         self.handlers: list[RendezvousHandler] = [
             DynamicRendezvousHandler(
@@ -91,7 +104,7 @@ class Nodes:
                 timing=timing,
                 open_bootstrap=Listener,
             )
-            for i, store in enumerate(self.stores)
+            for i, store in zip(mine, self.stores, strict=True)
         ]
 
     def __enter__(self) -> Nodes:
@@ -102,8 +115,6 @@ class Nodes:
             handler.shutdown()
         for store in self.stores:
             store.close()
-        self.server.terminate()
-        self.server.communicate(timeout=BOUND)
 
     def settle(self) -> float | None:
         return settle([handler.next_rendezvous for handler in self.handlers])
@@ -129,8 +140,44 @@ class Nodes:
 
 
 def ours(count: int) -> float | None:
-    with Nodes(count) as nodes:
+    with Server() as port, Nodes(count, port) as nodes:
         return nodes.settle()
+
+
+def spread(count: int, processes: int) -> float | None:
+    """The same with the nodes in several processes, which are ready before the time is taken."""
+    with Server() as port:
+        parts = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--part", f"{count},{port},{first},{processes}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for first in range(processes)
+        ]
+        for part in parts:
+            assert part.stdout is not None
+            assert part.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        for part in parts:
+            assert part.stdin is not None
+            part.stdin.write("go\n")
+            part.stdin.flush()
+        # The monotonic clock is one for all processes of a machine.
+        ends = [part.stdout.readline().strip() for part in parts if part.stdout]
+        for part in parts:
+            part.communicate("end\n", timeout=BOUND)
+        return None if "" in ends else max(map(float, ends)) - began
+
+
+def play_part(count: int, port: int, first: int, step: int) -> None:
+    with Nodes(count, port, first, step) as nodes:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        settled = nodes.settle()
+        print("" if settled is None else time.monotonic(), flush=True)
+        sys.stdin.readline()
 
 
 def torchs(count: int) -> float | None:
@@ -174,23 +221,31 @@ def main() -> None:
     parser.add_argument("--nodes", default="2,16,64,128")
     parser.add_argument("--torch-up-to", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     # As many threads as nodes would otherwise ask for the interpreter's lock 200 times a second
     # each, and get nothing done for asking.
     sys.setswitchinterval(SWITCH_SECONDS)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if args.part:
+        play_part(*map(int, args.part.split(",")))
+        return
     counts = [int(count) for count in args.nodes.split(",")]
     print(f"{'nodes':>6} {'elasticlib':>11} {'torch':>8}   seconds to settle, medians")
     for count in counts:
-        mine = shown(median(partial(ours, count), args.repeat))
+        one = ours if args.processes == 1 else partial(spread, processes=args.processes)
+        mine = shown(median(partial(one, count), args.repeat))
         theirs = "-"
         if count <= args.torch_up_to:
             theirs = shown(median(partial(torchs, count), args.repeat))
         print(f"{count:6} {mine:>11} {theirs:>8}", flush=True)
+    if args.processes > 1:
+        return
     print(f"{'nodes':>6} {'ops/s':>11} {'cpu':>8} {'death':>8}   idle, per node; rank 0 dies")
     for count in counts:
-        with Nodes(count) as nodes:
+        with Server() as port, Nodes(count, port) as nodes:
             nodes.settle()
             operations, cpu = nodes.idle(IDLE_SECONDS)
             lost = shown(nodes.lose_first()) if count > 1 else "-"
