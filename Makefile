@@ -8,7 +8,7 @@ STAMP := $(VENV)/installed
 .PHONY: help demo test lint types notebooks docs clean
 
 help:
-	@echo "make demo       a training job that survives: about a minute"
+	@echo "make demo       a training job that survives: half a minute"
 	@echo "make test       all tests, four at a time: many of them wait"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"

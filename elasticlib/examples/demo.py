@@ -26,6 +26,8 @@ from elasticlib.examples.trace import Survey, survey
 
 SCRIPT = str(Path(__file__).with_name("train_text.py"))
 BATCH = 16
+MORE_EPOCHS = 3
+"""In which a node joins, once it has imported torch, and is killed."""
 PROGRESS = re.compile(r"epoch (\d+) step (\d+)/\d+ loss (\S+) \(world (\d+), generation (\d+)\)")
 STARTED = re.compile(r"generation (\d+) after .* restarts; (.*)$")
 
@@ -170,23 +172,23 @@ def undisturbed(stage: Stage, args: argparse.Namespace) -> None:
 
 def disturbed(stage: Stage, args: argparse.Namespace) -> None:
     stage.disturb(
-        "2. the same epoch with a worker killed, then one with a node that comes and goes"
+        "2. the same epoch with a worker killed, then more with a node that comes and goes"
     )
     steps = -(-args.samples // BATCH)
     with TcpStoreServer("127.0.0.1", 0, job="demo").start() as store:
         place = ("--nnodes", "1:2", "--rdzv-id", "demo", "--rdzv-endpoint", store.address)
         flags = (*place, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=0.5")
-        work = training(stage.folder, "storm", args, epochs=2)
+        work = training(stage.folder, "storm", args, epochs=1 + MORE_EPOCHS)
         first = stage.start("node A", *flags, "--nproc-per-node", "2", *work)
         stage.until(epoch=0, step=steps // 2)
         victim = stage.worker_of(first, 1)
         stage.disturb(f"kill -9 {victim}: a worker of node A, in the middle of epoch 0")
         os.kill(victim, signal.SIGKILL)
-        stage.until(epoch=1, step=steps + steps // 5)
+        stage.until(epoch=1, step=steps + 1)
         stage.disturb("node B joins with one worker")
         second = stage.start("node B", *flags, "--nproc-per-node", "1", *work)
         stage.until(epoch=1, world=3)
-        stage.until(epoch=1, step=stage.step + steps // 5)
+        stage.until(epoch=1, step=stage.step + steps // 4)
         stage.disturb(f"kill -9 {second.pid}: node B is gone, agent and all")
         second.kill()
         stage.until(end_of="node A")
@@ -223,7 +225,7 @@ def tell(stage: Stage, args: argparse.Namespace, used: Survey) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="a training job that loses a worker and a node")
-    parser.add_argument("--samples", type=int, default=4800, help="samples an epoch")
+    parser.add_argument("--samples", type=int, default=3200, help="samples an epoch")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds for each stage")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="elasticlib-demo-") as folder:
