@@ -88,7 +88,10 @@ def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["recovery", "startup"])
 def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> None:
-    once = {"recovery": ("--rounds", "1", "--kills", "1"), "startup": ("--runs", "1")}[name]
+    once = {
+        "recovery": ("--parts", "restart", "--rounds", "1", "--kills", "1"),
+        "startup": ("--runs", "1"),
+    }[name]
     path = f"tests/benchmarks/{name}.py"
     assert f"python {path}" in TEXT
     assert "torchrun" in run(tmp_path, sys.executable, str(ROOT / path), *once).stdout
