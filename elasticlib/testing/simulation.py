@@ -146,6 +146,8 @@ class Simulation:
         """All living nodes train in one generation, are its spares, or are too few for one."""
         living = self.living
         document = self.store.document()
+        if any(node.intent.node.draining for node in living):
+            return False  # it has yet to leave, perhaps past a leader that stands still
         if document is None or document.phase.terminal:
             return not living
         wanted = len({n.intent.node.hint for n in living}) if self._fixed else len(living)
