@@ -182,14 +182,28 @@ class Host:
         return node
 
     def _end_processes(self, spaces: Spaces) -> None:
+        shared: set[str] = set()
+
         def none_left() -> bool:
             pids = spaces.processes()
             for pid in pids:
+                shared.update(_shared_folders(pid))
                 _send(pid, signal.SIGKILL)
             self._cluster.job.reap()
             return not pids
 
         until(f"all processes on {self.name} to be gone", none_left, 10.0)
+        # A host's memory is lost with it; this one's is this machine's.
+        for folder in shared:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_folders(pid: int) -> set[str]:
+    """Where an agent and its workers share memory, as this process has it mapped."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return set(re.findall(r"/dev/shm/elasticlib-\w+(?=/)", maps))
+    return set()
 
 
 def _send(pid: int, number: int) -> None:

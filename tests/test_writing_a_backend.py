@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import pytest
 import redis
 from distributions import install, path_with
 from jobs import Job, check_one_world
+from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
 
 from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
@@ -28,10 +28,8 @@ from elasticlib.launch.meeting import open_meeting
 from elasticlib.stores.interface import Store
 from elasticlib.testing.rendezvous_cluster import in_thread
 
-ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "writing_a_backend.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
-FILES = {code.split("\n")[0].removeprefix("# "): code for kind, code in BLOCKS if kind != "sh"}
+TEXT, BLOCKS = blocks_of("writing_a_backend.md")
+FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
 (COMMAND,) = (code.strip() for kind, code in BLOCKS if kind == "sh")
 
@@ -104,18 +102,7 @@ def test_the_page_counts_its_lines_right() -> None:
 def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
     environment = {**os.environ, "PYTHONPATH": path_with(site), "REDIS_URL": server.url}
-    flags = ("-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, SUITE],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d\d passed in", done.stdout, re.MULTILINE), done.stdout
+    check_suite_passes(tmp_path, SUITE, 250.0, environment)
 
 
 def test_the_pages_command_line_runs_a_job(job: Job, site: Path, server: RedisServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from distributions import path_with
+from pages import blocks_of, by_name, check_suite_passes
 
 from elasticlib import WorkerState
 from elasticlib.testing import AgentRequest
@@ -22,10 +22,8 @@ from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Scene, Stage
 from elasticlib.testing.rendezvous_cluster import until
 
-ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "writing_an_agent.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
-FILES = {code.split("\n")[0].removeprefix("# "): code for _, code in BLOCKS}
+_, BLOCKS = blocks_of("writing_an_agent.md")
+FILES = by_name([code for _, code in BLOCKS])
 MODULE, LAUNCHER, SUITE = "elasticlib_remote", "launch_remote.py", "test_elasticlib_remote.py"
 PATIENCE = 20.0
 
@@ -106,17 +104,7 @@ def test_every_block_of_the_page_is_known_to_a_test() -> None:
 
 @pytest.mark.timeout(200)
 def test_the_pages_suite_passes(site: Path) -> None:
-    flags = ("-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, SUITE],
-        cwd=site,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d\d passed in", done.stdout, re.MULTILINE), done.stdout
+    check_suite_passes(site, SUITE, 150.0)
 
 
 def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:

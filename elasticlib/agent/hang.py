@@ -50,7 +50,6 @@ class Silence:
     local_rank: int
     seconds: float
     limit: float
-    step: int
 
     @property
     def share(self) -> float:
@@ -67,7 +66,7 @@ def longest_silence(
     """
     stepping = any(beat.steps for beat in beats.values())
     silences = [
-        Silence(local, now - max(beat.alive, began), limits.of(beat), beat.step)
+        Silence(local, now - max(beat.alive, began), limits.of(beat))
         for local, beat in beats.items()
         if beat.attached and (beat.steps or not stepping)
     ]

@@ -96,15 +96,13 @@ class _Watch:
     _group: WorkerGroup
     _over: threading.Event
     _began: float
-    _limit: float = 0.0
 
     def run(self) -> str:
         """The sentence when they hang; empty when it is over before."""
         while not self._over.is_set():
             silence = self._silence()
             if silence is not None and (silence.share >= 1 or self._others_hang(silence)):
-                self._limit = silence.limit
-                return self._evidence()
+                return self._evidence(silence.limit)
             limit = self._limits.first if silence is None else silence.limit
             self._over.wait(min(1.0, limit / 8))
         return ""
@@ -123,11 +121,11 @@ class _Watch:
             log.debug("what other nodes know is not to be had: %s", error)
             return False
 
-    def _evidence(self) -> str:
+    def _evidence(self, limit: float) -> str:
         pulses = self._pulses()
         stacks = self._workers.dump_stacks()
         pulses += self._asked(pulses)
-        reason = describe_hang(pulses, self._limit)
+        reason = describe_hang(pulses, limit)
         last = slowest(pulses)
         for local_rank, text in stacks.items():
             rank = self._group.worker(local_rank).rank

@@ -18,7 +18,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.output import OutputPlan
+from elasticlib.workers.output_plan import OutputPlan
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
