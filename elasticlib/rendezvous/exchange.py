@@ -173,7 +173,8 @@ class Exchange:
                 self._stood_at = self._clock()
             self._snapshot = snapshot
             head, leader = snapshot.head, snapshot.leader
-            self._intend(lambda intent: intent.meet(head).notice(head, leader))
+            live = () if snapshot.view is None else snapshot.view.live
+            self._intend(lambda intent: intent.meet(head).notice(head, leader, live))
             if any(_answers(answer, snapshot) for answer in self._awaited):
                 self._changed.notify_all()
 

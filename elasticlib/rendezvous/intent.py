@@ -6,6 +6,8 @@ rather than speak for workers that the others have gone on without.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from .decide import gives_way
@@ -65,11 +67,14 @@ class Intent:
         node = attrs.evolve(node, claim_kind=FailureKind.ORDINARY)
         return Intent(node, self.silent, incarnation=head.incarnation)
 
-    def notice(self, head: Head | None, leader: Leader | None) -> Intent:
-        """One of the job is there after all: it goes on, and we are of it."""
+    def notice(
+        self, head: Head | None, leader: Leader | None, live: Iterable[Node] = ()
+    ) -> Intent:
+        """One of the job is there after all, leading or (as one that leads sees) among the live:
+        it goes on, and we are of it."""
         if head is None or head.limits.launch or self.node.beyond != head.incarnation:
             return self
-        if not _is_led(head, leader):
+        if not _is_led(head, leader) and all(n.beyond == head.incarnation for n in live):
             return self
         return attrs.evolve(self, node=attrs.evolve(self.node, beyond=""))
 

@@ -236,17 +236,20 @@ class Participant:
         return snapshot
 
     def stand(self, snapshot: Snapshot, intent: Intent) -> bool:
-        """Lead, if nobody does; whether this node does now."""
-        if snapshot.leader is not None or self._said is None:
-            return False
-        if self._is_preceded(snapshot.head, intent):
-            return False
+        """Lead, if nobody does, and say as whom; whether that was written now."""
         leader = Leader(self._me, intent.node.host, intent.node.beyond)
+        stays = snapshot.leader is not None
+        if self._said is None or snapshot.leader == leader or (stays and not self.leads):
+            return False
+        if not stays and self._is_preceded(snapshot.head, intent):
+            return False
+        expected = self._leases.get(self.keys.leader, ABSENT) if stays else ABSENT
         taken = self._store.compare_set(
-            self.keys.leader, encode_leader(leader), expected=ABSENT, ttl=self._lease
+            self.keys.leader, encode_leader(leader), expected=expected, ttl=self._lease
         )
         if taken.won and taken.entry is not None:
             self._leases[self.keys.leader] = taken.entry.version
+        if taken.won and not stays:
             self._last_arrival, self._known = None, frozenset()
         return taken.won
 

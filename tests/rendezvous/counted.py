@@ -115,6 +115,17 @@ class Member:
         if (joined and self.seen.leader is None) or self._stirred():
             self.look()
 
+    def arrive(self) -> Snapshot:
+        """A first look, by which the node finds out whether the job was over before it came."""
+        first = self.participant.read(self.intent, self._crew.now)
+        self.intent = self.intent.arrive(first.head, self.participant.limits, first.leader)
+        return first
+
+    def come(self) -> None:
+        """The same, and a turn."""
+        self.arrive()
+        self.turn()
+
     def _stirred(self) -> bool:
         assert self.seen is not None
         prefix, version = self.participant.prefix, self.seen.version
@@ -134,7 +145,8 @@ class Member:
 
     def _meet(self, snapshot: Snapshot) -> None:
         self.seen = snapshot
-        self.intent = self.intent.meet(snapshot.head)
+        live = () if snapshot.view is None else snapshot.view.live
+        self.intent = self.intent.meet(snapshot.head).notice(snapshot.head, snapshot.leader, live)
 
     def _heed(self, snapshot: Snapshot) -> None:
         head, seat = snapshot.head, snapshot.seat

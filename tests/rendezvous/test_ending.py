@@ -8,13 +8,13 @@ from concurrent.futures import Future
 
 import attrs
 import pytest
-from counted import Crew
+from counted import LEASE, Crew
 from test_handlers import Cluster, change
 
 from elasticlib.errors import RendezvousClosed
 from elasticlib.rendezvous.change import ChangeKind, final_change
 from elasticlib.rendezvous.codec import decode_head
-from elasticlib.rendezvous.document import Head, Limits, Phase
+from elasticlib.rendezvous.document import Ending, Head, Limits, Phase
 from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler as Handler
 from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.keys import Keys
@@ -122,6 +122,56 @@ def test_who_finds_an_old_node_is_late_even_while_nobody_leads() -> None:
     seen = late.participant.look(intent, crew.now)
     intent = intent.meet(seen.head).notice(seen.head, seen.leader)
     assert final_change(seen.head, intent) is not None
+
+
+def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> None:
+    crew = Crew()
+    crew.add(3, ROOM)
+    crew.settle()
+    crew.lose(crew.leader)
+    crew.add(1, ROOM)
+    # It came while nobody led, so that it leads before it knows that the job goes on.
+    newcomer = crew.members[-1]
+    newcomer.come()
+    crew.settle()
+    assert newcomer is crew.leader
+    assert newcomer.seen is not None
+    ending = Ending("n3", "today")
+    assert newcomer.participant.close(newcomer.seen, Phase.ABORTED, "by the test", ending)
+    crew.turns()
+    crew.add(1, ROOM)
+    crew.members[-1].come()
+    crew.turns(3)
+    late = crew.members[-1]
+    assert late.seen is not None
+    assert final_change(late.seen.head, late.intent) is not None
+
+
+def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back() -> None:
+    crew = Crew()
+    crew.add(2, FULL)
+    roll = crew.settle().roll
+    for member in crew.members:
+        assert member.seen is not None
+        member.participant.report_done(member.seen, roll)
+    crew.turns()
+    old = list(crew.members)
+    crew.members.clear()
+    for _ in range(20):
+        # By steps: what a store sees as a pause of its own ends no lease.
+        crew.now += LEASE / 10
+        crew.memory.list("")
+    crew.add(2, FULL)
+    first, second = crew.members
+    empty = first.arrive()
+    first.participant.speak(first.intent, empty.head, crew.now)
+    assert first.participant.stand(empty, first.intent)
+    old[1].turn()
+    second.come()
+    crew.turns(3)
+    for member in (first, second):
+        assert member.seen is not None
+        assert final_change(member.seen.head, member.intent) is not None
 
 
 def test_who_comes_late_where_there_was_room_for_it_belongs_to_the_job_that_is_over(
