@@ -6,6 +6,7 @@ What one process can show (semantics and refusals) is shown in this one, without
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,9 @@ JOBS = {
         {"world": 4, "until": 5},
         {"world": 3, "until": LAST},
     ],
+    "a group in a larger world": [{"world": 3, "until": LAST, "members": [1, 2]}],
 }
+ASTRAY = {what: [{"world": 3, "until": 1, "astray": what}] for what in ("weights", "threads")}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def trained(tmp_path_factory):
     """Of each job the digests of the weights after each step, and of the optimizer at last."""
     done = subprocess.run(
         [sys.executable, PROGRAM, str(tmp_path_factory.mktemp("trained"))],
-        input=json.dumps(JOBS),
+        input=json.dumps(JOBS | ASTRAY),
         capture_output=True,
         text=True,
         timeout=100,
@@ -57,6 +60,18 @@ def trained(tmp_path_factory):
 def test_each_steps_weights_are_bitwise_equal_to_those_of_one_process(trained, name):
     assert trained[name] == trained["world 1"]
     assert len(set(trained[name])) == LAST + 1
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("weights", r"ranks 0 and 2 differ: weights is \w+ and \w+ \(load the same checkpoint"),
+        ("threads", r"ranks 0 and 2 differ: threads is 1 and 2 \(call torch.set_num_threads\(1\)"),
+    ],
+)
+def test_ranks_that_begin_otherwise_are_refused_all_with_one_sentence(trained, what, sentence):
+    (said,) = trained[what]
+    assert re.match(sentence, said), said
 
 
 # What one process can show

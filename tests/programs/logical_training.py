@@ -2,9 +2,11 @@
 
 `logical_training.py FOLDER`, with a JSON object on the standard input: for each name a list of
 segments, each a dict with `world` and `until` (the step at which it ends), and perhaps `killed`
-(the step in which rank 0 is killed). Torch is imported once, and each rank is a fork. What was
-trained is carried from segment to segment by a checkpoint alone. Prints a JSON object: for each
-name, the digest of each step's weights and of the optimizer at the end.
+(the step in which rank 0 is killed), `members` (of the world, those who train, as a group), or
+`astray` (what the last rank has otherwise than the others). Torch is imported once, and each rank
+is a fork. What was trained is carried from segment to segment by a checkpoint alone. Prints a JSON
+object: for each name, the digest of each step's weights and of the optimizer at the end; for who
+went astray, what each rank says.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticlib import LogicalWorkers, load_checkpoint, save_checkpoint
+from elasticlib.errors import NotReproducible
 
 COUNT, BATCH, SAMPLES = 5, 13, 60
 
@@ -70,13 +73,19 @@ def digest(state):
     return text.hexdigest()
 
 
-def train(folder, until, killed=-1):
-    torch.manual_seed(1)
+def train(folder, segment):
+    until, killed, astray = segment["until"], segment.get("killed", -1), segment.get("astray")
+    group = dist.new_group(segment["members"]) if "members" in segment else None
+    if dist.get_rank(group) < 0:
+        return []
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    torch.manual_seed(1 + (astray == "weights" and last))
+    torch.set_num_threads(1 + (astray == "threads" and last))
     data, targets = torch.randn(SAMPLES, 7), torch.randn(SAMPLES)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # Buckets of a few numbers, so that there are many, and a short last one.
-    logical = LogicalWorkers(model, COUNT, seed=3, bucket_bytes=400)
+    logical = LogicalWorkers(model, COUNT, seed=3, group=group, bucket_bytes=400)
     path, step, told = folder / "state.pt", 0, []
     if path.exists():
         state = load_checkpoint(path)
@@ -105,7 +114,7 @@ def train(folder, until, killed=-1):
         optimizer.step()
         step += 1
         told = [*told, digest(model.state_dict())]
-        if dist.get_rank() == 0:
+        if dist.get_rank(group) == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"logical": logical.state_dict(), "step": step, "told": told}
             save_checkpoint(path, state)
@@ -146,7 +155,10 @@ def play(folder, segments):
         def body(rank, segment=segment):
             quiet = open(os.devnull, "w") if "killed" in segment else sys.stderr  # noqa: SIM115
             with contextlib.redirect_stderr(quiet):
-                told = train(folder, segment["until"], segment.get("killed", -1))
+                try:
+                    told = train(folder, segment)
+                except NotReproducible as error:
+                    told = [str(error)]
             (folder / f"told.{rank}").write_text(json.dumps(told))
 
         codes = run(segment["world"], folder / f"meeting.{number}", body)
@@ -154,9 +166,11 @@ def play(folder, segments):
             assert codes[0] == -signal.SIGKILL, codes
         else:
             assert not any(codes), (segments, codes)
-    ranks = [json.loads((folder / f"told.{r}").read_text()) for r in range(segments[-1]["world"])]
-    assert all(told == ranks[0] for told in ranks), "ranks ended with different weights"
-    return ranks[0]
+    last = segments[-1]
+    ranks = last.get("members", range(last["world"]))
+    told = [json.loads((folder / f"told.{rank}").read_text()) for rank in ranks]
+    assert all(one == told[0] for one in told), f"ranks say {told}"
+    return told[0]
 
 
 def main():
