@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,8 +100,8 @@ def buffers_of(model: nn.Module) -> Buffers:
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
-def check_buffers(model: nn.Module, before: Buffers, worker: int) -> None:
-    """Refuse buffers that a logical worker changed: others, on other ranks, do not see it.
+def check_buffers(model: nn.Module, before: Buffers, worker: int) -> Buffers:
+    """What they are now, or a refusal where a logical worker changed one: no other rank sees that.
 
     Raises:
         NotReproducible: names the buffer and its module.
@@ -117,3 +117,15 @@ def check_buffers(model: nn.Module, before: Buffers, worker: int) -> None:
                 " running statistics (track_running_stats=False, GroupNorm, LayerNorm), or put it"
                 " into eval mode"
             )
+    return after
+
+
+def seed_all(seed: int, parameters: Iterable[Tensor]) -> None:
+    """Seed the generators of the CPU and of all devices of the kinds that the parameters are on.
+
+    `torch.manual_seed` does so, too, but takes 0.4 ms to keep it in mind for all other kinds.
+    """
+    torch.default_generator.manual_seed(seed)
+    for kind in {parameter.device.type for parameter in parameters} - {"cpu"}:
+        module = torch.get_device_module(kind)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)

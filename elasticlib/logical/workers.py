@@ -23,6 +23,7 @@ from .conditions import (
     conditions,
     differences,
     digest_of,
+    seed_all,
 )
 from .exchange import BUCKET_BYTES, Exchange
 from .gradients import FlatGradient, Gradients, Layout
@@ -147,15 +148,14 @@ class LogicalWorkers:
             NotReproducible: the ranks differ, a buffer of the model was changed, or a gradient is
                 sparse; the message names what and what to do. The weights have not changed.
         """
-        self._begin(step)
+        layout = self._begin(step)
+        buffers = buffers_of(self.model)
         for index in self.workers:
             worker = LogicalWorker(index, self.count, step, self.seed)
-            torch.manual_seed(worker.seed)
-            buffers = buffers_of(self.model)
+            seed_all(worker.seed, layout.parameters)
             yield worker
-            check_buffers(self.model, buffers, index)
-            assert self._layout is not None
-            self._sums.push(range(index, index + 1), self._layout.taken())
+            buffers = check_buffers(self.model, buffers, index)
+            self._sums.push(range(index, index + 1), layout.taken())
 
     def reduce(self) -> None:
         """Add up the gradients of all logical workers, into `.grad`; called by all ranks.
@@ -178,7 +178,7 @@ class LogicalWorkers:
         for flat in zip(*(total.flat for total in sums), strict=True):
             self._exchange.complete(list(flat))
         sums[0].give()
-        torch.manual_seed(seed_of(self.seed, self._step, self.count, "update"))
+        seed_all(seed_of(self.seed, self._step, self.count, "update"), self._parameters().values())
         self._step = None
         self._spare += sums
         self._restart()
@@ -216,7 +216,7 @@ class LogicalWorkers:
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int) -> Layout:
         self._spare += [value for _, value in self._sums.waiting if isinstance(value, FlatGradient)]
         self._restart()
         parameters = self._parameters()
@@ -230,6 +230,7 @@ class LogicalWorkers:
             self._layout, self._spare = layout, []
         self._layout.clear()
         self._step = step
+        return self._layout
 
     def _restart(self) -> None:
         self._sums = TreeSum[FlatGradient | Gradients](self.count, self._added, self._kept)
