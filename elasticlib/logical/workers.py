@@ -145,8 +145,9 @@ class LogicalWorkers:
         Raises:
             ConfigError: `step` is negative, a parameter cannot be used, or the GPU is not set to
                 be deterministic.
-            NotReproducible: the ranks differ, a buffer of the model was changed, or a gradient is
-                sparse; the message names what and what to do. The weights have not changed.
+            NotReproducible: the ranks differ, a buffer of the model was changed, a gradient is
+                sparse, or another step was not reduced; the message names what and what to do. The
+                weights have not changed.
         """
         layout = self._begin(step)
         buffers = buffers_of(self.model)
@@ -217,6 +218,11 @@ class LogicalWorkers:
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def _begin(self, step: int) -> Layout:
+        if self._step not in (None, step):
+            raise NotReproducible(
+                f"step {step} begins, and step {self._step} was begun but not reduced: call"
+                " reduce after each loop over LogicalWorkers.step, or begin the same step again"
+            )
         self._spare += [value for _, value in self._sums.waiting if isinstance(value, FlatGradient)]
         self._restart()
         parameters = self._parameters()

@@ -137,20 +137,22 @@ def measure(args: argparse.Namespace) -> None:
             report(name, count, seconds, sent[name], gradient)
 
 
+def ratio_of(taken: list[float], base: list[float]) -> str:
+    return f"{statistics.median(a / b for a, b in zip(taken, base, strict=True)):.2f}"
+
+
 def report(name: str, count: int, seconds: dict[str, list[float]], sent: int, size: int) -> None:
     world = dist.get_world_size()
     parts = count // world if count % world == 0 else 0
     ratios = [
-        statistics.median(a / b for a, b in zip(seconds[name][2:], seconds[base][2:], strict=True))
-        if base in seconds
-        else float("nan")
+        ratio_of(seconds[name][2:], seconds[base][2:]) if base in seconds else "-"
         for base in ("DDP, 1 parts", f"DDP, {parts} parts")
     ]
     due = gradients_sent(count, world, 0) if count else 2 * (world - 1) / world
     held = buffers(count, world, 0) if count else 1
     milliseconds = statistics.median(seconds[name][2:]) * 1e3
     megabytes = [part / 1e6 for part in (sent, due * size, held * size)]
-    figures = [f"{milliseconds:8.1f}", *(f"{ratio:8.2f}" for ratio in ratios)]
+    figures = [f"{milliseconds:8.1f}", *(f"{ratio:>8}" for ratio in ratios)]
     print(f"{name:20}", *figures, *(f"{part:8.1f}" for part in megabytes))
 
 
