@@ -72,6 +72,10 @@ _HOMES = {
         "ChildFailedError",
     ),
     "data.sampler": ("ElasticDistributedSampler",),
+    "logical.workers": (
+        "LogicalWorkers",
+        "LogicalWorker",
+    ),
     "checkpoint.file": (
         "save_checkpoint",
         "load_checkpoint",
@@ -97,6 +101,8 @@ if TYPE_CHECKING:
     from .launch.elastic_launch import ChildFailedError as ChildFailedError
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
+    from .logical.workers import LogicalWorker as LogicalWorker
+    from .logical.workers import LogicalWorkers as LogicalWorkers
     from .rendezvous.document import FailureKind as FailureKind
     from .rendezvous.document import Limits as Limits
     from .rendezvous.document import Node as Node

@@ -72,6 +72,10 @@ class StateMismatch(ElasticError, ValueError):
     """A saved state belongs to something else: another length, seed or format."""
 
 
+class NotReproducible(ElasticError):
+    """Training at another world size would give other weights, so this step was not finished."""
+
+
 def describe(error: BaseException) -> str:
     """An error in one sentence: its own where it is one of ours, else with its class."""
     return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"

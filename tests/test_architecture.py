@@ -48,6 +48,9 @@ PURE = {
     "workers/streams.py",
     "data/deal.py",
     "checkpoint/format.py",
+    "logical/shares.py",
+    "logical/tree.py",
+    "logical/seeds.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
 NEVER_IN_PURE = {
