@@ -47,6 +47,11 @@ PURE = {
     "workers/output_plan.py",
     "workers/streams.py",
     "data/deal.py",
+    "data/state.py",
+    "data/progress.py",
+    "data/permute.py",
+    "data/batch.py",
+    "data/ranges.py",
     "checkpoint/format.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}

@@ -67,9 +67,7 @@ class Intent:
         node = attrs.evolve(node, claim_kind=FailureKind.ORDINARY)
         return Intent(node, self.silent, incarnation=head.incarnation)
 
-    def notice(
-        self, head: Head | None, leader: Leader | None, live: Iterable[Node] = ()
-    ) -> Intent:
+    def notice(self, head: Head | None, leader: Leader | None, live: Iterable[Node] = ()) -> Intent:
         """One of the job is there after all, leading or (as one that leads sees) among the live:
         it goes on, and we are of it."""
         if head is None or head.limits.launch or self.node.beyond != head.incarnation:
