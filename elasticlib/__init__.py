@@ -76,6 +76,17 @@ _HOMES = {
         "LogicalWorkers",
         "LogicalWorker",
     ),
+    "data.batches": ("ElasticBatchSampler", "CollateOrEmpty"),
+    "data.batch": (
+        "BatchPlan",
+        "MicroBatch",
+        "plan_batches",
+        "linear_learning_rate",
+        "square_root_learning_rate",
+    ),
+    "data.permute": ("Permutation", "permutation"),
+    "data.deal": ("Position",),
+    "data.ranges": ("Shards", "Span", "deal_ranges"),
     "checkpoint.file": (
         "save_checkpoint",
         "load_checkpoint",
@@ -94,6 +105,19 @@ if TYPE_CHECKING:
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
+    from .data.batch import BatchPlan as BatchPlan
+    from .data.batch import MicroBatch as MicroBatch
+    from .data.batch import linear_learning_rate as linear_learning_rate
+    from .data.batch import plan_batches as plan_batches
+    from .data.batch import square_root_learning_rate as square_root_learning_rate
+    from .data.batches import CollateOrEmpty as CollateOrEmpty
+    from .data.batches import ElasticBatchSampler as ElasticBatchSampler
+    from .data.deal import Position as Position
+    from .data.permute import Permutation as Permutation
+    from .data.permute import permutation as permutation
+    from .data.ranges import Shards as Shards
+    from .data.ranges import Span as Span
+    from .data.ranges import deal_ranges as deal_ranges
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest

@@ -6,15 +6,11 @@ used. What is left is dealt out one by one like cards, so any world can go on wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import attrs
 
 from ..errors import ConfigError, StateMismatch
-
-FORMAT = 1
-"""The version of a position's plain form."""
 
 Tail = Literal["pad", "drop", "exact"]
 """How an epoch ends when its samples do not divide by the world size.
@@ -25,19 +21,22 @@ Tail = Literal["pad", "drop", "exact"]
 * `exact`: each sample once; the ranks' counts differ by at most one.
 """
 
+Shuffle = Literal["feistel", "randperm", "none"]
+"""What makes an epoch's order: our own shuffle, torch's, or nothing (0, 1, 2, ...)."""
+
 
 @attrs.frozen
 class Position:
     """Where a job stands in an epoch: `consumed` of `length` samples are used, by all ranks.
 
-    `seed` and `epoch` name the order. `format` is the version of the plain form.
+    `seed`, `epoch` and `shuffle` name the order.
     """
 
     seed: int
     epoch: int
     consumed: int
     length: int
-    format: int = FORMAT
+    shuffle: Shuffle = "feistel"
 
     def __attrs_post_init__(self) -> None:
         if self.epoch < 0:
@@ -46,34 +45,9 @@ class Position:
             raise StateMismatch(
                 f"need 0 <= consumed <= length, got {self.consumed} and {self.length}"
             )
-
-
-FIELDS = tuple(field.name for field in attrs.fields(Position))
-
-
-def encode(position: Position) -> dict[str, int]:
-    """The plain form: a dict of five integers, which knows no rank and no world size."""
-    return attrs.asdict(position)
-
-
-def decode(state: Mapping[str, Any]) -> Position:
-    """The position that `state` stands for.
-
-    Raises:
-        StateMismatch: a field is missing, unknown, not an integer or out of range, or the
-            format is not this version's; the message names field, value and rule.
-    """
-    if state.get("format", FORMAT) != FORMAT:
-        raise StateMismatch(f"format is {state['format']!r}, this version reads {FORMAT}")
-    for name in FIELDS:
-        if name not in state:
-            raise StateMismatch(f"{name} is missing: a sampler's state has {', '.join(FIELDS)}")
-        if type(state[name]) is not int:
-            raise StateMismatch(f"{name} is {state[name]!r}, must be an integer")
-    for name in state:
-        if name not in FIELDS:
-            raise StateMismatch(f"{name!r} is no field of a sampler's state of format {FORMAT}")
-    return Position(**state)
+        if self.shuffle not in get_args(Shuffle):
+            names = ", ".join(get_args(Shuffle))
+            raise StateMismatch(f"shuffle is {self.shuffle!r}, must be one of {names}")
 
 
 def advance(position: Position, count: int) -> Position:
@@ -87,6 +61,11 @@ def advance(position: Position, count: int) -> Position:
     return attrs.evolve(position, consumed=min(position.consumed + count, position.length))
 
 
+def next_epoch(position: Position) -> Position:
+    """The start of the epoch after this one."""
+    return attrs.evolve(position, epoch=position.epoch + 1, consumed=0)
+
+
 def deal(position: Position, *, rank: int, world_size: int, tail: Tail) -> range:
     """The positions of the order that `rank` of `world_size` uses from here to the epoch's end.
 
@@ -96,18 +75,33 @@ def deal(position: Position, *, rank: int, world_size: int, tail: Tail) -> range
     Raises:
         ConfigError: `rank`, `world_size` or `tail` cannot be.
     """
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"need 0 <= rank < world_size, got {rank} and {world_size}")
-    return range(position.consumed + rank, _end(position, world_size, tail), world_size)
+    check_rank(rank, world_size)
+    end = end_of_deal(position, world_size, tail)
+    return range(position.consumed + rank, end, world_size)
 
 
-def _end(position: Position, world_size: int, tail: Tail) -> int:
+def end_of_deal(position: Position, unit: int, tail: Tail) -> int:
+    """Where an epoch ends that is used up from `position` in steps of `unit` positions.
+
+    Raises:
+        ConfigError: `tail` cannot be.
+    """
     check_tail(tail)
-    spare = (position.length - position.consumed) % world_size
+    spare = (position.length - position.consumed) % unit
     if tail == "exact" or spare == 0:
         return position.length
     dropped = position.length - spare
-    return dropped if tail == "drop" else dropped + world_size
+    return dropped if tail == "drop" else dropped + unit
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank outside its world.
+
+    Raises:
+        ConfigError: names both and the rule.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"need 0 <= rank < world_size, got {rank} and {world_size}")
 
 
 def check_tail(tail: str) -> None:

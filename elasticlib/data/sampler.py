@@ -7,19 +7,25 @@ so a job of any size continues exactly where a job of another size stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
-import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from ..errors import ConfigError, StateMismatch
-from .deal import Position, Tail, advance, check_tail, deal, decode, encode
+from ..errors import ConfigError
+from .deal import Position, Tail, check_tail, deal
+from .drawn import Source, draw
+from .order import indices_at
+from .permute import LARGEST
+from .progress import Progress
+from .state import OnMismatch, encode
+
+Algorithm = Literal["feistel", "randperm"]
 
 
 class ElasticDistributedSampler(DistributedSampler[int]):
     """Deals the samples of an epoch to the ranks, and goes on at any world size.
 
-    Without a resume it yields what torch's `DistributedSampler` yields. To resume::
+    To resume::
 
         sampler = ElasticDistributedSampler(dataset)
         sampler.load_state_dict(checkpoint["sampler"])     # on every rank, the same state
@@ -30,24 +36,38 @@ class ElasticDistributedSampler(DistributedSampler[int]):
                 sampler.advance(batch_size * world_size)   # on every rank, the global count
 
     `advance` is what moves the state. Iterating does not, because a loader with workers draws
-    indices long before they are trained on.
+    indices long before they are trained on. Without `set_epoch` the next epoch begins by itself:
+    when all samples of the present one are counted and a new iterator is asked for. For who does
+    not count either, it does after an iterator has run out.
+
+    In torchdata's StatefulDataLoader the loader's own state holds the position of what it has
+    handed out, and no `advance` is needed. Loaded on another number of ranks it goes on exactly,
+    provided that the loader takes a snapshot each step (`snapshot_every_n_steps=1`, the default):
+    the steps since the last snapshot are drawn anew, and are of another size there. With
+    `ElasticBatchSampler` each step has the same size, and the condition falls.
+
+    The order comes from a keyed shuffle that is computed where it is needed: the first index
+    after microseconds, with the same memory for a thousand samples and for 2**62.
 
     Args:
-        dataset: what is sampled from; only its length is used.
+        dataset: what is sampled from; only its length is used, as it is now.
         num_replicas: the world size; by default that of the process group.
         rank: this process among them; by default its rank in the process group.
         shuffle: whether an epoch's order is a random permutation of all indices, made from
-            seed + epoch, or 0, 1, 2, ...
+            seed and epoch, or 0, 1, 2, ...
         seed: of the permutations; must be the same on every rank.
         drop_last: whether `tail` is "drop" or "pad" where it is not given.
-        start_index: position in epoch 0's order at which to begin, in samples of the whole job.
-            To begin in another epoch, load a state instead.
+        start_index: position at which to begin, in samples of the whole job, in the order of the
+            first epoch: 0, or the one that `set_epoch` names before anything is drawn.
         tail: what happens where the samples left do not divide by the world size: "pad" repeats
             some at the very end, "drop" leaves some out, "exact" deals each once, so that some
             ranks draw one less. By default what `drop_last` says.
+        shuffle_algorithm: "feistel" is ours; "randperm" yields just what torch's
+            `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
 
     Raises:
-        ConfigError: `start_index` or `tail` cannot be.
+        ConfigError: `start_index`, `tail` or `shuffle_algorithm` cannot be, or there are more
+            than 2**62 samples to shuffle.
         ValueError: `rank` is not in the world, or there is no process group to take it from.
     """
 
@@ -62,40 +82,82 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         *,
         start_index: int = 0,
         tail: Tail | None = None,
+        shuffle_algorithm: Algorithm = "feistel",
     ) -> None:
+        if shuffle_algorithm not in get_args(Algorithm):
+            names = " or ".join(get_args(Algorithm))
+            raise ConfigError(f"shuffle_algorithm is {shuffle_algorithm!r}, must be {names}")
+        length = len(cast(Sized, dataset))
+        if not 0 <= start_index <= length:
+            raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start_index}")
+        if shuffle and length > LARGEST:
+            raise ConfigError(f"need at most 2**62 samples to shuffle, got {length}")
+        order = shuffle_algorithm if shuffle else "none"
+        self.progress = Progress(Position(seed, 0, start_index, length, order))
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
         check_tail(self.tail)
         if drop_last and self.tail != "drop":
             raise ConfigError(f"drop_last=True means tail='drop', got tail={self.tail!r}")
-        length = len(cast(Sized, dataset))
-        if not 0 <= start_index <= length:
-            raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start_index}")
-        self._consumed = start_index
 
     @property
     def position(self) -> Position:
-        """Where the job stands: seed, epoch, samples consumed by all ranks, dataset length."""
-        length = len(cast(Sized, self.dataset))
-        return Position(self.seed, self.epoch, self._consumed, length)
+        """Where the job stands: seed, epoch, samples consumed by all ranks, length, shuffle."""
+        return self.progress.position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the job stands; assigning to it is `set_epoch`."""
+        return self.progress.position.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        # torch's constructor assigns the 0 that stands there already: nobody has named an epoch.
+        if hasattr(self, "tail"):
+            self.progress.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices into the dataset, from the present position to the epoch's end."""
-        length = self.position.length
-        places = [place % length for place in self._places()]
-        if not self.shuffle:
-            return iter(places)
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-        order = torch.randperm(length, generator=generator)
-        return iter(order[torch.tensor(places, dtype=torch.int64)].tolist())
+        """This rank's indices into the dataset, from the present position to the epoch's end.
+
+        The iterator has `state_dict` and `load_state_dict` of its own: the position of what it
+        has yielded, for loaders that keep it with each batch.
+        """
+        source = Source(
+            runs=lambda start: indices_at(start, self._places(start)),
+            stride=self.num_replicas,
+            restore=lambda state: self.progress.restore(state, self._over),
+            ended=self.progress.ended,
+        )
+        return draw(source, self.progress.begin(self._over))
 
     def __len__(self) -> int:
-        """How many indices this rank's iterator would yield now: what is left of the epoch."""
-        return len(self._places())
+        """How many indices an iterator of this rank would yield now: what is left."""
+        return len(self._places(self.progress.ahead(self._over)))
 
-    def _places(self) -> range:
-        return deal(self.position, rank=self.rank, world_size=self.num_replicas, tail=self.tail)
+    @property
+    def samples_left(self) -> int:
+        """How many samples all ranks together have before them, repeats not counted.
+
+        What an evaluation's sums are to be divided by, when asked before it begins.
+        """
+        start = self.progress.ahead(self._over)
+        if self.tail == "drop":
+            return len(self._places(start)) * self.num_replicas
+        return start.length - start.consumed
+
+    @property
+    def samples_left_here(self) -> int:
+        """How many of them are this rank's: what it yields beyond them are repeats."""
+        start = self.progress.ahead(self._over)
+        places = self._places(start)
+        return len(range(places.start, min(places.stop, start.length), places.step))
+
+    def _places(self, start: Position, rank: int | None = None) -> range:
+        rank = self.rank if rank is None else rank
+        return deal(start, rank=rank, world_size=self.num_replicas, tail=self.tail)
+
+    def _over(self, position: Position) -> bool:
+        return not self._places(position, rank=0)
 
     def advance(self, global_batch: int) -> None:
         """Count `global_batch` more samples, over all ranks together, as trained on.
@@ -104,42 +166,41 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         as a full one.
 
         Raises:
-            ConfigError: `global_batch` is negative.
+            ConfigError: `global_batch` is negative; or epochs have begun by themselves because
+                nobody counted.
         """
-        self._consumed = advance(self.position, global_batch).consumed
+        self.progress.advance(global_batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, or stay where we are if that is the present one.
 
+        From the first call on no epoch begins by itself. See `start_index` for what the first
+        call does to it.
+
         Raises:
             ConfigError: `epoch` is negative.
         """
-        if epoch < 0:
-            raise ConfigError(f"need epoch >= 0, got {epoch}")
-        if epoch != self.epoch:
-            self._consumed = 0
-        super().set_epoch(epoch)
+        self.progress.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
-        """The position as plain integers, the same on every rank: format, seed, epoch, ..."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values, the same on every rank: format, seed, epoch, ..."""
         return encode(self.position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "refuse"
+    ) -> None:
         """Continue from a state that a sampler of any world size gave out.
+
+        Args:
+            state: of `state_dict`; also of the versions before, where that is certain to mean
+                the same: see `elasticlib.data.state.decode`.
+            on_mismatch: what to do with a state of another dataset length, seed or shuffle.
+                "refuse" it; "restart" its epoch at the start, in this sampler's order; or "keep"
+                its count, so that some of the epoch's samples come twice and others not at all.
 
         Raises:
             StateMismatch: the state is not whole, of another format, or of another dataset
-                length or seed than this sampler's; nothing has changed then.
+                length, seed or shuffle than this sampler's; nothing has changed then.
+            ConfigError: `on_mismatch` cannot be.
         """
-        saved, mine = decode(state), self.position
-        if saved.length != mine.length:
-            raise StateMismatch(
-                f"length is {saved.length} in the state, this dataset has {mine.length} samples:"
-                " positions in one order mean nothing in another"
-            )
-        if saved.seed != mine.seed:
-            raise StateMismatch(
-                f"seed is {saved.seed} in the state, this sampler has {mine.seed}:"
-                " positions in one order mean nothing in another"
-            )
-        self.epoch, self._consumed = saved.epoch, saved.consumed
+        self.progress.load(state, on_mismatch)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.data.deal import FIELDS, Position, advance, deal, decode, encode
+from elasticlib.data.deal import Position, advance, deal
+from elasticlib.data.state import FIELDS, INTEGERS, decode, encode, resume
 from elasticlib.errors import ConfigError, StateMismatch
 
 worlds = st.integers(1, 9)
@@ -114,17 +115,19 @@ def test_an_unknown_tail_is_refused_also_where_there_is_none():
 
 
 @given(positions())
-def test_the_plain_form_is_five_integers_and_comes_back(position):
+def test_the_plain_form_is_five_integers_and_a_name_and_comes_back(position):
     state = encode(position)
+    assert state.pop("shuffle") == position.shuffle
     assert set(state) == {"format", "seed", "epoch", "consumed", "length"}
     assert all(type(value) is int for value in state.values())
-    assert decode(state) == position
+    assert decode(encode(position), "none") == position
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 2}, "format is 2, this version reads 1"),
+        ({"format": 3}, "format is 3, this version reads 1 and 2"),
+        ({"format": True}, "format is True, must be an integer"),
         ({"consumed": 11}, "need 0 <= consumed <= length, got 11 and 10"),
         ({"consumed": -1}, "need 0 <= consumed <= length, got -1 and 10"),
         ({"epoch": -1}, "need epoch >= 0, got -1"),
@@ -132,14 +135,17 @@ def test_the_plain_form_is_five_integers_and_comes_back(position):
         ({"seed": "0"}, "seed is '0', must be an integer"),
         ({"epoch": True}, "epoch is True, must be an integer"),
         ({"consumed": 4.0}, "consumed is 4.0, must be an integer"),
-        ({"world": 4}, "'world' is no field of a sampler's state of format 1"),
+        ({"shuffle": "dice"}, "shuffle is 'dice', must be one of feistel, randperm, none"),
+        ({"world": 4}, "'world' is no field of a sampler's state of format 2"),
+        ({"format": 1}, "'shuffle' is no field of a sampler's state of format 1"),
     ],
 )
 def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, sentence):
     state = {**encode(Position(0, 0, 4, 10)), **change}
-    with pytest.raises(StateMismatch) as refused:
-        decode(state)
-    assert str(refused.value) == sentence
+    for on_mismatch in ("refuse", "keep", "restart"):
+        with pytest.raises(StateMismatch) as refused:
+            resume(state, Position(0, 0, 0, 10), on_mismatch)
+        assert str(refused.value) == sentence
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -147,9 +153,54 @@ def test_a_state_that_lacks_a_field_is_refused(name):
     state = encode(Position(0, 0, 4, 10))
     del state[name]
     with pytest.raises(StateMismatch, match=f"{name} is missing"):
-        decode(state)
+        decode(state, "feistel")
+
+
+@pytest.mark.parametrize(
+    ("consumed", "mine", "read_as"),
+    [
+        (4, "randperm", "randperm"),
+        (4, "none", "none"),
+        (4, "feistel", "randperm"),
+        (0, "feistel", "feistel"),
+        (10, "feistel", "feistel"),
+    ],
+)
+def test_a_state_of_format_1_stood_for_torchs_order(consumed, mine, read_as):
+    state = {"format": 1, "seed": 0, "epoch": 3, "consumed": consumed, "length": 10}
+    assert decode(state, mine) == Position(0, 3, consumed, 10, read_as)
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, "format"])
+def test_a_state_of_format_1_lacks_nothing_either(name):
+    state = {"format": 1, "seed": 0, "epoch": 3, "consumed": 0, "length": 10}
+    del state[name]
+    with pytest.raises(StateMismatch, match="is missing"):
+        decode(state, "feistel")
+
+
+@pytest.mark.parametrize(
+    ("saved", "sentence"),
+    [
+        (Position(0, 2, 8, 12), "length is 12 in the state, this dataset has 10 samples: "),
+        (Position(5, 2, 8, 10), "seed is 5 in the state, this sampler has 0: "),
+        (Position(0, 2, 8, 10, "none"), "shuffle is 'none' in the state, this sampler has 'fei"),
+    ],
+)
+def test_who_changed_the_data_says_what_is_meant(saved, sentence):
+    mine = Position(0, 0, 0, 10)
+    with pytest.raises(StateMismatch, match=sentence):
+        resume(encode(saved), mine)
+    assert resume(encode(saved), mine, "restart") == Position(0, 2, 0, 10)
+    assert resume(encode(saved), mine, "keep") == Position(0, 2, 8, 10)
+    same = Position(0, 2, 8, 10)
+    assert resume(encode(same), mine, "restart") == same
+    assert resume(encode(Position(0, 2, 12, 12)), mine, "keep") == Position(0, 2, 10, 10)
+    with pytest.raises(ConfigError, match="on_mismatch is 'yes', must be one of refuse, restart"):
+        resume(encode(same), mine, "yes")
 
 
 def test_dealing_needs_no_torch():
-    check = "import sys, elasticlib.data.deal; sys.exit('torch' in sys.modules)"
+    modules = "deal, state, progress, permute, batch, ranges"
+    check = f"import sys; from elasticlib.data import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=30).returncode == 0

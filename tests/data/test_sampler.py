@@ -1,23 +1,25 @@
-"""The sampler on torch: torch's own order, a state of what was trained on, any world size."""
+"""The sampler on torch: a state of what was trained on, any world size, torch's own order."""
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
 from collections import Counter
 from itertools import zip_longest
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
-from elasticlib import ElasticDistributedSampler
+from elasticlib import ElasticDistributedSampler, permutation
+from elasticlib.data.permuted import permuted
 from elasticlib.errors import ConfigError, StateMismatch
 
 worlds = st.integers(1, 7)
 lengths = st.integers(0, 80)
-# The loader wants workers forked from a process that has threads: python 3.12 warns of that.
-forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def world_of(n, world, **options):
@@ -41,9 +43,11 @@ def steps_of(samplers, batch):
     ),
 )
 @settings(deadline=None)
-def test_an_undisturbed_epoch_is_torchs_own(n, world, epoch, options):
+def test_an_undisturbed_epoch_by_randperm_is_torchs_own(n, world, epoch, options):
     for rank in range(world):
-        ours = ElasticDistributedSampler(range(n), world, rank, **options)
+        ours = ElasticDistributedSampler(
+            range(n), world, rank, shuffle_algorithm="randperm", **options
+        )
         torchs = DistributedSampler(range(n), world, rank, **options)
         ours.set_epoch(epoch)
         torchs.set_epoch(epoch)
@@ -54,19 +58,20 @@ def test_an_undisturbed_epoch_is_torchs_own(n, world, epoch, options):
 @given(
     lengths,
     st.integers(0, 99),
-    st.booleans(),
+    st.sampled_from(({}, {"shuffle_algorithm": "randperm"}, {"shuffle": False})),
     st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5)), max_size=5),
     worlds,
 )
 @settings(deadline=None)
 def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segments, last):
-    options = {"seed": seed, "shuffle": shuffle, "tail": "exact"}
+    options = {"seed": seed, "tail": "exact", **shuffle}
     undisturbed = list(ElasticDistributedSampler(range(n), 1, 0, **options))
     used, state = [], ElasticDistributedSampler(range(n), 1, 0, **options).state_dict()
     for world, steps, batch in [*segments, (last, n + 1, 3)]:
         samplers = world_of(n, world, **options)
         for sampler in samplers:
             sampler.load_state_dict(state)
+            sampler.set_epoch(0)
         for _, indices in zip(range(steps), steps_of(samplers, batch), strict=False):
             used += indices
             for sampler in samplers:
@@ -78,11 +83,33 @@ def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segme
     assert state["consumed"] == n
 
 
+@given(lengths, worlds, st.integers(0, 9), st.sampled_from(("pad", "drop", "exact")))
+@settings(deadline=None)
+def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, tail):
+    order = ElasticDistributedSampler(range(n), 1, 0, tail="exact")
+    order.set_epoch(epoch)
+    order = list(order)
+    assert sorted(order) == list(range(n))
+    ranks = []
+    for sampler in world_of(n, world, tail=tail):
+        sampler.set_epoch(epoch)
+        left, here = sampler.samples_left, sampler.samples_left_here
+        ranks.append(list(sampler))
+        assert len(sampler) == len(ranks[-1]) >= here
+        assert ranks[-1][:here] == order[sampler.rank : left : world]
+    rounds = [index for turn in zip_longest(*ranks) for index in turn if index is not None]
+    assert left == {"pad": n, "exact": n, "drop": n - n % world}[tail]
+    assert rounds[:left] == order[:left]
+    assert rounds[left:] == (order * world)[: len(rounds) - left]
+
+
 @given(st.integers(1, 80), worlds, st.integers(0, 80))
 @settings(deadline=None)
 def test_padding_after_a_resume_repeats_less_than_a_world_and_leaves_nothing_out(n, world, start):
     start = min(start, n)
     samplers = world_of(n, world, start_index=start)
+    for sampler in samplers:
+        sampler.set_epoch(0)
     order = list(ElasticDistributedSampler(range(n), 1, 0))
     ranks = [list(sampler) for sampler in samplers]
     dealt = [index for one_round in zip(*ranks, strict=True) for index in one_round]
@@ -121,6 +148,14 @@ def test_fewer_samples_than_ranks(n, shuffle):
     assert sorted(counts["exact"], reverse=True) == [int(rank < n) for rank in range(3)]
 
 
+def test_a_long_epoch_is_the_same_in_the_runs_it_is_drawn_in_as_at_once():
+    """Runs grow from 32 to 16384 positions; the end of each rank's is a repeat."""
+    n = 100_001
+    order = permuted(permutation(n, seed=2), torch.arange(n)).tolist()
+    ranks = [list(sampler) for sampler in world_of(n, 2, seed=2)]
+    assert ranks == [order[0::2], [*order[1::2], order[0]]]
+
+
 def test_iterating_moves_nothing_and_a_running_iterator_keeps_its_start():
     sampler = ElasticDistributedSampler(range(10), 1, 0, shuffle=False)
     running = iter(sampler)
@@ -130,19 +165,6 @@ def test_iterating_moves_nothing_and_a_running_iterator_keeps_its_start():
     assert next(running) == 2
     assert list(sampler) == [4, 5, 6, 7, 8, 9]
     assert len(sampler) == 6
-
-
-def test_another_epoch_starts_anew_and_the_same_one_goes_on():
-    sampler = ElasticDistributedSampler(range(10), 2, 0, seed=3, start_index=4)
-    first = list(ElasticDistributedSampler(range(10), 2, 0, seed=3))
-    sampler.set_epoch(0)
-    assert list(sampler) == first[2:]
-    sampler.set_epoch(1)
-    assert sampler.state_dict()["consumed"] == 0
-    assert len(sampler) == 5
-    assert list(sampler) != first
-    with pytest.raises(ConfigError, match="need epoch >= 0, got -1"):
-        sampler.set_epoch(-1)
 
 
 def test_a_resume_followed_by_set_epoch_keeps_its_place():
@@ -158,6 +180,7 @@ def test_a_resume_followed_by_set_epoch_keeps_its_place():
 
 def test_advance_stops_at_the_end_and_never_goes_back():
     sampler = ElasticDistributedSampler(range(10), 2, 0)
+    sampler.set_epoch(0)
     sampler.advance(8)
     sampler.advance(8)
     assert sampler.state_dict()["consumed"] == 10
@@ -171,8 +194,9 @@ def test_advance_stops_at_the_end_and_never_goes_back():
     [
         ({"length": 11}, "length is 11 in the state, this dataset has 10 samples"),
         ({"seed": 1}, "seed is 1 in the state, this sampler has 0"),
-        ({"format": 9}, "format is 9, this version reads 1"),
+        ({"format": 9}, "format is 9, this version reads 1 and 2"),
         ({"consumed": 12}, "need 0 <= consumed <= length, got 12 and 10"),
+        ({"shuffle": "randperm"}, "shuffle is 'randperm' in the state, this sampler has 'feistel'"),
     ],
 )
 def test_a_state_of_something_else_is_refused_and_changes_nothing(change, sentence):
@@ -183,9 +207,28 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change, senten
     assert sampler.state_dict() == before
 
 
+def test_a_grown_dataset_begins_its_epoch_anew_or_keeps_the_count():
+    state = {**ElasticDistributedSampler(range(10), 2, 0, start_index=6).state_dict(), "epoch": 2}
+    grown = ElasticDistributedSampler(range(14), 2, 0)
+    grown.load_state_dict(state, on_mismatch="restart")
+    assert (grown.epoch, len(grown)) == (2, 7)
+    grown.load_state_dict(state, on_mismatch="keep")
+    assert (grown.epoch, len(grown)) == (2, 4)
+
+
+def test_a_state_of_before_goes_on_in_torchs_order():
+    state = {"format": 1, "seed": 0, "epoch": 0, "consumed": 4, "length": 10}
+    as_before = ElasticDistributedSampler(range(10), 1, 0, shuffle_algorithm="randperm")
+    as_before.load_state_dict(state)
+    assert list(as_before) == list(DistributedSampler(range(10), 1, 0))[4:]
+    with pytest.raises(StateMismatch, match="shuffle is 'randperm' in the state"):
+        ElasticDistributedSampler(range(10), 1, 0).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice', must be feistel or randperm"),
         ({"start_index": 11}, "need 0 <= start_index <= 10 samples, got 11"),
         ({"start_index": -1}, "need 0 <= start_index <= 10 samples, got -1"),
         ({"tail": "cut"}, "tail is 'cut'"),
@@ -207,41 +250,32 @@ def test_torchs_positional_arguments_and_its_refusal_of_a_bad_rank():
         ElasticDistributedSampler(range(10), 4, 4)
 
 
-@forks
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_prefetches_does_not_move_the_state(workers):
-    sampler = ElasticDistributedSampler(range(64), 2, 0, seed=1)
-    loader = DataLoader(range(64), 4, sampler=sampler, num_workers=workers)
-    order, trained = list(sampler), []
-    for _, batch in zip(range(3), loader, strict=False):
-        trained += batch.tolist()
-        sampler.advance(4 * 2)
-    assert trained == order[:12]
-    assert sampler.state_dict()["consumed"] == 24
-    resumed = ElasticDistributedSampler(range(64), 2, 0, seed=1)
-    resumed.load_state_dict(sampler.state_dict())
-    assert list(resumed) == order[12:]
+class Endless:
+    def __len__(self):
+        return 2**62
 
 
-@forks
-def test_persistent_workers_see_each_epoch_and_what_is_left_of_it():
-    sampler = ElasticDistributedSampler(range(20), 1, 0, seed=1)
-    loader = DataLoader(range(20), 4, sampler=sampler, num_workers=1, persistent_workers=True)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        order = list(sampler)
-        assert len(loader) == 5
-        first = next(iter(loader))
-        sampler.advance(4)
-        rest = [index for batch in loader for index in batch.tolist()]
-        assert [*first.tolist(), *rest] == order
-
-
-def test_inside_a_batch_sampler():
-    sampler = ElasticDistributedSampler(range(20), 2, 1, seed=1, start_index=6)
-    loader = DataLoader(range(20), batch_sampler=BatchSampler(sampler, 3, drop_last=False))
-    assert [index for batch in loader for index in batch.tolist()] == list(sampler)
-    assert len(loader) == 3
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a15_the_first_index_of_2_to_the_62_samples_costs_no_list(shuffle):
+    """Row A15. No list and no loop of that length can be: memory and this test's limit say so."""
+    sampler = ElasticDistributedSampler(Endless(), 8, 7, shuffle=shuffle, start_index=2**61)
+    next(iter(sampler))  # whatever torch sets up once
+    tracemalloc.start()
+    try:
+        drawn = iter(sampler)
+        first = next(drawn)
+        early = tracemalloc.get_traced_memory()[1]
+        indices = {first, *itertools.islice(drawn, 50_000)}
+        assert len(sampler) == 2**58
+        assert drawn.state_dict()["consumed"] == 2**61 + 8 * 50_001
+        del drawn
+    finally:
+        late = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert len(indices) == 50_001
+    assert early < 100_000
+    # The set of 50,001 integers is the test's own: 2 MB of table and 1.8 MB of integers.
+    assert late < 6_000_000
 
 
 def test_world_and_rank_come_from_the_process_group():

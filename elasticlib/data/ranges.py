@@ -1,0 +1,115 @@
+"""Iterable data by the sampler's rule: which ranges of the samples a rank and its worker read.
+
+The samples stand in one row, shard after shard. From `consumed` on they are dealt in blocks, one
+block a rank and step; so the job has used a prefix of the row after every step, and any world, with
+any number of loader workers, goes on from there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from ..errors import ConfigError
+from .deal import Position, Tail, check_rank, end_of_deal
+
+
+def deal_ranges(
+    position: Position,
+    *,
+    rank: int,
+    world_size: int,
+    batch: int,
+    worker: int = 0,
+    workers: int = 1,
+    tail: Tail = "exact",
+) -> Iterator[range]:
+    """The ranges of the row that this loader worker of this rank reads, in its order.
+
+    Step k of the job uses world_size blocks of `batch` samples, of which block `rank` is this
+    rank's, and worker k % workers reads it: a `DataLoader` with `batch_size=batch` takes its
+    workers' batches in that order. So k steps consume k x batch x world_size samples, as counted
+    by `advance`, and the loader prefetches as it likes.
+
+    Args:
+        position: where the job stands; a sampler over `range(samples)` keeps one
+            (`sampler.position`), and counts and saves it.
+        rank, world_size: this process among the job's.
+        batch: samples a rank uses in a step: the loader's batch_size.
+        worker, workers: `torch.utils.data.get_worker_info()`'s id and num_workers; 0 and 1 in
+            the process itself.
+        tail: with "exact" the last step's ranges are shorter, or none. With "drop" that step is
+            left out. With "pad" it is filled up: numbers of `position.length` or more stand for
+            repeats, from the start of the row again (`number % length`).
+
+    Raises:
+        ConfigError: one of the numbers, or `tail`, cannot be.
+    """
+    check_rank(rank, world_size)
+    if batch < 1 or not 0 <= worker < workers:
+        raise ConfigError(
+            f"need batch >= 1 and 0 <= worker < workers, got {batch}, {worker} and {workers}"
+        )
+    step = batch * world_size
+    end = end_of_deal(position, step, tail)
+    first = position.consumed + rank * batch
+    starts = range(first, end, step)[worker::workers]
+    return (range(start, min(start + batch, end)) for start in starts)
+
+
+@attrs.frozen
+class Span:
+    """Samples `start` to `stop` (not included) of shard number `shard`."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class Shards:
+    """Shards of known sizes in a row, and what of which shard a range of the row is.
+
+    Args:
+        sizes: samples of each shard, by its number.
+        order: the shards' numbers as they stand in the row, each once; by default 0, 1, 2, ...
+            `permutation(len(sizes), seed=seed, epoch=epoch)` shuffles them.
+
+    Raises:
+        ConfigError: a size is negative, or `order` is not one of all shards.
+    """
+
+    def __init__(self, sizes: Sequence[int], order: Sequence[int] | None = None) -> None:
+        self._order = list(range(len(sizes)) if order is None else order)
+        if sorted(self._order) != list(range(len(sizes))):
+            raise ConfigError(f"order must hold each of the {len(sizes)} shards' numbers once")
+        if any(size < 0 for size in sizes):
+            raise ConfigError(f"need sizes >= 0, got {min(sizes)}")
+        in_row = (sizes[shard] for shard in self._order)
+        self._begins = list(itertools.accumulate(in_row, initial=0))
+
+    def __len__(self) -> int:
+        """Samples in the row."""
+        return self._begins[-1]
+
+    def spans(self, places: range) -> Iterator[Span]:
+        """What `places`, a range of steps of 1, is made of, in its order.
+
+        Places beyond the row, of a tail that is padded, are repeats from its start.
+
+        Raises:
+            ConfigError: `places` has another step, or begins before the row, or there are no
+                samples.
+        """
+        if places and (places.step != 1 or places.start < 0 or not len(self)):
+            raise ConfigError(f"need a range of the {len(self)} samples with step 1, got {places}")
+        at = places.start
+        while at < places.stop:
+            inside = at % len(self)
+            number = bisect.bisect_right(self._begins, inside) - 1
+            count = min(self._begins[number + 1] - inside, places.stop - at)
+            start = inside - self._begins[number]
+            yield Span(self._order[number], start, start + count)
+            at += count

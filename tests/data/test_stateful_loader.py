@@ -1,0 +1,163 @@
+"""torchdata's StatefulDataLoader: it goes on after what it handed out, at any world size."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.errors import StateMismatch
+
+pytestmark = [
+    # The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    # torchdata 0.11 calls what torch 2.13 has deprecated.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+N, BATCH = 83, 4
+
+
+def sampled(world, rank, workers=0, every=1, **options):
+    """A rank's loader with batches of BATCH of its own, and the sampler."""
+    sampler = ElasticDistributedSampler(range(N), world, rank, tail="exact", **options)
+    common = {"num_workers": workers, "snapshot_every_n_steps": every}
+    return StatefulDataLoader(range(N), BATCH, sampler=sampler, **common), sampler
+
+
+def batched(world, rank, workers=0, every=1, **options):
+    """A rank's loader with its share of global batches of 2 BATCH, and the sampler."""
+    sampler = ElasticDistributedSampler(range(N), world, rank, tail="exact", **options)
+    batches = ElasticBatchSampler(sampler, 2 * BATCH)
+    common = {"num_workers": workers, "snapshot_every_n_steps": every, "collate_fn": list}
+    return StatefulDataLoader(range(N), batch_sampler=batches, **common), sampler
+
+
+def drawn(loader, steps=None):
+    """The indices of so many batches, batch by batch, then the loader's state."""
+    found = [[int(index) for index in batch] for batch in itertools.islice(loader, steps)]
+    return found, loader.state_dict()
+
+
+def order(epoch=0):
+    sampler = ElasticDistributedSampler(range(N), 1, 0)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@pytest.mark.parametrize("make", [sampled, batched])
+@pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 1), (2, 3)])
+def test_a_loader_goes_on_after_what_it_handed_out(make, workers, every):
+    whole, _ = drawn(make(2, 0)[0])
+    loader, sampler = make(2, 0, workers, every)
+    before, state = drawn(loader, 4)
+    assert sampler.position.consumed == 0  # nobody counted
+    resumed, _ = make(2, 0, workers, every)
+    resumed.load_state_dict(state)
+    again, later = drawn(resumed, 3)
+    third, _ = make(2, 0, workers, every)
+    third.load_state_dict(later)
+    assert before + again + drawn(third)[0] == whole
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "every"),
+    [(sampled, 0, 1), (sampled, 2, 1), (batched, 0, 1), (batched, 2, 1), (batched, 2, 3)],
+)
+def test_any_world_goes_on_from_any_ranks_state(make, workers, every):
+    used, state = Counter(), None
+    for world, steps, saver in ((3, 2, 1), (1, 4, 0), (2, None, 1)):
+        states = []
+        for rank in range(world):
+            loader, _ = make(world, rank, workers, every)
+            if state:
+                loader.load_state_dict(state)
+            batches, told = drawn(loader, steps)
+            used.update(index for batch in batches for index in batch)
+            states.append(told)
+        state = states[saver]
+    assert used == Counter(range(N))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_epoch_follows_by_itself_also_after_a_resume(workers):
+    loader, _ = sampled(1, 0, workers)
+    first = [index for batch in drawn(loader)[0] for index in batch]
+    _, state = drawn(loader, 3)
+    assert first == order(0)
+    resumed, sampler = sampled(1, 0, workers)
+    resumed.load_state_dict(state)
+    rest, state = drawn(resumed)
+    assert [index for batch in rest for index in batch] == order(1)[12:]
+    assert sampler.epoch == 1
+    for loader in (resumed, sampled(1, 0, workers)[0]):
+        loader.load_state_dict(state)
+        third = [index for batch in drawn(loader)[0] for index in batch]
+        assert third == order(2)
+
+
+@pytest.mark.parametrize("steps", [None, 21])
+def test_an_epoch_named_after_the_end_of_a_loaded_one_begins_at_its_start(steps):
+    """21 batches are all: whether or not the loader has noticed that it is at the end."""
+    loader, _ = sampled(1, 0)
+    _, state = drawn(loader, steps)
+    resumed, sampler = sampled(1, 0)
+    resumed.load_state_dict(state)
+    sampler.set_epoch(1)
+    assert [index for batch in drawn(resumed)[0] for index in batch] == order(1)
+
+
+def test_an_epoch_named_in_the_midst_of_a_loaded_one_is_refused():
+    loader, _ = sampled(1, 0)
+    _, state = drawn(loader, 3)
+    resumed, sampler = sampled(1, 0)
+    resumed.load_state_dict(state)
+    sampler.set_epoch(1)
+    with pytest.raises(StateMismatch, match="with 12 of 83 samples used"):
+        next(iter(resumed))
+    resumed, sampler = sampled(1, 0)
+    resumed.load_state_dict(state)
+    sampler.set_epoch(0)
+    assert [index for batch in drawn(resumed)[0] for index in batch] == order(0)[12:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_who_also_counts_is_put_right_by_the_loaders_state(workers):
+    """The sampler's own state lags behind in it, by what was prefetched when it was taken."""
+    loader, sampler = sampled(1, 0, workers)
+    for step, _ in enumerate(loader):
+        sampler.advance(BATCH)
+        if step == 2:
+            break
+    state = loader.state_dict()
+    resumed, sampler = sampled(1, 0, workers)
+    resumed.load_state_dict(state)
+    batch = next(iter(resumed))
+    assert batch.tolist() == order()[12:16]
+    assert sampler.position.consumed == 12
+    sampler.advance(BATCH)
+    assert sampler.position.consumed == 16
+
+
+def test_a_loaders_state_of_other_data_is_refused():
+    _, state = drawn(sampled(1, 0)[0], 3)
+    other, _ = sampled(1, 0, seed=1)
+    other.load_state_dict(state)
+    with pytest.raises(StateMismatch, match="seed is 0 in the state, this sampler has 1"):
+        next(iter(other))
+
+
+def test_an_iterator_moves_only_while_it_runs():
+    sampler = ElasticDistributedSampler(range(N), 2, 1)
+    running = iter(sampler)
+    next(running)
+    state = running.state_dict()
+    assert state["consumed"] == 2
+    ahead = list(itertools.islice(running, 5))
+    running.load_state_dict(state)
+    assert list(itertools.islice(running, 5)) == ahead
+    list(running)
+    with pytest.raises(StateMismatch, match="an iterator that has run out cannot go on"):
+        running.load_state_dict(state)
