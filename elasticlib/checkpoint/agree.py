@@ -65,13 +65,15 @@ def restore_from(
         sources: what this process can reach; the same state from the earlier one first.
         state: names to objects with `state_dict` and `load_state_dict`, or to nested containers,
             tensors and plain values. All ranks give the same names.
-        group: by default the default group; without one, this process alone.
+        group: by default the default group; without one, this process alone. One that moves no
+            CPU tensors (NCCL) will do if it is of all ranks.
         node: the name of this rank's node, for the shortest way; by default the host's.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
         chunk_bytes: what is sent at once.
 
     Raises:
+        ConfigError: `group` is of some ranks, and moves no CPU tensors.
         StateMismatch: what was saved does not fit into `state`.
         CheckpointError: on some rank a source could not say what it holds, an object could not
             load its state, or memory ran out; on all ranks alike, naming the rank.

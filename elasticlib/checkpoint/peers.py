@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 
 Pack: TypeAlias = mmap.mmap | bytearray
 
@@ -137,15 +137,24 @@ def peers_of(
 ) -> Iterator[Peers]:
     """The ranks of `group`, by default of the default group, if there is one.
 
-    Where the group moves no CPU tensors (NCCL), they get a gloo group for the time being.
+    Where the default group moves no CPU tensors (NCCL), they get a gloo group for the time being.
+
+    Raises:
+        ConfigError: `group` moves no CPU tensors, and is not of all ranks.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None or "cpu:" in dist.get_backend_config(group):
         yield Peers(group, chunk_bytes=chunk_bytes)
         return
-    ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise ConfigError(
+            f"the group given is of {dist.get_backend_config(group)} and moves no CPU tensors:"
+            " give one that gloo serves, such as new_group(ranks, backend='gloo')"
+        )
+    # Not with use_local_synchronization: torch names such a group by its ranks, so the next one
+    # of the same ranks would find the addresses of this one, and wait for them.
+    own = dist.new_group(backend="gloo")
     try:
         yield Peers(own, chunk_bytes=chunk_bytes)
     finally:

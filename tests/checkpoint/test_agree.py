@@ -123,9 +123,7 @@ def test_copies_that_differ_are_replaced_by_what_most_hold(restore: Play) -> Non
     assert one(found, "values") == [2.0]
     assert [each["holder"] for each in found] == [1, 1, 2]
     [why] = one(found, "passed_over")
-    assert why == (
-        "rank 0's step 7 (disk, step-7): it is not the same as rank 1's, which is taken"
-    )
+    assert why == ("rank 0's step 7 (disk, step-7): it is not the same as rank 1's, which is taken")
 
 
 def test_a_pack_that_is_changed_on_its_way_fails_all(restore: Play) -> None:
@@ -183,7 +181,10 @@ def test_a_sharded_disk_is_loaded_by_each_for_itself_if_all_can(restore: Play) -
 
     both = [kept(9), kept(8)]
     found = restore([both, both])
-    assert (one(found, "step"), one(found, "kind"), one(found, "values")) == (9, *("sharded disk", [9.0]))
+    assert (one(found, "step"), one(found, "kind"), one(found, "values")) == (
+        9,
+        *("sharded disk", [9.0]),
+    )
     found = restore([both, [kept(9, damage=True), kept(8)]])
     assert (one(found, "step"), one(found, "values")) == (8, [8.0])
     found = restore([both, [kept(8)]])
@@ -210,6 +211,8 @@ def test_where_the_group_moves_no_cpu_tensors_one_is_made_for_the_time(restore: 
     assert (one(found, "step"), one(found, "values")) == (7, [1.0])
     assert one(found, "other")
     assert one(found, "left") == 0
+    assert one(found, "told") == [[2, 0], [2, 1]]
+    assert one(found, "refused").startswith("the group given is of cuda:gloo and moves no CPU")
 
 
 @pytest.mark.parametrize("at", [[0, 1], [1, 0]], ids=["own", "exchanged"])

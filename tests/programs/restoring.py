@@ -30,7 +30,7 @@ from elasticlib.checkpoint.pack import fill, lay_out, unpack
 from elasticlib.checkpoint.peers import Pack, Peers, peers_of
 from elasticlib.checkpoint.search import DirectSource
 from elasticlib.checkpoint.shards import localize
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 SECONDS = 30
 
@@ -142,7 +142,7 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         chunk = run.get("chunk", 1 << 20)
         restored = restore_from([source], own, chunk_bytes=chunk, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
-    values = sorted(set(own["w"].tolist())) if "w" in own else None
+    values = sorted({own["w"].min().item(), own["w"].max().item()}) if "w" in own else None
     still = own.get("w") is before[0]
     found = {"values": values, "n": own.get("n"), "in_place": still, "peak_kib": peak}
     return {**about(restored), **found}
@@ -158,7 +158,7 @@ class Net(torch.nn.Module):
 
 
 def sharded_job(world: int) -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank() * 0 + 3)
+    torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     net = Net()
     fully_shard(net, mesh=mesh)
@@ -215,13 +215,21 @@ def recut(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_group(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """Under a default group that moves no CPU tensors."""
+    """Under a default group that moves no CPU tensors, more than once."""
     before = dist.distributed_c10d._world.pg_map.copy()
     found = restore(rank, folder, run)
-    with peers_of() as peers:
-        other = peers.group is not dist.group.WORLD
+    for turn in range(3):
+        with peers_of() as peers:
+            other = peers.group is not dist.group.WORLD
+            told = [word["turn"] for word in peers.words({"turn": [turn, rank]})]
     left = dist.distributed_c10d._world.pg_map.keys() - before.keys()
-    return {**found, "other": other, "left": len(left)}
+    alone = dist.new_group([rank], backend="cuda:gloo", use_local_synchronization=True)
+    refused = ""
+    try:
+        restore_from([], {}, alone)
+    except ConfigError as error:
+        refused = str(error)
+    return {**found, "other": other, "left": len(left), "told": told, "refused": refused}
 
 
 SCENARIOS: dict[str, Callable[[int, Path, dict[str, Any]], dict[str, Any]]] = {
@@ -281,4 +289,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # The first optimizer imports what each rank would import anew.
+    torch.optim.AdamW([torch.zeros(1)])
     main()
