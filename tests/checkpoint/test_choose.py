@@ -35,6 +35,19 @@ def jobs(least: int = 1) -> st.SearchStrategy[tuple[Inventories, list[str]]]:
     )
 
 
+@st.composite
+def scattered(draw: st.DrawFn) -> tuple[Inventories, list[str]]:
+    """All parts of one state are there, each with one or two ranks, whoever they are."""
+    world = draw(st.integers(2, 6))
+    ranks = st.integers(0, world - 1)
+    inventories: Inventories = [[] for _ in range(world)]
+    for part in range(world):
+        for rank in draw(st.sets(ranks, min_size=1, max_size=2)):
+            inventories[rank].append(Held(2, "memory", str(part), part, world))
+    nodes = draw(st.lists(st.sampled_from("abc"), min_size=world, max_size=world))
+    return inventories, nodes
+
+
 def newest_whole_step(inventories: Inventories) -> int | None:
     """By looking for each step at each group of equals, in no clever way."""
     world = len(inventories)
@@ -77,7 +90,7 @@ def deliver(choice: Choice, inventories: Inventories) -> list[Held]:
     return [got[rank] for rank in sorted(got)]
 
 
-@given(jobs())
+@given(jobs() | scattered())
 def test_all_end_with_their_part_of_the_newest_state_that_is_whole(job):
     inventories, nodes = job
     choice = choose(inventories, nodes)
@@ -112,7 +125,7 @@ def test_the_plan_does_not_depend_on_the_order_in_which_things_are_told(job, ran
     assert choose(shuffled, nodes) == choose(inventories, nodes)
 
 
-@given(jobs(), st.data())
+@given(jobs() | scattered(), st.data())
 def test_what_failed_is_taken_out_and_choosing_anew_comes_to_an_end(job, data):
     inventories, nodes = job
     failed: set[tuple[int, Held]] = set()
@@ -187,6 +200,15 @@ def test_few_are_served_in_a_chain_and_the_own_node_first():
     assert [(leg.sender, leg.hops) for leg in legs] == [(0, ((1, 0), (2, 0))), (3, ((4, 3),))]
     [[leg]] = choose([[held], [], [], []]).plan.rounds
     assert leg.hops == tuple((after, before) for before, after in pairwise(range(4)))
+
+
+def test_parts_that_lie_crosswise_are_exchanged_in_rounds_in_which_nobody_does_both():
+    parts = [Held(9, "memory", f"p{part}", part, 2) for part in range(2)]
+    rounds = choose([[parts[1]], [parts[0]]]).plan.rounds
+    assert [[(leg.sender, leg.hops) for leg in legs] for legs in rounds] == [
+        [(1, ((0, 1),))],
+        [(0, ((1, 0),))],
+    ]
 
 
 def test_parts_of_a_lost_node_come_from_several_buddies_in_as_few_rounds_as_can_be():
