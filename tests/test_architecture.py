@@ -56,6 +56,8 @@ PURE = {
     "logical/shares.py",
     "logical/tree.py",
     "logical/seeds.py",
+    "checkpoint/held.py",
+    "checkpoint/choose.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
 NEVER_IN_PURE = {

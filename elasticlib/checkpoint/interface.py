@@ -6,23 +6,7 @@ import abc
 import mmap
 from collections.abc import Sequence
 
-import attrs
-
-
-@attrs.frozen
-class Held:
-    """A state, or one rank's part of it, as somebody here holds it.
-
-    step: after which the state was taken. kind: what holds it, `memory` or `disk`. name: for the
-    one who holds it to find it again, and for people. part, parts: the state is cut up over so
-    many ranks, of which this is one's; 0 of 1 is a state that is the same on all ranks.
-    """
-
-    step: int
-    kind: str
-    name: str
-    part: int = 0
-    parts: int = 1
+from .held import Held as Held
 
 
 class Source(abc.ABC):
