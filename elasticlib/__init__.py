@@ -77,6 +77,7 @@ _HOMES = {
         "load_checkpoint",
         "latest_checkpoint",
     ),
+    "checkpoint.manager": ("CheckpointManager",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
+    from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest
