@@ -85,8 +85,7 @@ class LocalPlace(Place):
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self._path(folder)):
                 with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(self._path(f"{folder}/{name}"))
-                    found[name] = status.st_size
+                    found[name] = os.stat(os.path.join(self._path(folder), name)).st_size
         return found
 
     def read(self, name: str) -> bytes | None:

@@ -24,8 +24,10 @@ from .room import room
 from .summing import Summing
 
 
-def open_place(folder: str | os.PathLike[str]) -> Place:
-    """The place that a path or URL names. Raises CheckpointError."""
+def open_place(folder: str | os.PathLike[str] | Place) -> Place:
+    """The place that a path or URL names, or is. Raises CheckpointError."""
+    if isinstance(folder, Place):
+        return folder
     text = os.fspath(folder)
     scheme, found, path = text.partition("://")
     if not found:

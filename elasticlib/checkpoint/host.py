@@ -7,6 +7,7 @@ the bus's full speed.
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -36,14 +37,16 @@ class HostBuffer:
     def close(self) -> None:
         """Give the memory back."""
         if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())  # type: ignore[no-untyped-call]
+            _cuda().cudaHostUnregister(self._tensor.data_ptr())
         self._locked = False
         self._memory = None
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def _lock(self) -> None:
         # Where the machine allows no more locked memory, copies are slower, and no less right.
-        answer = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-            self._tensor.data_ptr(), self._tensor.numel(), 0
-        )
+        answer = _cuda().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
         self._locked = int(answer) == 0
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

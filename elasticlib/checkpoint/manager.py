@@ -27,6 +27,7 @@ from .here import Here
 from .host import HostBuffer
 from .pack import lay_out
 from .part_saver import PartSaver
+from .place import Place
 from .prune import Retention, Selection
 from .shelf import Shelf
 
@@ -38,7 +39,7 @@ class CheckpointManager:
     or it holds sharded tensors (DTensors, as FSDP2 has them), and then each rank writes its part.
 
     Args:
-        folder: a path, or any fsspec URL.
+        folder: a path, any fsspec URL, or a place of your own.
         keep_last: so many of the newest checkpoints stay when one is saved.
         keep_every: and each whose step this divides; 0 for none.
         shared: whether all nodes see the same folder: the first rank writes. If each node has one
@@ -54,7 +55,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Place,
         *,
         keep_last: int = 3,
         keep_every: int = 0,
@@ -233,6 +234,10 @@ class CheckpointManager:
             self._parts = PartSaver(self._commits(), self._group)
         return self._parts
 
+    @property
+    def _name(self) -> str:
+        return self._shelf().folder.place.name
+
     def _place_in_job(self) -> Here:
         if self._here is None:
             self._here = heres.find_out()
@@ -251,9 +256,9 @@ class CheckpointManager:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise CheckpointError(f"the CheckpointManager of {self._folder} is closed")
+            raise CheckpointError(f"the CheckpointManager of {self._name} is closed")
         if self._behind.foreign:
             raise CheckpointError(
                 "this process was forked from the one that has the CheckpointManager of "
-                f"{self._folder}, which alone may save"
+                f"{self._name}, which alone may save"
             )
