@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -85,7 +86,9 @@ class LocalPlace(Place):
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self._path(folder)):
                 with contextlib.suppress(FileNotFoundError):
-                    found[name] = os.stat(os.path.join(self._path(folder), name)).st_size
+                    status = os.stat(os.path.join(self._path(folder), name))
+                    if stat.S_ISREG(status.st_mode):
+                        found[name] = status.st_size
         return found
 
     def read(self, name: str) -> bytes | None:

@@ -103,7 +103,8 @@ class CheckpointFolder:
 
     def flaw(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
         """What is wrong with a checkpoint, having read every byte of it; None if nothing."""
-        with memoryview(bytearray(CHUNK)) as buffer:
+        most = max(file.size for file in manifest.files)
+        with memoryview(bytearray(min(CHUNK, most))) as buffer:
             for file in manifest.files:
                 reason = self._flaw_of(manifest, file, buffer, seen)
                 if reason:
