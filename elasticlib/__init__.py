@@ -92,6 +92,7 @@ _HOMES = {
         "load_checkpoint",
         "latest_checkpoint",
     ),
+    "checkpoint.manager": ("CheckpointManager",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from .data.ranges import Shards as Shards
     from .data.ranges import Span as Span
     from .data.ranges import deal_ranges as deal_ranges
+    from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest

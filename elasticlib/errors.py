@@ -68,6 +68,10 @@ class CheckpointCorrupt(CheckpointError):
     """A checkpoint is not whole: cut short, changed, or not one of ours."""
 
 
+class CheckpointRefused(CheckpointError):
+    """Somebody newer writes checkpoints there: this process is of the past, and must end."""
+
+
 class StateMismatch(ElasticError, ValueError):
     """A saved state belongs to something else: another length, seed or format."""
 

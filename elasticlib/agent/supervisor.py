@@ -244,6 +244,7 @@ class Supervisor:
             max_restarts=self._budget(info),
             use_agent_store=self._handler.use_agent_store,
             attempt=self._started,
+            incarnation=info.incarnation,
         )
         self._started += 1
         self._tell_start(info, self._group)

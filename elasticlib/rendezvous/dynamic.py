@@ -205,6 +205,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             cause=head.cause,
             store=self._store,
             board=self._keys.board(head.roll),
+            incarnation=head.incarnation,
         )
 
     def _waited_for(self, error: RendezvousTimeout) -> str:

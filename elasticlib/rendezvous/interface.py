@@ -35,7 +35,8 @@ class RendezvousInfo:
     of a generation theirs. restarts and max_restarts: the job's budget, None where the rendezvous
     keeps none. cause: why this generation was sought. store: the job's, where there is one that
     others may use. board: what the keys in it begin with under which the nodes of this generation
-    tell one another things; empty for nowhere.
+    tell one another things; empty for nowhere. incarnation: names this start of the job, whose
+    generations count from 1 again; the same on all nodes, and empty where nobody knows.
     """
 
     run_id: str
@@ -47,6 +48,7 @@ class RendezvousInfo:
     cause: str = ""
     store: Store | None = None
     board: str = ""
+    incarnation: str = ""
 
     @property
     def causes(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -48,6 +49,7 @@ class Context:
         self._calls = 0
         self._stop: Stop | None = None
         self._pause = threading.Event()
+        self._before_stop: list[Callable[[], object]] = []
 
     @property
     def attached(self) -> bool:
@@ -67,7 +69,33 @@ class Context:
         self._calls = call = self._calls + 1
         if channel.enter(call, monotonic()):
             self._stop = self._agreed(channel, call)
+            if self._stop is not None:
+                self._run_before_stop()
         return self._stop
+
+    def on_stop(self, act: Callable[[], object]) -> Callable[[], None]:
+        """Have `act()` called once a stop is agreed, before `should_stop` answers with it.
+
+        For what goes on behind the training step and must end before it does. Those that were
+        named first are called first; one that raises does not keep the others from being called,
+        and its error comes out of `should_stop`, which says to stop at the next call then.
+
+        Returns:
+            What takes it back; calling that twice is harmless.
+        """
+        self._before_stop.append(act)
+
+        def take_back() -> None:
+            with contextlib.suppress(ValueError):
+                self._before_stop.remove(act)
+
+        return take_back
+
+    def _run_before_stop(self) -> None:
+        with contextlib.ExitStack() as stack:
+            # An ExitStack calls the last first, and all of them whatever they raise.
+            for act in reversed(self._before_stop):
+                stack.callback(act)
 
     def step(self, step: int) -> None:
         """Say that this step is done: a sign of life, and of progress."""

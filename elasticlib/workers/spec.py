@@ -114,6 +114,7 @@ class WorkerGroup:
     max_restarts: int = 0
     use_agent_store: bool = True
     attempt: int = 0
+    incarnation: str = ""
 
     def worker(self, local_rank: int) -> Worker:
         return self.workers[local_rank]
@@ -161,6 +162,7 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": group.use_agent_store,
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
+        "ELASTICLIB_INCARNATION": group.incarnation,
     }
     if group.spec.virtual_local_rank:
         told["LOCAL_RANK"] = 0

@@ -1,0 +1,208 @@
+"""Writing checkpoints into a folder: data first, the manifest last, and only by who has the folder.
+
+The data of each save have names of their own, so nothing that counts is ever overwritten. What
+nobody needs any more is deleted manifest first: a checkpoint is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..clock import wall
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
+from . import fence as fences
+from . import manifest as manifests
+from .fence import Fence, Writer
+from .folder import CheckpointFolder
+from .manifest import DataFile, Manifest
+from .prune import Health, Retention, Selection, select
+from .summing import Summing
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+
+class Committer:
+    """One writer's access to a folder. One call at a time."""
+
+    def __init__(self, folder: CheckpointFolder, writer: Writer, retention: Retention) -> None:
+        self.writer = writer
+        self._folder = folder
+        self._place = folder.place
+        self._retention = retention
+        self._claimed = False
+        self._count = 0
+
+    def claim(self) -> None:
+        """Take the folder, and clear away what crashes of others left; once is enough.
+
+        Raises:
+            CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
+        """
+        if self._claimed:
+            return
+        with self._at_work("could not be claimed"), self._place.locked():
+            answer = fences.claim(self._fence(damaged_is_none=True), self.writer)
+            if answer.fence is None:
+                raise CheckpointRefused(f"{self._place.name} is not ours to write: {answer.reason}")
+            self._place.put(fences.NAME, fences.encode(answer.fence))
+            self._claimed = True
+            self._clear()
+
+    def save(self, step: int, data: memoryview) -> None:
+        """Write and commit a checkpoint that is one pack, having claimed the folder.
+
+        Raises:
+            CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
+        """
+        self.claim()
+        self._count += 1
+        name = fences.data_name("state", self.writer.token, self._count)
+        try:
+            self.commit(step, (self.write(step, name, data),))
+        except BaseException:
+            self.abandon(step, [name])
+            raise
+
+    def write(self, step: int, name: str, data: memoryview) -> DataFile:
+        """Write a file of a step's checkpoint, durably; it counts once a manifest names it.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        folder = manifests.folder_of(step)
+        with self._at_work(f"could not be written to {folder}"), Summing() as summing:
+            summing.give(data)
+            self._place.write(f"{folder}/{name}", data)
+            return DataFile(name, len(data), summing.result())
+
+    def commit(self, step: int, files: tuple[DataFile, ...], parts: int = 0) -> None:
+        """Make them count, in place of what there was of this step; then delete what is too old.
+
+        Raises:
+            CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
+                failed, or a file of it is gone.
+        """
+        writer, folder = self.writer, manifests.folder_of(step)
+        manifest = Manifest(
+            step=step,
+            files=files,
+            parts=parts,
+            run=writer.run,
+            launch=writer.launch,
+            generation=writer.generation,
+            writer=writer.token,
+            saved_at=wall(),
+        )
+        with self._at_work(f"could not commit {folder}"), self._place.locked():
+            reason = fences.why_not(self._fence(), writer)
+            if reason:
+                raise CheckpointRefused(
+                    f"step {step} was not committed to {self._place.name}: {reason}"
+                )
+            reason = manifests.flaw(manifest, self._place.files(folder))
+            if reason:
+                raise CheckpointError(f"{self._place.name}/{folder} was not committed: {reason}")
+            self._place.put(f"{folder}/{manifests.NAME}", manifests.encode(manifest))
+            self._folder.know(manifest, Health.GOOD)
+            try:
+                self._prune(just=step)
+                self._clear()
+            except OSError as error:
+                log.warning("%s: what is not needed could not be deleted: %s", folder, error)
+
+    def abandon(self, step: int, names: list[str]) -> None:
+        """Take away files that were not committed after all, as far as the disk lets us."""
+        folder = manifests.folder_of(step)
+        try:
+            # A commit may have failed once its manifest was in place: then they count.
+            named = self._named(step)
+            for name in names:
+                if named is not None and name not in named:
+                    self._place.remove(f"{folder}/{name}")
+            if not self._place.files(folder):
+                self._place.remove_folder(folder)
+        except OSError as error:
+            log.warning("%s: a save that failed left files: %s", folder, error)
+
+    def prune(self) -> Selection:
+        """Delete what the retention rule does not keep; and what crashes left.
+
+        The newest checkpoint that turns out whole is read for that, so that one stays.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        with self._at_work("could not be pruned"), self._place.locked():
+            fence = self._fence(damaged_is_none=True)
+            for found in self._folder.found():
+                if found.manifest and not self._folder.check(found.manifest):
+                    break
+            selection = self._prune()
+            self._clear("" if self._claimed or fence is None else fence.holder.token)
+        return selection
+
+    def _prune(self, just: int | None = None) -> Selection:
+        rows = [(found.step, self._folder.health(found.manifest)) for found in self._folder.found()]
+        selection = select(rows, self._retention, just)
+        for step in selection.deleted:
+            self._delete(step)
+        return selection
+
+    def _delete(self, step: int) -> None:
+        folder = manifests.folder_of(step)
+        self._place.remove(f"{folder}/{manifests.NAME}")
+        for name in fences.leftovers(self._place.files(folder), (), ""):
+            self._place.remove(f"{folder}/{name}")
+        self._place.remove_folder(folder)
+
+    def _clear(self, live: str = "") -> None:
+        """Delete what belongs to no checkpoint; nobody but `live` can still commit such files."""
+        for name in fences.leftovers(self._place.files(""), (), ""):
+            self._place.remove(name)
+        for folder in self._place.folders():
+            step = manifests.step_of(folder)
+            if step is None:
+                continue
+            sizes, named = self._place.files(folder), self._named(step)
+            gone = [] if named is None else fences.leftovers(sizes, named, live)
+            for name in gone:
+                self._place.remove(f"{folder}/{name}")
+            if len(gone) == len(sizes):
+                self._place.remove_folder(folder)
+
+    def _named(self, step: int) -> set[str] | None:
+        """The files that a step's manifest names; None if that cannot be read: who knows."""
+        data = self._place.read(f"{manifests.folder_of(step)}/{manifests.NAME}")
+        if data is None:
+            return set()
+        try:
+            return {file.name for file in manifests.decode(data).files} | {manifests.NAME}
+        except CheckpointCorrupt:
+            return None
+
+    def _fence(self, *, damaged_is_none: bool = False) -> Fence | None:
+        data = self._place.read(fences.NAME)
+        try:
+            return None if data is None else fences.decode(data)
+        except CheckpointCorrupt as error:
+            if not damaged_is_none:
+                raise
+            log.warning("%s: %s: nobody is known to have it", self._place.name, error)
+            return None
+
+    def _at_work(self, what: str) -> _AtWork:
+        return _AtWork(f"{self._place.name} {what}")
+
+
+class _AtWork:
+    """What the disk answers, as an error of ours that says what was to be done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self._what}: {error}") from error

@@ -1,0 +1,190 @@
+"""A folder on a disk: a file is there whole or not at all, whenever the machine or we die.
+
+Each file is synced before its name counts, and each name by syncing its folder; what is replaced
+is replaced by a rename. All system calls that change anything go through `Disk`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import filelock
+
+from .names import aside_name
+from .place import CHUNK, Place, no_news
+
+LOCK = ".lock"
+LOCK_TIMEOUT = 60.0
+"""Seconds; it is held for as long as a commit's last step and deletions take."""
+
+
+class Disk:
+    """The system calls that change a disk, one method each."""
+
+    def create(self, path: str) -> int:
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        return os.write(handle, data)
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def make_folder(self, path: str) -> None:
+        os.mkdir(path)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        os.rmdir(path)
+
+
+class LocalPlace(Place):
+    """A folder that the machine's own system calls reach."""
+
+    atomic = True
+
+    def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        self.name = os.path.abspath(os.fspath(folder))
+        self._disk = disk or Disk()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        self._make(self.name)
+        # One of its own each time: two of our threads keep each other out, too.
+        lock = filelock.FileLock(os.path.join(self.name, LOCK))
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT)
+        except (filelock.Timeout, NotImplementedError) as error:
+            raise OSError(
+                errno.EAGAIN, f"{self.name}/{LOCK} could not be locked: {error}"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self.name) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def files(self, folder: str) -> dict[str, int]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self._path(folder)):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(os.path.join(self._path(folder), name))
+                    if stat.S_ISREG(status.st_mode):
+                        found[name] = status.st_size
+        return found
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with open(self._path(name), "rb", buffering=0) as file:
+                return file.readall()
+        except FileNotFoundError:
+            return None
+
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        seen: Callable[[memoryview], None] = no_news,
+    ) -> int:
+        done = 0
+        with open(self._path(name), "rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(buffer):
+                count = file.readinto(buffer[done : done + CHUNK])
+                if not count:
+                    break
+                seen(buffer[done : done + count])
+                done += count
+        return done
+
+    def write(self, name: str, data: memoryview) -> None:
+        path = self._path(name)
+        self._make(os.path.dirname(path))
+        self._write(path, data)
+        self._sync_folder(os.path.dirname(path))
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
+        self._write(aside, memoryview(data))
+        try:
+            self._disk.rename(aside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._disk.remove(aside)
+            raise
+        self._sync_folder(folder)
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove(path)
+            self._sync_folder(os.path.dirname(path))
+
+    def remove_folder(self, folder: str) -> None:
+        try:
+            self._disk.remove_folder(self._path(folder))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.name, name)
+
+    def _make(self, path: str) -> None:
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(path)
+        if parent != path:
+            self._make(parent)
+        with contextlib.suppress(FileExistsError):
+            self._disk.make_folder(path)
+            self._sync_folder(parent)
+
+    def _write(self, path: str, data: memoryview) -> None:
+        handle = self._disk.create(path)
+        try:
+            try:
+                done = 0
+                while done < len(data):
+                    count = self._disk.write(handle, data[done : done + CHUNK])
+                    if not count:
+                        raise OSError(errno.EIO, "the disk took no byte of what was written", path)
+                    done += count
+                self._disk.sync(handle)
+            finally:
+                os.close(handle)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._disk.remove(path)
+            raise
+
+    def _sync_folder(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._disk.sync(handle)
+        finally:
+            os.close(handle)

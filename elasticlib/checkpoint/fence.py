@@ -1,0 +1,128 @@
+"""Who may write into a folder of checkpoints: one writer at a time, and never an older one again.
+
+The folder says who has it. A later generation of a launch takes it from an earlier one, and a
+new launch from the one before; whom it was taken from cannot commit any more, nor take it back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Container, Mapping
+
+import attrs
+
+from ..errors import CheckpointCorrupt
+from .names import target_of
+
+FORMAT = 1
+NAME = "fence.json"
+REMEMBERED = 64
+"""So many launches that lost the folder are refused by name; it is small, and they are few."""
+
+_DATA = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
+
+
+@attrs.frozen
+class Writer:
+    """Who writes.
+
+    run: the job's id. launch: tells apart two starts of one job, whose generations both count
+    from 1. token: 16 hex digits, of one manager in one process. label: for people: which process.
+    """
+
+    run: str
+    launch: str
+    generation: int
+    token: str
+    label: str = ""
+
+    def __str__(self) -> str:
+        job = f"generation {self.generation} of run {self.run!r}" if self.run else "a process"
+        return f"{job} ({self.label})" if self.label else job
+
+    @property
+    def start(self) -> str:
+        """The launch, as one that another run may not have."""
+        return f"{self.run}/{self.launch}"
+
+
+@attrs.frozen
+class Fence:
+    """Who has the folder, and which launches had it before."""
+
+    holder: Writer
+    lost: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Claim:
+    """The answer to who wants the folder: the fence as it is to be written, or why not."""
+
+    fence: Fence | None
+    reason: str = ""
+
+
+def claim(fence: Fence | None, writer: Writer) -> Claim:
+    """Give the folder to `writer`, unless somebody newer has it."""
+    if fence is None:
+        return Claim(Fence(writer))
+    holder = fence.holder
+    if writer.start == holder.start:
+        if writer.generation < holder.generation:
+            return Claim(None, f"{holder} writes here, and {writer} is older")
+        return Claim(Fence(writer, fence.lost))
+    if writer.start in fence.lost:
+        return Claim(None, f"{holder} took this folder over from the launch of {writer}")
+    return Claim(Fence(writer, (*fence.lost, holder.start)[-REMEMBERED:]))
+
+
+def why_not(fence: Fence | None, writer: Writer) -> str | None:
+    """Why `writer` must not commit; None if it may."""
+    if fence is None:
+        return f"{NAME} is gone from it"
+    if fence.holder.token == writer.token:
+        return None
+    return f"{fence.holder} has taken it over from {writer}"
+
+
+def encode(fence: Fence) -> bytes:
+    """One line of JSON, and one with its sum."""
+    body = json.dumps({"format": FORMAT, **attrs.asdict(fence)}).encode("ascii")
+    return body + b"\n%08x\n" % zlib.crc32(body)
+
+
+def decode(data: bytes) -> Fence:
+    """The fence again. Raises CheckpointCorrupt."""
+    body, _, summed = data.removesuffix(b"\n").rpartition(b"\n")
+    try:
+        if int(summed, 16) != zlib.crc32(body):
+            raise ValueError("it was changed or cut short")
+        fields = json.loads(body)
+        if fields["format"] != FORMAT:
+            raise ValueError(f"format {fields['format']!r}, this version reads {FORMAT}")
+        return Fence(Writer(**fields["holder"]), tuple(fields["lost"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"{NAME} cannot be read: {error}") from error
+
+
+def data_name(kind: str, token: str, number: int) -> str:
+    """The name of a data file, `kind` being `state` or `part-<rank>`: no other writer's has it."""
+    return f"{kind}.{token}.{number}.pack"
+
+
+def leftovers(sizes: Mapping[str, int], named: Container[str], live: str) -> list[str]:
+    """Which files in a step's folder nobody will ever need, while nobody else may commit.
+
+    Args:
+        sizes: bytes of each file there.
+        named: those that its manifest names, and the manifest.
+        live: the token of a writer that may be at work: its files are its own affair.
+    """
+    found = []
+    for name in sorted(sizes):
+        match = _DATA.fullmatch(name)
+        if name not in named and (target_of(name) or (match and match[1] != live)):
+            found.append(name)
+    return found

@@ -1,0 +1,57 @@
+"""What a process is told of its place in the job, and whom it can tell of what it saves.
+
+The one file here that reads the environment, and that knows the agent's side. Under another
+launcher, or none, each process is a launch of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+import attrs
+import torch.distributed as dist
+
+from ..workers.context import Context, context
+from .fence import Writer
+
+_TOKEN_BYTES = 8
+
+
+@attrs.frozen
+class Here:
+    """Where this process stands. run, launch, generation: see `fence.Writer`."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    run: str = ""
+    launch: str = ""
+    generation: int = 0
+
+    def writer(self) -> Writer:
+        """This process as one that writes checkpoints; another one at each call."""
+        token = secrets.token_hex(_TOKEN_BYTES)
+        label = f"process {os.getpid()} on {socket.gethostname()}"
+        return Writer(self.run, self.launch or token, self.generation, token, label)
+
+
+def find_out() -> Here:
+    """By the process group where there is one, else by what the launcher put in the environment."""
+    told = os.environ
+    grouped = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if grouped else int(told.get("RANK", "0"))
+    return Here(
+        rank=rank,
+        local_rank=int(told.get("LOCAL_RANK", str(rank))),
+        world_size=dist.get_world_size() if grouped else int(told.get("WORLD_SIZE", "1")),
+        run=told.get("TORCHELASTIC_RUN_ID", ""),
+        launch=told.get("ELASTICLIB_INCARNATION", ""),
+        generation=int(told.get("ELASTICLIB_GENERATION", "0")),
+    )
+
+
+def worker_context() -> Context:
+    """Whom to tell what was saved, and who says when to stop."""
+    return context()

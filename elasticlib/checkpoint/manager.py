@@ -1,0 +1,264 @@
+"""Checkpoints of a training job: saved behind the training step, whole or not at all.
+
+`save` costs the step one copy into memory that is reused; writing, summing and syncing go on in a
+thread. What was saved last and is whole is what `load` gives back.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..clock import monotonic
+from ..errors import CheckpointError
+from . import here as heres
+from . import manifest as manifests
+from .behind import Behind
+from .commit import Committer
+from .folder import CheckpointFolder, open_place
+from .gather import take_shards, values_of
+from .here import Here
+from .host import HostBuffer
+from .pack import lay_out
+from .part_saver import PartSaver
+from .place import Place
+from .prune import Retention, Selection
+from .shelf import Shelf
+
+
+class CheckpointManager:
+    """The checkpoints in one folder, as one rank of a job saves and loads them.
+
+    All ranks make the same calls. A state is the same on all ranks, and then one rank writes it;
+    or it holds sharded tensors (DTensors, as FSDP2 has them), and then each rank writes its part.
+
+    Args:
+        folder: a path, any fsspec URL, or a place of your own.
+        keep_last: so many of the newest checkpoints stay when one is saved.
+        keep_every: and each whose step this divides; 0 for none.
+        shared: whether all nodes see the same folder: the first rank writes. If each node has one
+            of its own, the first rank of each node does.
+        group: the ranks that share the state; all of the default process group by default.
+        here: this process's place in the job; by the process group and what the launcher says
+            by default.
+
+    Attributes:
+        stall: seconds that the last `save` took of the training step.
+        durable: seconds from the last finished save's call until it was on the disk; None before.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | Place,
+        *,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        shared: bool = True,
+        group: dist.ProcessGroup | None = None,
+        here: Here | None = None,
+    ) -> None:
+        self.stall = 0.0
+        self.durable: float | None = None
+        self._folder = folder
+        self._retention = Retention(keep_last, keep_every)
+        self._shared = shared
+        self._group = group
+        self._here = here
+        self._opened: Shelf | None = None
+        self._committer: Committer | None = None
+        self._parts: PartSaver | None = None
+        self._host = HostBuffer()
+        self._behind = Behind()
+        self._forget: Callable[[], None] | None = None
+        self._closed = False
+
+    # -- saving -------------------------------------------------------------------------------
+
+    def save(self, step: int, state: object) -> None:
+        """Save the state after `step`; returns once it is copied, and may be changed again.
+
+        Waits for the save before it, if that is still under way. What was saved of the same step
+        before is replaced once the new one is whole.
+
+        Args:
+            state: nested dicts, lists, tuples and sets of tensors, numbers, strings, bytes and
+                None, and of objects with a `state_dict()`: modules, optimizers, samplers.
+
+        Raises:
+            CheckpointError: the save before this one failed, and this one was not begun; or the
+                state cannot be saved. CheckpointRefused: somebody newer has the folder.
+        """
+        began = monotonic()
+        manifests.check_step(step)
+        self._must_be_open()
+        self._behind.wait()
+        values = values_of(state)
+        task: Callable[[], object] | None = None
+        if take_shards(values)[1]:
+            task = self._all_ranks().prepare(step, values, self._host)
+        elif self.writes:
+            data = self._host.take(lay_out(values, {"step": step}))
+            task = partial(self._commits().save, step, data)
+        if task is not None:
+            self._start(task, step, began)
+        self.stall = monotonic() - began
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes states that are the same on all ranks."""
+        place = self._place_in_job()
+        return not (place.rank if self._shared else place.local_rank)
+
+    def claim(self) -> None:
+        """Take the folder for this generation, if this rank writes: older ones cannot commit
+        from now on. `save` does so, too, if nobody did before.
+
+        Raises:
+            CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
+        """
+        self._must_be_open()
+        if self.writes:
+            self._behind.settle()
+            self._commits().claim()
+
+    def wait(self) -> None:
+        """Wait until what was saved is durable. Raises what the last save failed with, once."""
+        self._behind.wait()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and give everything back. Closing twice is harmless."""
+        if self._closed or self._behind.foreign:
+            return
+        self._closed = True
+        atexit.unregister(self._behind.last_words)
+        if self._forget is not None:
+            self._forget()
+        try:
+            self._behind.wait()
+        finally:
+            self._host.close()
+            if self._parts is not None:
+                self._parts.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            # The error on its way says more than one of a save beside it.
+            self._behind.last_words()
+        self.close()
+
+    # -- loading ------------------------------------------------------------------------------
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        like: object = None,
+        map_location: str | torch.device = "cpu",
+    ) -> Any:
+        """The newest state that is whole, or that of one step; every byte of it was checked.
+
+        A newer one that is damaged is passed over: a warning and `passed_over` say why.
+
+        Args:
+            like: for sharded states: a state with sharded tensors in the same places (or objects
+                with such), which say how those of the result are sharded, on however many ranks.
+                It is not changed. Without it, sharded tensors are put together whole.
+            map_location: the device that tensors are put on which are not sharded.
+
+        Raises:
+            FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
+            CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
+        """
+        return self._shelf().load(step, like=like, map_location=map_location)
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint, every byte of which was checked; or None."""
+        return self._shelf().latest()
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
+        return self._shelf().steps()
+
+    def verify(self, step: int | None = None) -> dict[int, str]:
+        """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint.
+        """
+        return self._shelf().verify(step)
+
+    @property
+    def passed_over(self) -> dict[int, str]:
+        """Why the last `latest` or `load` went past newer checkpoints, by step."""
+        return dict(self._shelf().passed_over)
+
+    def prune(self) -> Selection:
+        """Delete what `keep_last` and `keep_every` do not keep, if this rank writes.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        self._must_be_open()
+        self._behind.settle()
+        return self._commits().prune() if self.writes else Selection((), (), "another rank does")
+
+    # -- behind the step ----------------------------------------------------------------------
+
+    def _start(self, task: Callable[[], object], step: int, began: float) -> None:
+        def run() -> None:
+            task()
+            self.durable = monotonic() - began
+            heres.worker_context().saved(step)
+
+        if self._forget is None:
+            atexit.register(self._behind.last_words)
+            self._forget = heres.worker_context().on_stop(self._behind.settle)
+        self._behind.start(run)
+
+    def _all_ranks(self) -> PartSaver:
+        if not self._shared:
+            raise CheckpointError(
+                "sharded state needs one folder that all ranks see, and shared=False says that "
+                "each node has one of its own"
+            )
+        if self._parts is None:
+            self._parts = PartSaver(self._commits(), self._group)
+        return self._parts
+
+    @property
+    def _name(self) -> str:
+        return self._shelf().folder.place.name
+
+    def _place_in_job(self) -> Here:
+        if self._here is None:
+            self._here = heres.find_out()
+        return self._here
+
+    def _shelf(self) -> Shelf:
+        if self._opened is None:
+            self._opened = Shelf(CheckpointFolder(open_place(self._folder)))
+        return self._opened
+
+    def _commits(self) -> Committer:
+        if self._committer is None:
+            writer = self._place_in_job().writer()
+            self._committer = Committer(self._shelf().folder, writer, self._retention)
+        return self._committer
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the CheckpointManager of {self._name} is closed")
+        if self._behind.foreign:
+            raise CheckpointError(
+                "this process was forked from the one that has the CheckpointManager of "
+                f"{self._name}, which alone may save"
+            )

@@ -1,0 +1,131 @@
+"""What one checkpoint consists of: its files with their sizes and sums, who wrote it, and when.
+
+A checkpoint counts from the moment at which its manifest is in place; it is written last. Each
+byte of the manifest is summed, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from typing import Any
+
+import attrs
+
+from ..errors import CheckpointCorrupt, CheckpointError
+
+FORMAT = 1
+NAME = "manifest.json"
+MAX_STEP = 2**63 - 1
+
+_FOLDER = re.compile(r"step-([0-9]{10,19})")
+_END = re.compile(rb"\ncrc32 ([0-9a-f]{8})\n")
+_END_BYTES = len(b"\ncrc32 00000000\n")
+
+
+@attrs.frozen
+class DataFile:
+    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their CRC-32."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@attrs.frozen
+class Manifest:
+    """One checkpoint.
+
+    step: after which the state was taken. parts: 0 for a state that is the same on all ranks, in
+    one file; else so many ranks wrote a file each, in the order of their ranks. run, launch,
+    generation, writer: see `fence.Writer`. saved_at: seconds since 1970 by the writer's wall
+    clock, for people.
+    """
+
+    step: int
+    files: tuple[DataFile, ...]
+    parts: int = 0
+    run: str = ""
+    launch: str = ""
+    generation: int = 0
+    writer: str = ""
+    saved_at: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Of all its data, in bytes."""
+        return sum(file.size for file in self.files)
+
+
+def check_step(step: object) -> int:
+    """The step, if it can be one. Raises CheckpointError."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise CheckpointError(f"a step is an int from 0 to {MAX_STEP}, got {step!r}")
+    return step
+
+
+def folder_of(step: int) -> str:
+    """The name of the folder of a step's checkpoint; names sort as the steps do, to 10^10."""
+    return f"step-{step:010d}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step whose folder has this name; None if it is no such name."""
+    match = _FOLDER.fullmatch(folder)
+    step = int(match[1]) if match else -1
+    return step if 0 <= step <= MAX_STEP and folder_of(step) == folder else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """One line of JSON, and one with its sum."""
+    fields = {"format": FORMAT, **attrs.asdict(manifest)}
+    body = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    return body + b"\ncrc32 %08x\n" % zlib.crc32(body)
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest again.
+
+    Raises:
+        CheckpointCorrupt: it was cut short or changed, or is of another format.
+    """
+    body, end = data[:-_END_BYTES], _END.fullmatch(data[-_END_BYTES:])
+    if end is None or int(end[1], 16) != zlib.crc32(body):
+        raise CheckpointCorrupt("its manifest was changed or cut short")
+    try:
+        return _manifest(json.loads(body))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"its manifest cannot be read: {error}") from error
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
+    found = fields.pop("format")
+    if found != FORMAT:
+        raise CheckpointCorrupt(f"its manifest has format {found!r}, this version reads {FORMAT}")
+    files = tuple(DataFile(**row) for row in fields.pop("files"))
+    manifest = Manifest(files=files, **fields)
+    if len(files) != max(1, manifest.parts):
+        raise ValueError(f"{len(files)} files for {manifest.parts} parts")
+    return manifest
+
+
+def flaw(manifest: Manifest, sizes: dict[str, int]) -> str | None:
+    """What is wrong with the files of a checkpoint, seen from their sizes alone; None if nothing.
+
+    Args:
+        sizes: bytes of each file in the checkpoint's folder.
+    """
+    for file in manifest.files:
+        if file.name not in sizes:
+            return f"{file.name} is missing"
+        if sizes[file.name] != file.size:
+            return f"{file.name} should have {file.size} bytes, and has {sizes[file.name]}"
+    return None
+
+
+def sum_flaw(file: DataFile, crc32: int) -> str | None:
+    """What is wrong with a file whose bytes have this sum; None if nothing."""
+    if crc32 == file.crc32:
+        return None
+    return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {crc32:08x}"

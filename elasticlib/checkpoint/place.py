@@ -1,0 +1,75 @@
+"""A folder of checkpoints, wherever it lies: what must be possible there, and what it promises.
+
+Names are relative, with `/` in them. Whatever fails is an OSError; a commit is data first, each
+file new and durable before the next begins, and one small file put last.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+CHUNK = 16 << 20
+"""Bytes that are read or written at once: large, so that a disk streams, and few calls are made."""
+
+
+def no_news(_chunk: memoryview) -> None:
+    """Nobody wants to see the bytes as they come."""
+
+
+class Place(abc.ABC):
+    """One folder, and the folders in it.
+
+    name: for messages. atomic: whether `put` leaves the old file or the new one whatever happens,
+    and `locked` keeps others out.
+    """
+
+    name: str
+    atomic: bool
+
+    @abc.abstractmethod
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other writers out, if that is possible here; makes the folder."""
+
+    @abc.abstractmethod
+    def folders(self) -> list[str]:
+        """The names of the folders in it; none if it is not there."""
+
+    @abc.abstractmethod
+    def files(self, folder: str) -> dict[str, int]:
+        """The files in a folder in it (`""` for itself) with their bytes; none if not there."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """A small file whole; None if it is not there."""
+
+    @abc.abstractmethod
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        seen: Callable[[memoryview], None] = no_news,
+    ) -> int:
+        """Read a file from the byte `start` on into `buffer`, until either ends; how many bytes.
+
+        seen: called with each part of the buffer once it is filled, in order.
+        """
+
+    @abc.abstractmethod
+    def write(self, name: str, data: memoryview) -> None:
+        """Write a new file, durably; makes its folder. Of one that fails nothing is left."""
+
+    @abc.abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Put a small file in the place of what stands there, durably; the folder is there."""
+
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Take a file away, to stay away; harmless if it is not there."""
+
+    @abc.abstractmethod
+    def remove_folder(self, folder: str) -> None:
+        """Take an empty folder away; harmless if it is not there, or not empty."""

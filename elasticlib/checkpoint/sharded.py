@@ -1,0 +1,174 @@
+"""Sharded state: each rank's part of it as a pack, and how to read it at any other world size.
+
+Which elements a rank has, and which parts hold those that another one needs, is what the planners
+of torch's distributed checkpoints (DCP) say. A part says in its head what it holds, so nobody
+collects the plans of all ranks, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError, StateMismatch
+from .gather import Way, put_shards, take_shards
+from .pack import Layout, lay_out, read_meta, unpack
+from .tree import dtype_named
+
+
+def lay_out_part(step: int, values: object, *, first: bool) -> Layout:
+    """This rank's part of a state: its shards, and on the first rank all that is not sharded.
+
+    Raises:
+        CheckpointError: something in it cannot be saved.
+    """
+    plain, shards = take_shards(values)
+    named = {_name(way): shard for way, shard in shards.items()}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({name: shard.detach() for name, shard in named.items()})
+    chunks, tensors = [], []
+    for item in planner.create_local_plan().items:
+        data, shard = item.tensor_data, named[item.index.fqn]
+        if data is None or not _is_ours(shard):
+            continue
+        tensors.append(shard.detach().to_local())
+        kind = str(shard.dtype).removeprefix("torch.")
+        chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
+        chunks.append([item.index.fqn, kind, list(data.size), *chunk])
+    whole = {"state": plain, "ways": list(shards)} if first else None
+    return lay_out({"whole": whole, "shards": tensors}, {"step": step, "chunks": chunks})
+
+
+@attrs.frozen
+class Parts:
+    """How the parts of one checkpoint are reached.
+
+    count: how many there are. head: the first bytes of one, its outline at least. read: one
+    whole, and checked.
+    """
+
+    count: int
+    head: Callable[[int], memoryview | bytes]
+    read: Callable[[int], memoryview]
+
+
+def load_parts(parts: Parts, like: object = None, *, map_location: str | torch.device) -> Any:
+    """The state, whatever the number of ranks was that saved it.
+
+    Args:
+        like: a state whose sharded tensors say how those of the result are to be sharded, on
+            this many ranks; with None, each is put together whole. Nothing in it is changed.
+        map_location: where tensors go that are not sharded.
+
+    Raises:
+        StateMismatch: `like` has other sharded tensors than the checkpoint.
+        CheckpointCorrupt: a part is damaged.
+    """
+    heads = [read_meta(parts.head(number))["chunks"] for number in range(parts.count)]
+    whole = unpack(parts.read(0), map_location=map_location)["whole"]
+    ways: list[Way] = whole["ways"]
+    kept, homes = _chunks(heads)
+    targets = _targets(kept, ways, like, map_location)
+    _fill(targets, kept, homes, parts)
+    return put_shards(whole["state"], {way: targets[_name(way)] for way in ways})
+
+
+def _name(way: Way) -> str:
+    return repr(way)
+
+
+def _is_ours(shard: DTensor) -> bool:
+    """Whether this rank writes its part: of several that hold the same elements, the first."""
+    placements, place = shard.placements, shard.device_mesh.get_coordinate()
+    if any(placement.is_partial() for placement in placements):
+        raise CheckpointError(
+            "state has a sharded tensor of partial sums: reduce it before it is saved"
+        )
+    if place is None:
+        return False
+    return not any(
+        at for at, placement in zip(place, placements, strict=True) if placement.is_replicate()
+    )
+
+
+_Kept = dict[str, TensorStorageMetadata]
+_Homes = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
+"""In which part the chunk of a name and offset is, and at which place among its tensors."""
+
+
+def _chunks(heads: Iterable[list[Any]]) -> tuple[_Kept, _Homes]:
+    found: _Kept = {}
+    homes: _Homes = {}
+    for part, rows in enumerate(heads):
+        for at, (name, kind, size, offsets, sizes) in enumerate(rows):
+            known = found.setdefault(
+                name,
+                TensorStorageMetadata(
+                    TensorProperties(dtype=dtype_named(kind)), torch.Size(size), []
+                ),
+            )
+            known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            homes[name, tuple(offsets)] = (part, at)
+    return found, homes
+
+
+def _targets(
+    kept: _Kept, ways: list[Way], like: object, map_location: str | torch.device
+) -> dict[str, torch.Tensor]:
+    if like is None:
+        return {
+            name: torch.empty(one.size, dtype=one.properties.dtype, device=map_location)
+            for name, one in kept.items()
+        }
+    _, shards = take_shards(like)
+    for missing, side in ((ways, shards), (list(shards), ways)):
+        for way in missing:
+            if way not in side:
+                has = "the checkpoint" if side is shards else "the given state"
+                raise StateMismatch(f"state{_spoken(way)} is a sharded tensor in {has} alone")
+    for way, shard in shards.items():
+        size = kept[_name(way)].size
+        if size != shard.shape:
+            raise StateMismatch(
+                f"state{_spoken(way)} has the shape {list(size)} in the checkpoint, "
+                f"and {list(shard.shape)} in the given state"
+            )
+    return {_name(way): torch.empty_like(shard.detach()) for way, shard in shards.items()}
+
+
+def _spoken(way: Way) -> str:
+    return "".join(f"[{key!r}]" for key in way)
+
+
+def _fill(targets: Mapping[str, torch.Tensor], kept: _Kept, homes: _Homes, parts: Parts) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(targets), Metadata(dict(kept)), is_coordinator=True)
+    wanted: dict[int, list[tuple[int, Any]]] = {}
+    for item in planner.create_local_plan().items:
+        index: MetadataIndex = item.storage_index
+        part, at = homes[index.fqn, tuple(index.offset or ())]
+        wanted.setdefault(part, []).append((at, item))
+    for part, items in sorted(wanted.items()):
+        # One part in memory at a time; its tensors are views of it.
+        shards = unpack(parts.read(part), copy=False)["shards"]
+        for at, item in items:
+            source = shards[at]
+            for axis, (start, size) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                source = source.narrow(axis, start, size)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(source)
+            planner.commit_tensor(item, target)

@@ -1,0 +1,348 @@
+"""What a training script relies on: saved behind the step, whole, and by the newest job alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticlib import CheckpointManager, ElasticDistributedSampler
+from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.here import Here
+from elasticlib.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointRefused,
+    ConfigError,
+)
+
+
+def state(value: int) -> dict[str, object]:
+    return {"w": torch.full((3,), value), "step": value}
+
+
+def saved(folder: Path, *steps: int, **options: object) -> CheckpointManager:
+    manager = CheckpointManager(folder, **options)  # type: ignore[arg-type]
+    for step in steps:
+        manager.save(step, state(step))
+    manager.wait()
+    return manager
+
+
+def test_modules_optimizers_and_samplers_come_back_wherever_they_stand(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    sampler = ElasticDistributedSampler(range(10), num_replicas=1, rank=0)
+    sampler.advance(4)
+    whole = {"model": model, "others": [(optimizer, sampler)], 3: OrderedDict(a=torch.ones(2))}
+    with CheckpointManager(f"file://{tmp_path}/new/folder") as manager:
+        manager.save(7, whole)
+        manager.wait()
+        found = manager.load()
+    assert os.listdir(tmp_path / "new" / "folder" / "step-0000000007")
+    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    other.load_state_dict(found["model"])
+    assert torch.equal(other(torch.ones(2, 3)), model(torch.ones(2, 3)))
+    torch.optim.AdamW(other.parameters()).load_state_dict(found["others"][0][0])
+    assert found["others"][0][1] == sampler.state_dict()
+    assert isinstance(found[3], OrderedDict)
+
+
+def test_the_newest_few_stay_and_each_so_many_steps_one(tmp_path: Path) -> None:
+    manager = saved(tmp_path, 1, 2, 4, 6, 7, 9, keep_last=2, keep_every=3)
+    assert manager.steps() == [6, 7, 9]
+    assert manager.latest() == 9
+    assert manager.load(6)["step"] == 6
+    assert manager.verify() == {}
+    # Who goes back and saves again finds what it saved, beside the newer ones.
+    manager.save(3, state(3))
+    manager.save(2, state(2))
+    manager.wait()
+    assert manager.steps() == [2, 3, 6, 7, 9]
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"keep_last": 0}, "keep_last >= 1"), ({"keep_every": -1}, "keep_every >= 0")],
+)
+def test_what_cannot_be_kept_is_refused(tmp_path: Path, options: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_none_and_a_state_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointError, match=r"a step is an int from 0 to .*, got -1"):
+            manager.save(-1, {})
+        with pytest.raises(CheckpointError, match=r"state\['a'\] is a builtins.object"):
+            manager.save(1, {"a": object()})
+        with pytest.raises(FileNotFoundError, match="no whole checkpoint in"):
+            manager.load()
+        with pytest.raises(FileNotFoundError, match="step-0000000003"):
+            manager.load(3)
+        assert manager.latest() is None
+        assert manager.steps() == []
+    with pytest.raises(CheckpointError, match="is closed"):
+        manager.save(1, {})
+    assert os.listdir(tmp_path) == []
+
+
+def damaged(data: bytes, every: int) -> list[bytes]:
+    """With a byte flipped, and cut short, at each `every`-th place and the last."""
+    places = [*range(0, len(data), every), len(data) - 1]
+    flipped = [data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :] for at in places]
+    return [*flipped, *(data[:at] for at in places), data + b"\0"]
+
+
+@pytest.mark.parametrize(("name", "every"), [("manifest.json", 1), ("state.*.pack", 5)])
+def test_any_flipped_or_cut_byte_is_found_and_the_older_one_taken(
+    tmp_path: Path, name: str, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 1, 2).close()
+    (path,) = (tmp_path / "step-0000000002").glob(name)
+    whole = path.read_bytes()
+    manager = CheckpointManager(tmp_path)
+    for data in damaged(whole, every):
+        path.write_bytes(data)
+        assert list(manager.verify()) == [2]
+        if len(data) % 50 == 0 or data[0] != whole[0]:
+            assert manager.load()["step"] == 1
+            assert manager.latest() == 1
+            assert "step-0000000002 is damaged: " in manager.passed_over[2]
+            with pytest.raises(CheckpointCorrupt, match="step-0000000002 is damaged: "):
+                manager.load(2)
+    assert "passed over" in caplog.text
+    path.write_bytes(whole)
+    assert manager.load()["step"] == 2
+    assert manager.passed_over == {}
+
+
+def test_a_damaged_one_is_no_reason_to_delete_the_good_one_before_it(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3).close()
+    for step in (2, 3):
+        (path,) = (tmp_path / f"step-{step:010d}").glob("state.*")
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        assert manager.prune().kept == (1,)
+        assert manager.load()["step"] == 1
+
+
+class Held(LocalPlace):
+    """Writes no data until told; says when it was asked to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def write(self, name: str, data: memoryview) -> None:
+        self.asked.set()
+        assert self.go.wait(30)
+        super().write(name, data)
+
+
+def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path: Path) -> None:
+    place, tensor = Held(tmp_path), torch.ones(3)
+    with CheckpointManager(place) as manager:
+        manager.save(1, {"w": tensor})
+        tensor.zero_()
+        assert place.asked.wait(30)
+        assert manager.steps() == []
+        assert manager.durable is None
+        second = threading.Thread(target=manager.save, args=(2, {"w": tensor}))
+        second.start()
+        place.go.set()
+        second.join(30)
+        assert not second.is_alive()
+        assert manager.load(1)["w"].tolist() == [1, 1, 1]
+        manager.wait()
+        assert manager.load(2)["w"].tolist() == [0, 0, 0]
+        assert manager.stall > 0
+        assert (manager.durable or 0) > 0
+
+
+def test_what_failed_behind_the_step_is_raised_once_at_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    manager = CheckpointManager(tmp_path / "file" / "folder")
+    for call in (manager.wait, lambda: manager.save(2, {}), manager.close):
+        manager._closed = False
+        manager.save(1, {})
+        with pytest.raises(CheckpointError, match=r"could not be claimed: .*Not a directory"):
+            call()
+    manager.close()
+
+
+def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
+    place = Held(tmp_path)
+    with CheckpointManager(place) as manager:
+        manager.save(1, {"a": 1})
+        assert place.asked.wait(30)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                manager.wait()
+                manager.close()
+                manager.save(2, {})
+            except CheckpointError as error:
+                status = 0 if "was forked from" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        place.go.set()
+    assert manager.steps() == [1]
+
+
+def place_in(launch: str, generation: int) -> Here:
+    return Here(run="job", launch=launch, generation=generation)
+
+
+def test_an_older_generation_cannot_commit_and_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    place = Held(tmp_path)
+    old = CheckpointManager(place, here=place_in("a", 1))
+    old.save(5, state(1))
+    assert place.asked.wait(30)
+    with CheckpointManager(tmp_path, here=place_in("a", 2)) as new:
+        new.claim()
+        place.go.set()
+        with pytest.raises(
+            CheckpointRefused, match=r"generation 2 of run 'job' .* taken it over from generation 1"
+        ):
+            old.wait()
+        assert new.steps() == []
+        new.save(5, state(2))
+        new.wait()
+        assert len(os.listdir(tmp_path / "step-0000000005")) == 2
+    with pytest.raises(CheckpointRefused, match=r"generation 2 .* writes here, and generation 1"):
+        CheckpointManager(tmp_path, here=place_in("a", 1)).claim()
+    old.close()
+    assert CheckpointManager(tmp_path).load()["step"] == 2
+
+
+def test_the_newest_launch_wins_and_one_that_lost_does_not_come_back(tmp_path: Path) -> None:
+    first = CheckpointManager(tmp_path, here=place_in("a", 7))
+    first.save(1, state(1))
+    first.wait()
+    with CheckpointManager(tmp_path, here=place_in("b", 1)) as second:
+        second.claim()
+        first.save(2, state(2))
+        with pytest.raises(CheckpointRefused, match="generation 1 of run 'job'"):
+            first.close()
+        with pytest.raises(CheckpointRefused, match="took this folder over from the launch of"):
+            CheckpointManager(tmp_path, here=place_in("a", 8)).claim()
+        second.save(3, state(3))
+    assert CheckpointManager(tmp_path).steps() == [1, 3]
+
+
+def test_two_writers_at_once_leave_one_of_them_and_whole_checkpoints(tmp_path: Path) -> None:
+    refused = []
+    all_have_claimed = threading.Barrier(3, timeout=60)
+
+    def write(writer: int) -> None:
+        manager = CheckpointManager(tmp_path)
+        try:
+            manager.claim()
+            all_have_claimed.wait()
+            for step in range(12):
+                manager.save(step, state(writer))
+            manager.close()
+        except CheckpointRefused:
+            refused.append(writer)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(refused) == 2
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.verify() == {}
+        assert manager.load()["step"] in {0, 1, 2} - set(refused)
+
+
+def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None:
+    place = Held(tmp_path)
+    live = CheckpointManager(place)
+    live.claim()
+    (folder := tmp_path / "step-0000000001").mkdir()
+    token = live._commits().writer.token
+    mine, left = folder / f"state.{token}.9.pack", folder / "state.0123456789abcdef.1.pack"
+    for path in (mine, left):
+        path.write_bytes(b"half")
+    CheckpointManager(tmp_path)._commits().prune()
+    assert os.listdir(folder) == [mine.name]
+    place.go.set()
+    live.close()
+
+
+def test_only_the_first_rank_writes_or_the_first_of_each_node(tmp_path: Path) -> None:
+    for rank, local_rank, shared, writes in [
+        *((0, 0, True, True), (2, 0, True, False)),
+        *((2, 0, False, True), (3, 1, False, False)),
+    ]:
+        here = Here(rank=rank, local_rank=local_rank, world_size=4)
+        folder = tmp_path / f"{rank} {shared}"
+        with CheckpointManager(folder, shared=shared, here=here) as manager:
+            assert manager.writes is writes
+            manager.claim()
+            manager.save(1, {})
+            manager.wait()
+            assert manager.prune().kept == ((1,) if writes else ())
+        assert folder.exists() is writes
+
+
+ENDING = """
+import os, sys, torch
+from elasticlib import CheckpointManager, context
+from elasticlib.workers.channel import Channel, VARIABLE
+folder, state = sys.argv[1], {"a": torch.ones(10_000_000)}
+agent = Channel(folder + "/channel", create=True)
+os.environ.update({VARIABLE: folder + "/channel", "TORCHELASTIC_RUN_ID": "job",
+                   "ELASTICLIB_INCARNATION": "abc", "ELASTICLIB_GENERATION": "4"})
+manager = CheckpointManager(folder)
+manager.save(1, state)
+assert context().should_stop() is None
+agent.ask(1, 1e12)
+agent.tell_stop(agent.earliest_stop(), 1, 1e12)
+assert context().should_stop()
+assert manager.steps() == [1] and agent.beat().saved == 1, agent.beat()
+manager.save(2, state)
+raise SystemError("an error of the script's own")
+"""
+
+
+def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDING, str(tmp_path)]
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert "an error of the script's own" in ended.stderr
+    manager = CheckpointManager(tmp_path)
+    assert manager.steps() == [1, 2]
+    found = manager._shelf().folder.look(2)
+    assert found is not None
+    assert found.manifest is not None
+    told = found.manifest
+    assert (told.run, told.launch, told.generation) == ("job", "abc", 4)
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    def interrupted() -> None:
+        with CheckpointManager(tmp_path / "file") as manager:
+            manager.save(1, {})
+            raise KeyboardInterrupt
+
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert "a checkpoint was not saved" in caplog.text

@@ -1,0 +1,144 @@
+"""What is kept, who may write, and what a manifest says: the rules, whatever there is."""
+
+from __future__ import annotations
+
+import contextlib
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.checkpoint import fence as fences
+from elasticlib.checkpoint import manifest as manifests
+from elasticlib.checkpoint.fence import Fence, Writer
+from elasticlib.checkpoint.manifest import DataFile, Manifest
+from elasticlib.checkpoint.prune import Health, Retention, select
+from elasticlib.errors import CheckpointCorrupt
+
+found = st.dictionaries(st.integers(0, 40), st.sampled_from(Health), max_size=12)
+retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6))
+
+
+@given(found, retentions, st.none() | st.integers(0, 40))
+def test_the_last_good_one_and_the_newest_few_always_stay(
+    health: dict[int, Health], retention: Retention, just: int | None
+) -> None:
+    chosen = select(health.items(), retention, just)
+    assert sorted([*chosen.kept, *chosen.deleted]) == sorted(health)
+    good = [step for step in health if health[step] is Health.GOOD]
+    usable = sorted(step for step in health if health[step] is not Health.BAD)
+    if chosen.deleted:
+        assert max(good) in chosen.kept
+    else:
+        assert good or chosen.reason
+    assert set(usable[-retention.last :]) <= set(chosen.kept)
+    if retention.every:
+        assert {step for step in usable if step % retention.every == 0} <= set(chosen.kept)
+    assert just not in chosen.deleted
+    if good:
+        wanted = {*usable[-retention.last :], max(good), just}
+        assert all(
+            step in wanted or (retention.every and step % retention.every == 0)
+            for step in chosen.kept
+        )
+
+
+@given(found, retentions)
+def test_pruning_again_deletes_nothing_more(
+    health: dict[int, Health], retention: Retention
+) -> None:
+    kept = select(health.items(), retention).kept
+    assert select([(step, health[step]) for step in kept], retention).deleted == ()
+
+
+writers = st.builds(
+    Writer,
+    st.sampled_from("rs"),
+    st.sampled_from("lm"),
+    st.integers(0, 3),
+    st.text("ab", max_size=2),
+)
+
+
+@given(st.lists(writers, max_size=12))
+def test_whoever_lost_the_folder_cannot_commit_and_no_older_one_gets_it(
+    claims: list[Writer],
+) -> None:
+    fence: Fence | None = None
+    latest: dict[str, int] = {}
+    for number, one in enumerate(claims):
+        writer = attrs.evolve(one, token=str(number))
+        answer = fences.claim(fence, writer)
+        if answer.fence is None:
+            assert fence is not None
+            older = writer.generation < latest.get(writer.start, 0)
+            assert older or writer.start in fence.lost
+            assert answer.reason
+            continue
+        assert writer.generation >= latest.get(writer.start, 0)
+        if fence is not None:
+            assert "has taken it over from" in (fences.why_not(answer.fence, fence.holder) or "")
+        fence = fences.decode(fences.encode(answer.fence))
+        assert fence == answer.fence
+        assert fences.why_not(fence, writer) is None
+        latest[writer.start] = writer.generation
+
+
+def test_a_fence_that_was_changed_says_so_and_one_that_is_gone_holds() -> None:
+    writer = Writer("r", "l", 1, "t")
+    data = fences.encode(Fence(writer, ("q/k",)))
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        for wrong in (flipped, data[:at]):
+            with contextlib.suppress(CheckpointCorrupt):
+                assert fences.decode(wrong) == fences.decode(data)  # its last newline
+    assert "fence.json is gone" in (fences.why_not(None, writer) or "")
+
+
+def test_only_what_nobody_names_and_no_live_writer_has_is_left_over() -> None:
+    live, dead = "0" * 16, "f" * 16
+    names = [
+        *("manifest.json", "notes.txt", f"state.{live}.1.pack", f"part-00001.{live}.2.pack"),
+        *(f"state.{dead}.1.pack", f"part-00001.{dead}.2.pack", ".manifest.json.0123abcd.partial"),
+    ]
+    named = {"manifest.json", f"state.{dead}.1.pack"}
+    gone = [f"part-00001.{dead}.2.pack", ".manifest.json.0123abcd.partial"]
+    sizes = dict.fromkeys(names, 1)
+    assert sorted(fences.leftovers(sizes, named, live)) == sorted(gone)
+    assert len(fences.leftovers(sizes, named, "")) == 4
+
+
+MANIFEST = Manifest(
+    step=12,
+    files=(DataFile("state.pack", 5, 7), DataFile("b", 0, 0)),
+    parts=2,
+    run="job \u00e9 1",
+    launch="l",
+    generation=3,
+    writer="w",
+    saved_at=1.5,
+)
+
+
+def test_no_changed_or_cut_byte_of_a_manifest_passes() -> None:
+    data = manifests.encode(MANIFEST)
+    assert manifests.decode(data) == MANIFEST
+    for at in range(len(data)):
+        for bit in range(8):
+            with pytest.raises(CheckpointCorrupt):
+                manifests.decode(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :])
+        with pytest.raises(CheckpointCorrupt):
+            manifests.decode(data[:at])
+
+
+@given(st.integers(0, manifests.MAX_STEP))
+def test_a_step_has_one_folder_and_the_folder_one_step(step: int) -> None:
+    assert manifests.step_of(manifests.folder_of(step)) == step
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-00000000001", f"step-{2**63}", ".step-0000000001", "step-000000000x"]
+)
+def test_other_names_are_no_steps(name: str) -> None:
+    assert manifests.step_of(name) is None
