@@ -48,6 +48,9 @@ PURE = {
     "workers/streams.py",
     "data/deal.py",
     "checkpoint/format.py",
+    "checkpoint/slot.py",
+    "checkpoint/buddies.py",
+    "checkpoint/replica_wire.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
 NEVER_IN_PURE = {
@@ -75,6 +78,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "testing/agent_acts.py",
     # A fork that takes on its own environment.
     "workers/template.py",
+    # In a worker: where its agent's memory is, and which run and generation it is of.
+    "checkpoint/told.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
 }
