@@ -62,6 +62,9 @@ PURE = {
     "checkpoint/manifest.py",
     "checkpoint/fence.py",
     "checkpoint/prune.py",
+    "checkpoint/slot.py",
+    "checkpoint/buddies.py",
+    "checkpoint/replica_wire.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
 NEVER_IN_PURE = {
@@ -91,6 +94,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "workers/template.py",
     # In a worker, too: whose checkpoints it writes.
     "checkpoint/here.py",
+    # In a worker: where its agent's memory is, and which run and generation it is of.
+    "checkpoint/told.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
 }

@@ -32,6 +32,8 @@ class Account:
         self._board = CauseBoard(host, clock=clock)
         self._failed_elsewhere = False
         self._cause: Cause | None = None
+        self.lost = ""
+        """What was in memory alone and could not be put where it lasts."""
 
     def begin(self) -> None:
         """Another generation's workers are started."""
@@ -68,7 +70,7 @@ class Account:
         exits = self._exits.values()
         return RunResult(
             state=_STATES[outcome.kind],
-            reason=outcome.reason,
+            reason=f"{outcome.reason}; {self.lost}" if self.lost else outcome.reason,
             values={e.rank: e.value for e in exits} if succeeded else {},
             failures={} if succeeded else {e.rank: e for e in exits if not e.ok},
             generation=0 if group is None else group.generation,

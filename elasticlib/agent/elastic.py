@@ -17,7 +17,7 @@ from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.notice import Notice
 from ..workers.spec import WorkerGroup, WorkerSpec
-from .interface import RunResult
+from .interface import Memory, RunResult
 from .options import AgentOptions
 from .supervisor import Supervisor
 
@@ -40,6 +40,7 @@ class ElasticAgent(Workers):
         ladder: how workers are stopped, on every path.
         interval: seconds between looks at a handler that cannot push.
         options: which signals it heeds, and how long workers may save.
+        memory: what is kept for the workers over all generations; nothing, if left out.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ElasticAgent(Workers):
         ladder: Ladder | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
+        memory: Memory | None = None,
         clock: Clock = monotonic,
     ) -> None:
         # The one attribute, so that a subclass is free to name its own as it likes.
@@ -62,6 +64,7 @@ class ElasticAgent(Workers):
             ladder=ladder,
             interval=interval,
             options=options,
+            memory=memory,
             clock=clock,
         )
 
@@ -96,6 +99,7 @@ class LocalElasticAgent(ElasticAgent):
         ladder: Ladder | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
+        memory: Memory | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._workers = workers
@@ -107,6 +111,7 @@ class LocalElasticAgent(ElasticAgent):
             ladder=ladder,
             interval=interval,
             options=options,
+            memory=memory,
             clock=clock,
         )
         self.agrees = workers.agrees
@@ -146,6 +151,9 @@ class LocalElasticAgent(ElasticAgent):
 
     def kill(self) -> None:
         self._workers.kill()
+
+    def end(self) -> None:
+        self._workers.end()
 
     def close(self) -> None:
         self._workers.close()

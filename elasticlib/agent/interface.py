@@ -6,12 +6,14 @@ agent itself is in `elastic.py`, and what it needs of its workers in `workers/in
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import attrs
 
+from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
-from ..workers.spec import WorkerState
+from ..workers.spec import WorkerGroup, WorkerState
 from .causes import Cause as Cause
 
 DRAIN_EXIT_CODE = 75
@@ -46,3 +48,39 @@ class RunResult:
         if self.state is WorkerState.STOPPED:
             return 128 + self.signal
         return 0 if self.state is WorkerState.SUCCEEDED else 1
+
+
+class Memory(abc.ABC):
+    """What an agent keeps for its workers over all generations, such as their snapshots.
+
+    All methods are called by the agent's own thread, and none of them waits for long, but for
+    `finish`.
+    """
+
+    @abc.abstractmethod
+    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+        """The workers of this group are about to start; none of an earlier one is left.
+
+        Raises:
+            ConfigError: what it was asked to do cannot be done with this rendezvous.
+            OSError: there is no place for what it keeps.
+        """
+
+    @abc.abstractmethod
+    def finish(self, *, keep: bool) -> str:
+        """The run is over and no worker is left: let go of everything.
+
+        keep: the job ends before its work is done, and what is in memory alone is to be put where
+        it lasts. Returns what could not be, as a sentence; empty if nothing is lost.
+        """
+
+
+class NoMemory(Memory):
+    """Keeps nothing."""
+
+    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+        del info, group
+
+    def finish(self, *, keep: bool) -> str:
+        del keep
+        return ""

@@ -35,7 +35,8 @@ class AgentOptions:
     stop for the former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
     `at-checkpoint` (once they have saved). min_uptime: a worker that fails within so many seconds
     of its node's first start is not retried; 0 for none. hang: what silence of workers that tell
-    of their steps is a hang; None: they are not watched.
+    of their steps is a hang; None: they are not watched. snapshot_replicas: how many other nodes
+    keep the snapshots of this node's workers as well.
     """
 
     signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
@@ -46,11 +47,14 @@ class AgentOptions:
     resize: str = AT_STEP
     min_uptime: float = 0.0
     hang: HangLimits | None = None
+    snapshot_replicas: int = 0
 
     def __attrs_post_init__(self) -> None:
         for name in ("resize_grace", "drain_grace", "min_uptime"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+        if self.snapshot_replicas < 0:
+            raise ConfigError(f"need 0 <= snapshot_replicas, got {self.snapshot_replicas}")
         if self.resize not in RESIZES:
             raise ConfigError(f"resize is one of {', '.join(RESIZES)}, got {self.resize!r}")
 

@@ -28,7 +28,7 @@ from .account import Account
 from .agreed import Need
 from .agreement import Agreements
 from .hang_watch import HangWatch
-from .interface import RunResult
+from .interface import Memory, NoMemory, RunResult
 from .observers import RendezvousObserver, SignalObserver
 from .options import AgentOptions
 from .policy import (
@@ -59,6 +59,7 @@ from .policy import (
     react,
 )
 from .stop import GroupStop
+from .summary import summary
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -88,11 +89,13 @@ class Supervisor:
         ladder: Ladder | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
+        memory: Memory | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._spec = spec
         self._handler = handler
         self._workers = workers
+        self._memory = memory or NoMemory()
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
         self._agreements = Agreements(workers, clock, self._agreed)
@@ -166,10 +169,18 @@ class Supervisor:
             stack.callback(_closed, lambda: self._observer.stop(seconds=5.0))
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
+            stack.callback(_closed, self._keep)
+            stack.callback(_closed, self._workers.end)
             stack.callback(_closed, self._account.close)
             stack.callback(_closed, self._agreements.end)
             if self._hang is not None:
                 stack.callback(_closed, self._hang.end)
+
+    def _keep(self) -> None:
+        """Before the rendezvous is left: who goes on may need what is put where it lasts."""
+        outcome = self._now.outcome
+        done = outcome is not None and outcome.kind is OutcomeKind.SUCCEEDED
+        self._account.lost = self._memory.finish(keep=not done)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -193,7 +204,7 @@ class Supervisor:
         if self._now.state is not before:
             if before in (State.RUNNING, State.FINISHED):
                 self._idle_since = self._clock()
-            log.debug("%s -> %s: %s", before.value, self._now.state.value, _summary(event))
+            log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         for action in actions:
             self._do(action)
 
@@ -249,6 +260,7 @@ class Supervisor:
         self._started += 1
         self._tell_start(info, self._group)
         attempt = self._attempt
+        self._memory.begin(info, self._group)
         try:
             self._workers.start(self._group, lambda local: self._worker_ended(attempt, local))
         except ElasticError as error:
@@ -383,13 +395,3 @@ def _closed(close: Callable[[], object]) -> None:
     except Exception:
         # How the run ended is known by now, and must still be told.
         log.exception("the end of the run was not clean")
-
-
-def _summary(event: Event) -> str:
-    if isinstance(event, WorkerEnded):
-        return event.exit.describe()
-    if isinstance(event, Changed):
-        return event.change.reason
-    if isinstance(event, SignalArrived | DrainAsked):
-        return event.name
-    return type(event).__name__

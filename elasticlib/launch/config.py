@@ -20,7 +20,7 @@ from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .output_flags import check_numa_binding, check_output
-from .supervision_flags import SupervisionOptions
+from .supervision_flags import SupervisionOptions, check_replicas
 
 MASTER_PORT = 29500
 LONGEST = 1e6
@@ -226,6 +226,7 @@ class LaunchConfig:
             raise ConfigError(
                 f"need 0 <= --node-rank < {self.max_nodes} nodes, got {self.node_rank}"
             )
+        check_replicas(self.supervision.agent.snapshot_replicas, self.max_nodes)
 
     def _check_backend(self) -> None:
         if not self.foreign:

@@ -17,9 +17,11 @@ from typing import Any
 import attrs
 
 from ..agent.elastic import LocalElasticAgent
-from ..agent.interface import RunResult
+from ..agent.interface import Memory, RunResult
 from ..agent.observers import SignalObserver
 from ..agent.options import AgentOptions
+from ..checkpoint.keeper import SnapshotKeeper
+from ..checkpoint.persisting import Persist
 from ..errors import ConfigError, ElasticError
 from ..workers.exits import WorkerExit
 from ..workers.function import pickled
@@ -29,7 +31,7 @@ from ..workers.local import LocalWorkers
 from ..workers.processors import bindings
 from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
 from . import report
-from .config import LaunchConfig
+from .config import TCP_BACKENDS, LaunchConfig
 from .meeting import open_meeting
 from .secret import read_secret
 
@@ -98,11 +100,16 @@ def _name(entrypoint: Entrypoint) -> str:
 
 
 def run_node(
-    config: LaunchConfig, entrypoint: Entrypoint, workers: Workers | None = None
+    config: LaunchConfig,
+    entrypoint: Entrypoint,
+    workers: Workers | None = None,
+    *,
+    persist: Persist | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
-    workers: what runs them, if not processes of this machine as the config has them.
+    workers: what runs them, if not processes of this machine as the config has them. persist:
+    writes the newest snapshots when the job drains or fails for good.
     """
     _check_log_dir(config.log_dir)
     if config.virtual_local_rank:
@@ -116,6 +123,7 @@ def run_node(
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
     runners = workers or local_workers(config, options)
+    memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     try:
         agent = LocalElasticAgent(
@@ -126,6 +134,7 @@ def run_node(
             ladder=Ladder(grace=config.shutdown_timeout),
             interval=config.monitor_interval,
             options=options,
+            memory=memory,
         )
         # A node that has saved and leaves is often told so again, and must not die of it.
         with SignalObserver(options.drain_signals, lambda _: None):
@@ -154,6 +163,29 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
         ignored=options.kept_from_workers,
         start_method=config.start_method,
         preload=config.preload,
+    )
+
+
+def _memory(
+    config: LaunchConfig, runners: Workers, secret: bytes | None, persist: Persist | None
+) -> Memory | None:
+    """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
+    replicas = config.supervision.agent.snapshot_replicas
+    if not isinstance(runners, LocalWorkers):
+        if replicas:
+            raise ConfigError(
+                "--snapshot-replicas needs workers that are processes of this machine, got "
+                f"{type(runners).__name__}"
+            )
+        return None
+    # Only nodes that meet in a TCP store have shown each other that they know the secret.
+    asked = config.rdzv_backend in TCP_BACKENDS
+    return SnapshotKeeper(
+        runners.memory.era,
+        replicas=replicas,
+        secret=secret if asked else None,
+        address=config.local_addr or "",
+        persist=persist,
     )
 
 

@@ -57,6 +57,15 @@ def _check_seconds(name: str, value: float) -> None:
         )
 
 
+def check_replicas(replicas: int, nodes: int) -> None:
+    """Raises ConfigError for more of them than a job of at most so many nodes has others."""
+    if not 0 <= replicas < nodes:
+        raise ConfigError(
+            f"--snapshot-replicas is how many other nodes keep a snapshot: from 0 to {nodes - 1} "
+            f"in a job of up to {nodes}, got {replicas}"
+        )
+
+
 _SECONDS: Mapping[str, str] = {
     "resize_grace": "for workers that listen to save and end when the job's size changes "
     "(default 30)",
@@ -101,6 +110,13 @@ def add_supervision_flags(add: Callable[..., None]) -> None:
         "restarted; auto: 20 times the median of their steps, and a minute at least (default: "
         "they are not watched)",
     )
+    add(
+        "--snapshot-replicas",
+        type=int,
+        metavar="N",
+        help="how many other nodes keep the snapshots of this node's workers in their memory "
+        "(default 0)",
+    )
     for name, text in _SECONDS.items():
         add(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
 
@@ -118,6 +134,12 @@ def read_supervision(given: argparse.Namespace) -> SupervisionOptions:
     agent = attrs.evolve(_heeded(given), **seconds)
     if given.hang_timeout is not None:
         agent = attrs.evolve(agent, hang=_hang_limits(given.hang_timeout))
+    if given.snapshot_replicas is not None:
+        if given.snapshot_replicas < 0:
+            raise ConfigError(
+                f"--snapshot-replicas is a number from 0, got {given.snapshot_replicas}"
+            )
+        agent = attrs.evolve(agent, snapshot_replicas=given.snapshot_replicas)
     if given.resize is not None:
         agent = attrs.evolve(agent, resize=given.resize)
     return SupervisionOptions(agent=agent, **ours)

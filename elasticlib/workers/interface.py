@@ -85,6 +85,10 @@ class Workers(abc.ABC):
     def kill(self) -> None:
         """End all running workers by force."""
 
+    def end(self) -> None:  # noqa: B027 - `close` does it as well
+        """End all workers by force, and wait for it within bounds; what they kept stays until
+        `close`. No others will be started."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Free everything; nothing that was started is left. Closing twice is harmless."""

@@ -35,7 +35,8 @@ from .notice import Notice
 from .output import Output
 from .output_plan import OutputPlan
 from .processors import Processors, count_cores
-from .spec import Worker, WorkerGroup, WorkerSpec, worker_environment
+from .shared_folder import SharedFolder
+from .spec import SNAPSHOTS, Worker, WorkerGroup, WorkerSpec, worker_environment
 from .starting import Starter, program
 from .warm import Warm
 
@@ -98,7 +99,10 @@ class LocalWorkers(Workers):
             ignored=ignored,
             processors=processors,
         )
-        self._channels = Channels(self._guardian.add_folder, self._guardian.remove_folder)
+        kept = (self._guardian.add_folder, self._guardian.remove_folder)
+        self._channels = Channels(*kept)
+        self.memory = SharedFolder(*kept)
+        """Where the workers keep what outlives them, and not their agent."""
         self._folder: Path | None = None
         self._processes: dict[int, _Process] = {}
         self._stopped = False
@@ -193,6 +197,7 @@ class LocalWorkers(Workers):
             cores=count_cores(),
         )
         environment[CHANNEL] = self._channels.open(worker.local_rank)
+        environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         what = program(group.spec.entrypoint, worker.local_rank, folder)
         output = Output(self._output, worker, group.spec.role, folder).open()
         try:
@@ -296,7 +301,7 @@ class LocalWorkers(Workers):
         for process in self._processes.values():
             session.signal_group(process.popen.pid, number)
 
-    def close(self) -> None:
+    def end(self) -> None:
         self.kill()
         for local_rank, process in list(self._processes.items()):
             if session.ends_within(process.popen.pid, REAP_SECONDS):
@@ -305,11 +310,15 @@ class LocalWorkers(Workers):
                 # The guardian has it listed, and goes on trying when we are gone.
                 log.error("pid %d would not die, even of SIGKILL", process.popen.pid)
                 del self._processes[local_rank]
+
+    def close(self) -> None:
+        self.end()
         deadline = monotonic() + DRAIN_SECONDS
         for output in self._late:
             output.drain(deadline)
         self._late.clear()
         self._channels.close_all()
+        self.memory.remove()
         self._starter.close()
         if self._folder is not None and not self._kept:
             shutil.rmtree(self._folder, ignore_errors=True)

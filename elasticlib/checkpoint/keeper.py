@@ -1,0 +1,276 @@
+"""What an agent does for its workers' snapshots: replicas to other nodes, clearing up, the disk.
+
+It begins anew with each generation. Without replicas it does nothing before the end: the workers
+write into its memory and clear up themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ..agent.interface import Memory
+from ..clock import Clock, monotonic
+from ..errors import ConfigError, ElasticError
+from ..rendezvous.interface import RendezvousInfo
+from ..workers.spec import WorkerGroup
+from . import memory
+from .buddies import encode_place, givers, takers
+from .memory import NEWS
+from .persisting import Persist, persist_all, to_persist
+from .replica_sender import ReplicaSender
+from .replica_server import ReplicaServer
+from .slot import Found, newest_of_each, outlived, that_count
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+FLUSH_SECONDS = 5.0
+"""For which a node that leaves waits until the others have its last replicas."""
+RETRY_SECONDS = 0.5
+
+
+class SnapshotKeeper(Memory):
+    """Of one agent.
+
+    Args:
+        era: the folder for one start of the workers, by its number; see
+            `elasticlib.workers.shared_folder`.
+        replicas: how many other nodes keep each snapshot.
+        secret: what the nodes of the job prove to know, if anything.
+        address: of this node, where others reach it; found out if it is empty.
+        persist: writes to the disk what is left at the end.
+    """
+
+    def __init__(
+        self,
+        era: Callable[[int], Path],
+        *,
+        replicas: int = 0,
+        secret: bytes | None = None,
+        address: str = "",
+        persist: Persist | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._era = era
+        self._replicas = replicas
+        self._secret = secret
+        self._address = address
+        self._persist = persist
+        self._clock = clock
+        self._folder: Path | None = None
+        self._info: RendezvousInfo | None = None
+        self._replicating: Replicating | None = None
+
+    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+        self._end()
+        self._info, self._folder = info, self._era(group.attempt)
+        if not self._replicas or info.world_size == 1:
+            return
+        if info.store is None or not info.board:
+            raise ConfigError(
+                "--snapshot-replicas needs a store in which the nodes find each other, and this "
+                "rendezvous has none: leave it out"
+            )
+        address = self._address or own_address(info)
+        try:
+            self._replicating = Replicating(
+                info,
+                self._folder,
+                self._replicas,
+                group.spec.local_world_size,
+                secret=self._secret,
+                address=address,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"this node cannot take replicas at {address}: {error}; --local-addr says at which "
+                "address the others reach it"
+            ) from error
+
+    def finish(self, *, keep: bool) -> str:
+        if keep and self._replicating is not None:
+            self._replicating.flush(FLUSH_SECONDS)
+        self._end()
+        if not keep or self._folder is None:
+            return ""
+        found = to_persist(that_count(memory.look(self._folder.parent)))
+        if found and self._persist is None:
+            log.warning(
+                "the snapshot of step %d goes with this agent, which was given nobody who writes",
+                found[0].record.step,
+            )
+            return ""
+        if not found or self._persist is None:
+            return ""
+        return persist_all(self._folder.parent, found, self._persist, self._info, clock=self._clock)
+
+    def _end(self) -> None:
+        replicating, self._replicating = self._replicating, None
+        if replicating is not None:
+            replicating.close()
+
+
+class Replicating:
+    """One generation's replicas: given to the nodes after this one, taken from those before.
+
+    Raises:
+        OSError: nothing can be taken at this address.
+    """
+
+    def __init__(
+        self,
+        info: RendezvousInfo,
+        folder: Path,
+        replicas: int,
+        workers: int,
+        *,
+        secret: bytes | None,
+        address: str,
+    ) -> None:
+        self._info = info
+        self._folder = folder
+        self._workers = workers
+        self._era = int(folder.name)
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._safe = self._cleared = False
+        self._prefix = f"{info.board}snapshots/"
+        os.mkfifo(folder / NEWS, 0o600)
+        # Read and write: a pipe that no worker has open would have come to its end.
+        self._pipe = os.open(folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        rank, nodes = info.rank, info.world_size
+        try:
+            self._server = ReplicaServer(
+                address,
+                info.board,
+                folder,
+                givers(rank, nodes, replicas),
+                secret=secret,
+                kept=self._wake,
+            )
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        self._senders = [
+            ReplicaSender(
+                info,
+                taker,
+                f"{self._prefix}place/{taker}",
+                secret=secret,
+                memory=folder.parent,
+                newest=self._newest,
+                kept=self._wake,
+            )
+            for taker in takers(rank, nodes, replicas)
+        ]
+        self._thread = threading.Thread(target=self._watch, name="agent-snapshots", daemon=True)
+        self._thread.start()
+
+    def flush(self, seconds: float) -> None:
+        """Until the others have the last snapshots, or `seconds` have passed."""
+        deadline = monotonic() + seconds
+        for sender in self._senders:
+            if sender.lacks_any():
+                sender.flush(max(0.0, deadline - monotonic()))
+
+    def close(self) -> None:
+        self._over.set()
+        self._wake()
+        for sender in self._senders:
+            sender.stop()
+        self._server.close()
+        for sender in self._senders:
+            sender.close()
+        self._thread.join(1.0)
+        with self._lock:
+            os.close(self._pipe)
+            self._pipe = -1
+        (self._folder / NEWS).unlink(missing_ok=True)
+
+    def _wake(self) -> None:
+        # Under the lock: a number that was closed may be another file's by now.
+        with self._lock, contextlib.suppress(OSError):  # full: it has enough to wake of
+            os.write(self._pipe, b"\n")
+
+    def _newest(self) -> Iterable[Found]:
+        return newest_of_each([one for one in self._look() if self._is_own(one)])
+
+    def _is_own(self, found: Found) -> bool:
+        return found.era == self._era and not found.owner
+
+    def _look(self) -> list[Found]:
+        return memory.look(self._folder.parent)
+
+    def _watch(self) -> None:
+        self._announce()
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        while not self._over.is_set():
+            poll.poll()
+            with self._lock, contextlib.suppress(OSError):
+                os.read(self._pipe, 65536)
+            for sender in self._senders:
+                sender.wake()
+            try:
+                self._clear_up()
+            except (ElasticError, OSError) as error:
+                log.info("earlier snapshots stay for now: %s", error)
+
+    def _announce(self) -> None:
+        """Say where this node takes replicas."""
+        store, place = self._info.store, encode_place(self._server.place)
+        assert store is not None
+        while not self._over.is_set():
+            try:
+                store.set(f"{self._prefix}place/{self._info.rank}", place)
+                return
+            except ElasticError as error:
+                log.info("the other nodes are not told where to leave replicas: %s", error)
+                self._over.wait(RETRY_SECONDS)
+
+    def _clear_up(self) -> None:
+        """Drop what earlier eras left, once this one's stand on their own.
+
+        Of a state in parts that is when all nodes have made theirs *and* given them away: until
+        then the loss of a node takes back to the earlier ones.
+        """
+        if self._cleared:
+            return
+        found = self._look()
+        earlier = {one.record.name for one in found if one.era < self._era}
+        useless = [one for name in earlier for one in outlived(found, self._era, name)]
+        own = [one.record for one in found if self._is_own(one)]
+        in_parts = any(record.parts > 1 for record in own)
+        if in_parts and not self._all_are_safe({(r.name, r.part) for r in own}):
+            return
+        memory.remove(self._folder.parent, useless)
+        self._cleared = bool(own) and len(useless) == sum(one.era < self._era for one in found)
+
+    def _all_are_safe(self, own: set[tuple[str, int]]) -> bool:
+        store = self._info.store
+        assert store is not None
+        all_here = len(own) >= self._workers
+        if not self._safe and all_here and all(own <= s.given for s in self._senders):
+            store.set(f"{self._prefix}safe/{self._info.rank}", b"")
+            self._safe = True
+        said = store.list(f"{self._prefix}safe/").entries if self._safe else ()
+        return len(said) == self._info.world_size
+
+
+def own_address(info: RendezvousInfo) -> str:
+    """This node's address, as it is on its way to the generation's first node."""
+    first = info.bootstrap_store_info
+    found = socket.getaddrinfo(first.master_addr, first.master_port or 9, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = found[0]
+    if info.rank == 0:
+        return str(target[0])
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket chooses a route and sends nothing.
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,212 @@
+"""Snapshots as files in memory that an agent owns: written in slots, pinned by whoever reads.
+
+A writer locks the slot that it writes and a reader the one that it reads, each without waiting,
+so neither ever sees the other's half. Without torch: agents use it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+from ..errors import CheckpointError
+from .slot import RECORD_BYTES, Found, Record, Slot, choose, decode, encode
+
+OWN = "own"
+FROM = "from"
+NEWS = "news"
+"""A pipe in an era's folder by which workers wake an agent that looks after their snapshots."""
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+@attrs.define(eq=False)
+class _File:
+    """A slot that this process writes."""
+
+    path: Path
+    handle: int
+    memory: mmap.mmap
+    capacity: int
+    record: Record | None = None
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self.handle)
+        # What still has a view of it (a tensor) keeps the memory until it goes.
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+class Slots:
+    """Those of one writer, in the folder of an era.
+
+    owner: of what is written; empty for a worker's own, else what names the node that sent it.
+    No two writers share a slot, whoever stood still for however long.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], owner: str = "") -> None:
+        self._folder = Path(folder)
+        kind = f"{FROM}.{owner}" if owner else OWN
+        self._prefix = f"{kind}.{secrets.token_hex(4)}"
+        self._made = 0
+        self._files: dict[str, _File] = {}
+
+    @contextlib.contextmanager
+    def writing(self, record: Record) -> Iterator[memoryview]:
+        """The memory for a pack of `record.size` bytes, all of which the caller writes.
+
+        It counts when the block is left without an error; the last `record.keep` whole ones stay
+        as they are until then, and after it if it fails.
+
+        Raises:
+            CheckpointError: there is no memory for it.
+        """
+        text = encode(record)
+        file = self._locked(record.size, record.keep)
+        try:
+            file.record = None
+            file.memory[: len(text)] = bytes(len(text))
+            view = memoryview(file.memory)[RECORD_BYTES : RECORD_BYTES + record.size]
+            yield view
+            file.memory[: len(text)] = text
+            file.record = record
+        finally:
+            fcntl.flock(file.handle, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of the memory, which stays as it is."""
+        for file in self._files.values():
+            os.close(file.handle)
+            with contextlib.suppress(BufferError):
+                file.memory.close()
+        self._files.clear()
+
+    def remove(self) -> None:
+        """Let go of the memory, and free it."""
+        for file in self._files.values():
+            file.drop()
+        self._files.clear()
+
+    def _locked(self, size: int, keep: int) -> _File:
+        slots = (Slot(n, file.capacity, file.record) for n, file in self._files.items())
+        choice = choose(slots, size, keep)
+        # First, so that a larger state need not find room beside those that have become too small.
+        for name in choice.drop:
+            self._files.pop(name).drop()
+        for name in choice.use:
+            if _locks(self._files[name].handle, fcntl.LOCK_EX):
+                return self._files[name]
+        file = self._make(size)
+        self._files[file.path.name] = file
+        return file
+
+    def _make(self, size: int) -> _File:
+        self._made += 1
+        path = self._folder / f"{self._prefix}.{self._made}"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CheckpointError(
+                f"the agent's memory at {self._folder} takes no snapshot: {error.strerror}"
+            ) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # Now, and not as it is filled, when full memory would be answered with SIGBUS.
+            os.posix_fallocate(handle, 0, RECORD_BYTES + size)
+            flags = mmap.MAP_SHARED | _POPULATE
+            return _File(path, handle, mmap.mmap(handle, RECORD_BYTES + size, flags), size)
+        except OSError as error:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise CheckpointError(_no_room(self._folder, size, error)) from error
+
+
+def _no_room(folder: Path, size: int, error: OSError) -> str:
+    text = f"no memory for a snapshot of {size} bytes at {folder}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        free = shutil.disk_usage(folder).free
+        text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
+    return text
+
+
+def _locks(handle: int, how: int) -> bool:
+    try:
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def look(memory: str | os.PathLike[str]) -> list[Found]:
+    """The whole snapshots in an agent's memory, in no order."""
+    found = []
+    for path in Path(memory).glob("[0-9]*/*.*"):
+        kind, *owner, _, _ = path.name.split(".")
+        if kind not in (OWN, FROM):
+            continue
+        record = _record_of(path)
+        if record is not None:
+            file = f"{path.parent.name}/{path.name}"
+            found.append(Found(int(path.parent.name), ".".join(owner), file, record))
+    return found
+
+
+def _record_of(path: Path) -> Record | None:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return decode(os.pread(handle, RECORD_BYTES, 0))
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview | None]:
+    """The pack of a snapshot, which stays as it is within the block; None if it is gone."""
+    try:
+        handle = os.open(Path(memory, found.file), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        # Read again under the lock: the slot may hold a later one by now.
+        if not _locks(handle, fcntl.LOCK_SH):
+            yield None
+            return
+        if decode(os.pread(handle, RECORD_BYTES, 0)) != found.record:
+            yield None
+            return
+        size = RECORD_BYTES + found.record.size
+        with (
+            # Not shared: what a reader writes by mistake is its own.
+            mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapped,
+            memoryview(mapped) as whole,
+            whole[RECORD_BYTES:] as view,
+        ):
+            yield view
+    finally:
+        os.close(handle)
+
+
+def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:
+    """Free what these take. Who has one pinned keeps it until it lets go."""
+    for one in found:
+        with contextlib.suppress(OSError):
+            Path(memory, one.file).unlink()
+
+
+def drop(memory: str | os.PathLike[str], useless: Callable[[list[Found]], Iterable[Found]]) -> None:
+    """Remove what `useless` says is of no more use."""
+    remove(memory, useless(look(memory)))

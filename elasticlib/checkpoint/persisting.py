@@ -1,0 +1,165 @@
+"""What is in memory alone when a job ends before its work is done is written where it lasts.
+
+An agent's last act: without torch, after its workers are gone and before their memory is. Of a
+state that is the same on all ranks, for a folder that all nodes share, one of them writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from ..clock import Clock, monotonic
+from ..errors import StoreError, describe
+from ..rendezvous.interface import RendezvousInfo
+from ..stores.interface import ABSENT
+from .memory import pinned
+from .slot import Found, Record
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+Persist = Callable[[Record, memoryview], bool]
+"""Writes a pack to the folder that its record names, for its step, unless that is there or a newer
+one is: whether it has written. It raises what the disk raises, or an ElasticError (as of a
+generation that is no longer current). It may be called at once by several nodes, and of a state in
+parts once a part: the step counts when all are there."""
+
+WRITE_SECONDS = 600.0
+"""For all that is to be written: a disk that hangs must not hold a node for ever."""
+CLAIM_SECONDS = 60.0
+"""For which a node that says it writes is believed."""
+_DONE = b"done"
+
+
+def to_persist(found: Iterable[Found]) -> tuple[Found, ...]:
+    """Which of the snapshots in a memory are worth writing.
+
+    The last generation's newest of each name; of a state in parts as many as are kept, as the
+    ranks may not all hold the newest.
+    """
+    of_part: dict[tuple[str, int], list[Found]] = {}
+    for one in sorted(found, key=_newness, reverse=True):
+        record = one.record
+        if not record.folder:
+            continue
+        chosen = of_part.setdefault((record.name, record.part), [])
+        if len(chosen) < record.keep and record.step not in [other.record.step for other in chosen]:
+            chosen.append(one)
+    return tuple(one for chosen in of_part.values() for one in chosen)
+
+
+def _newness(found: Found) -> tuple[int, int, bool]:
+    return (found.record.generation, found.record.step, not found.owner)
+
+
+def persist_all(
+    memory: Path,
+    found: Sequence[Found],
+    persist: Persist,
+    info: RendezvousInfo | None,
+    *,
+    seconds: float = WRITE_SECONDS,
+    clock: Clock = monotonic,
+) -> str:
+    """Write these, and return what could not be, as a sentence; empty if nothing is lost.
+
+    info: of the last generation, whose nodes agree by its store who writes what they share.
+    """
+    problems: list[str] = []
+    left = list(found)
+
+    def write() -> None:
+        while left:
+            problem = _persist_one(memory, left[0], persist, info, clock)
+            if problem:
+                problems.append(problem)
+            left.pop(0)
+
+    # In a thread of its own: nothing ends a write to a disk that hangs.
+    thread = threading.Thread(target=write, name="agent-persist", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    late = [f"{_what(one.record)} was not there after {seconds:g} s" for one in tuple(left)]
+    return "; ".join([*problems, *late])
+
+
+def _persist_one(
+    memory: Path, found: Found, persist: Persist, info: RendezvousInfo | None, clock: Clock
+) -> str:
+    record = found.record
+    claim = Claim(info, record, clock) if record.shared else None
+    try:
+        if claim is not None and claim.elsewhere():
+            return ""
+        with pinned(memory, found) as view:
+            if view is None:
+                return f"{_what(record)} was not written: it is not there any more"
+            if persist(record, view):
+                log.info("%s was written to %s", _what(record), record.folder)
+    except Exception as error:
+        # Of whatever kind: how the run ended must still be told, and this with it.
+        if claim is not None:
+            claim.give_up()
+        return f"{_what(record)} was not written to {record.folder}: {describe(error)}"
+    if claim is not None:
+        claim.done()
+    return ""
+
+
+def _what(record: Record) -> str:
+    part = f" (part {record.part} of {record.parts})" if record.parts > 1 else ""
+    return f"the snapshot of step {record.step}{part}"
+
+
+class Claim:
+    """Which node of a generation writes one snapshot that several hold."""
+
+    def __init__(self, info: RendezvousInfo | None, record: Record, clock: Clock) -> None:
+        shared = info is not None and bool(info.board) and info.world_size > 1
+        self._store = info.store if info is not None and shared else None
+        board = "" if info is None else info.board
+        name = quote(record.name, safe="")[:256]
+        self._key = f"{board}persist/{name}/{record.generation}.{record.step}.{record.part}"
+        self._clock = clock
+
+    def elsewhere(self) -> bool:
+        """Whether another node has written it. If not, it is for us to write: perhaps twice, but
+        not never, whatever becomes of that node or the store."""
+        if self._store is None:
+            return False
+        try:
+            return self._written_elsewhere()
+        except StoreError as error:
+            log.info("the nodes cannot agree who writes a snapshot, so this one does: %s", error)
+            self._store = None
+            return False
+
+    def _written_elsewhere(self) -> bool:
+        store, deadline = self._store, self._clock() + CLAIM_SECONDS
+        assert store is not None
+        while (left := deadline - self._clock()) > 0:
+            if store.compare_set(self._key, b"writing", expected=ABSENT).won:
+                return False
+            listing = store.list(self._key)
+            said = {entry.key: entry.value for entry in listing.entries}.get(self._key)
+            if said == _DONE:
+                return True
+            if said is not None:
+                store.wait(self._key, after=listing.version, timeout=min(left, 1.0))
+        return False
+
+    def done(self) -> None:
+        self._say(lambda: self._store and self._store.set(self._key, _DONE))
+
+    def give_up(self) -> None:
+        """Another may try."""
+        self._say(lambda: self._store and self._store.delete(self._key))
+
+    def _say(self, say: Callable[[], object]) -> None:
+        try:
+            say()
+        except StoreError as error:
+            log.info("the other nodes are not told about a snapshot: %s", error)

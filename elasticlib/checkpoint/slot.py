@@ -1,0 +1,216 @@
+"""A slot of memory: which snapshot it holds, which slot is written next, and which count.
+
+A slot's first page holds a record of what follows, with its own sum; it is cleared before the
+bytes behind it are touched and written when they are all there, so whoever reads it at any moment
+sees a whole snapshot or none.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from ..errors import CheckpointError
+
+RECORD_BYTES = 4096
+"""Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""
+
+ROOMY = 2
+"""A slot is not used for what fills less than one part in so many of it."""
+
+MAGIC = b"ELSLOT1\n"
+_HEAD = struct.Struct("<8sII")
+_FIELD_TYPES = {"int": int, "str": str, "bool": bool}
+
+
+@attrs.frozen
+class Record:
+    """What a slot holds.
+
+    name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
+    writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
+    folder: where it is written when the job ends without it; empty for nowhere. shared: whether
+    that folder is one for all nodes.
+    """
+
+    name: str
+    step: int
+    sequence: int
+    size: int
+    run: str
+    generation: int
+    part: int = 0
+    parts: int = 1
+    folder: str = ""
+    shared: bool = True
+
+    @property
+    def keep(self) -> int:
+        """How many whole snapshots stay while another is written.
+
+        One that is the same on all ranks: any rank's will do. Of a state in parts, two: a rank
+        begins to write step n + 1 when it has entered that step's collective; if its GPU has not
+        come out of it yet, another rank may be writing step n still, and hold n - 1 only. Nobody
+        is further: who has n + 1 whole has come out of its collective, which needs all ranks to
+        have n whole.
+        """
+        return 2 if self.parts > 1 else 1
+
+
+def encode(record: Record) -> bytes:
+    """The first bytes of a slot.
+
+    Raises:
+        CheckpointError: the names in it are too long for a page.
+    """
+    text = json.dumps(attrs.asdict(record), separators=(",", ":")).encode()
+    if _HEAD.size + len(text) > RECORD_BYTES:
+        raise CheckpointError(
+            f"a snapshot's record has at most {RECORD_BYTES} bytes, and that of step "
+            f"{record.step} has {_HEAD.size + len(text)}: use a shorter path than {record.folder!r}"
+        )
+    return _HEAD.pack(MAGIC, len(text), _sum(text)) + text
+
+
+def decode(page: bytes | memoryview) -> Record | None:
+    """The record that the first bytes of a slot hold; None if that is not a whole one."""
+    if len(page) < _HEAD.size:
+        return None
+    magic, length, summed = _HEAD.unpack_from(page)
+    text = bytes(page[_HEAD.size : _HEAD.size + length])
+    if magic != MAGIC or len(text) != length or summed != _sum(text):
+        return None
+    try:
+        return read_record(json.loads(text))
+    except ValueError:
+        return None
+
+
+def read_record(fields: Any) -> Record:
+    """The record with these fields, each of its type and in its range.
+
+    Raises:
+        ValueError: they are not a record's.
+    """
+    if type(fields) is not dict or fields.keys() != attrs.fields_dict(Record).keys():
+        raise ValueError(f"no record of a snapshot: {fields!s:.200}")
+    for field in attrs.fields(Record):
+        if type(fields[field.name]) is not _FIELD_TYPES[str(field.type)]:
+            raise ValueError(f"a record's {field.name} is {field.type}: {fields[field.name]!r:.80}")
+    record = Record(**fields)
+    if not (0 <= record.part < record.parts and record.size > 0 and record.sequence > 0):
+        raise ValueError(f"no record of a snapshot: {record!s:.200}")
+    return record
+
+
+def _sum(text: bytes) -> int:
+    return zlib.crc32(text, len(text))
+
+
+@attrs.frozen
+class Slot:
+    """One slot of a writer; capacity: bytes behind its record; record: None if it holds nothing."""
+
+    name: str
+    capacity: int
+    record: Record | None = None
+
+
+@attrs.frozen
+class Choice:
+    """Which slots may be written, the best first, and which are of no more use."""
+
+    use: tuple[str, ...]
+    drop: tuple[str, ...]
+
+
+def choose(slots: Iterable[Slot], size: int, keep: int) -> Choice:
+    """Where the next snapshot of `size` bytes goes; a new slot, if none of `use` is free.
+
+    The newest `keep` whole ones are in neither list.
+    """
+    slots = tuple(slots)
+    whole = sorted((s for s in slots if s.record), key=_sequence, reverse=True)
+    kept = {slot.name for slot in whole[:keep]}
+    free = sorted((slot for slot in slots if slot.name not in kept), key=_sequence)
+    fits = [slot.name for slot in free if size <= slot.capacity <= size * ROOMY]
+    return Choice(tuple(fits), tuple(slot.name for slot in free if slot.name not in fits))
+
+
+def _sequence(slot: Slot) -> int:
+    return slot.record.sequence if slot.record else 0
+
+
+@attrs.frozen
+class Found:
+    """A whole snapshot in an agent's memory.
+
+    era: the how manieth start of the agent's workers it was put there in. owner: who put it there:
+    empty for workers here, else what names the node that sent it. file: its path in the memory.
+    """
+
+    era: int
+    owner: str
+    file: str
+    record: Record
+
+    @property
+    def _line(self) -> tuple[str, str, int, int]:
+        return (self.owner, self.record.name, self.record.part, self.record.parts)
+
+    @property
+    def _order(self) -> tuple[int, int]:
+        return (self.era, self.record.sequence)
+
+
+def that_count(found: Iterable[Found]) -> tuple[Found, ...]:
+    """Those that may be gone back to, the newest step first, and of one step our own first.
+
+    Who has gone back to an earlier step has given up the later ones: a snapshot counts only if
+    all that were made after it in its place are of later steps.
+    """
+    lowest: dict[tuple[str, str, int, int], int] = {}
+    counts = []
+    for one in sorted(found, key=lambda one: one._order, reverse=True):
+        step = one.record.step
+        if step < lowest.get(one._line, step + 1):
+            lowest[one._line] = step
+            counts.append(one)
+    return tuple(sorted(counts, key=lambda one: (-one.record.step, one.owner != "", one.file)))
+
+
+def outlived(found: Iterable[Found], era: int, name: str) -> tuple[Found, ...]:
+    """The snapshots of earlier eras that are of no more use once this one's stand on their own.
+
+    They do once a worker here has made as many in this era as are kept: then all ranks have one.
+    Replicas count as what they are replicas of.
+    """
+    found = tuple(one for one in found if one.record.name == name)
+    made: dict[int, list[Record]] = {}
+    for one in found:
+        if one.era == era and not one.owner:
+            made.setdefault(one.record.part, []).append(one.record)
+    if not any(len(records) >= records[0].keep for records in made.values()):
+        return ()
+    return tuple(one for one in found if one.era < era)
+
+
+def given_up(found: Iterable[Found], era: int, name: str, step: int) -> tuple[Found, ...]:
+    """The snapshots of earlier eras that were made after `step`, which this one goes on from."""
+    return tuple(
+        one for one in found if one.era < era and one.record.name == name and one.record.step > step
+    )
+
+
+def newest_of_each(found: Sequence[Found]) -> tuple[Found, ...]:
+    """The last one that each worker has made, of each name and part."""
+    last: dict[tuple[str, str, int, int], Found] = {}
+    for one in found:
+        if one._line not in last or one._order > last[one._line]._order:
+            last[one._line] = one
+    return tuple(last.values())

@@ -1,0 +1,202 @@
+"""A worker's snapshots, in memory that its agent owns and that outlives it.
+
+A snapshot costs one copy of the state, into memory that is there already and stays; the newest
+whole one is found at whatever moment the worker is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from ..clock import Clock, monotonic
+from ..errors import CheckpointCorrupt, CheckpointError
+from . import memory
+from .interface import Held, Source
+from .memory import NEWS, Slots
+from .pack import fill, lay_out, size_of
+from .slot import Found, Record, given_up, outlived, that_count
+from .told import Told
+
+
+@attrs.frozen
+class Snapshot:
+    """What one has cost. size: bytes. seconds: for which the caller stood still, of which `copied`
+    went into copying; the rest is for laying the state out and, the first few times, for memory."""
+
+    step: int
+    size: int
+    seconds: float
+    copied: float
+
+
+class SnapshotMemory(Source):
+    """What one worker keeps in its agent's memory, and finds there.
+
+    Args:
+        told: where that is; see `elasticlib.checkpoint.told`.
+        name: tells apart several kinds of snapshots in one program.
+        part, parts: which rank's part of the state this is, of how many; 0 of 1 for a state that
+            is the same on all ranks.
+        writes: whether this worker makes snapshots; of a state that is the same on all ranks,
+            only one worker of each node has to.
+        folder: where the agent writes the newest snapshot when the job drains or fails for good;
+            empty for nowhere.
+        shared: whether that folder is one for all nodes, or each has its own.
+
+    All ranks snapshot the same steps, with a collective (such as that of the gradients) in
+    between; then of a state in parts there is a step that all ranks hold, whenever they are killed.
+    """
+
+    def __init__(
+        self,
+        told: Told,
+        *,
+        name: str = "state",
+        part: int = 0,
+        parts: int = 1,
+        writes: bool = True,
+        folder: str = "",
+        shared: bool = True,
+        clock: Clock = monotonic,
+    ) -> None:
+        if not 0 <= part < parts:
+            raise CheckpointError(f"need 0 <= part < parts, got part {part} of {parts}")
+        self._clock = clock
+        self._era = int(Path(told.folder).name)
+        self._memory = Path(told.folder).parent
+        self._news = Path(told.folder, NEWS)
+        self._writes = writes
+        self._slots = Slots(told.folder)
+        self._earlier = True
+        self._record = Record(
+            name=name,
+            step=0,
+            sequence=0,
+            size=0,
+            run=told.run,
+            generation=told.generation,
+            part=part,
+            parts=parts,
+            folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
+            shared=shared,
+        )
+
+    def snapshot(
+        self, step: int, state: object, meta: Mapping[str, Any] | None = None
+    ) -> Snapshot | None:
+        """Keep `state` as it is after `step`; None where this worker makes none.
+
+        When it returns, the state may change: the snapshot does not.
+
+        Args:
+            step: at least 0.
+            state: as of `elasticlib.checkpoint.pack.lay_out`; no modules or optimizers.
+            meta: as of `lay_out`.
+
+        Raises:
+            CheckpointError: the state cannot be saved, or there is no memory for it. The earlier
+                snapshots stay.
+        """
+        if not self._writes:
+            return None
+        began = self._clock()
+        layout = lay_out(state, meta)
+        before = self._record.sequence or self._made_before()
+        record = attrs.evolve(self._record, step=step, sequence=before + 1, size=layout.size)
+        with self._slots.writing(record) as view:
+            copying = self._clock()
+            fill(layout, torch.frombuffer(view, dtype=torch.uint8))
+            copied = self._clock() - copying
+        self._record = record
+        self._tell()
+        return Snapshot(step, layout.size, self._clock() - began, copied)
+
+    def held(self) -> Sequence[Held]:
+        """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
+        return [
+            Held(one.record.step, "memory", _name(one), one.record.part, one.record.parts)
+            for one in self._found()
+        ]
+
+    def read(self, held: Held) -> mmap.mmap:
+        """A copy of what `held` names; see `Source`."""
+        for one in self._found():
+            if _name(one) == held.name:
+                return self._copied(one)
+        raise CheckpointError(f"the snapshot {held.name} of step {held.step} is not there any more")
+
+    def go_on_from(self, step: int) -> None:
+        """The job goes on from `step`: what workers before these have made after it is given up.
+
+        To be called by every rank once it is agreed where to go on and before the first snapshot;
+        a later restart else might find parts of one step that were made by two different runs.
+        """
+        name, era = self._record.name, self._era
+        memory.drop(self._memory, lambda found: given_up(found, era, name, step))
+
+    def close(self) -> None:
+        """Let go of the memory; what it holds stays."""
+        self._slots.close()
+
+    def _found(self) -> Sequence[Found]:
+        name, run = self._record.name, self._record.run
+        found = memory.look(self._memory)
+        return that_count(one for one in found if (one.record.name, one.record.run) == (name, run))
+
+    def _made_before(self) -> int:
+        """By this worker with another object of the same name."""
+        like = (self._record.name, self._record.part)
+        return max(
+            (
+                one.record.sequence
+                for one in memory.look(self._memory)
+                if (one.record.name, one.record.part) == like
+                and one.era == self._era
+                and not one.owner
+            ),
+            default=0,
+        )
+
+    def _copied(self, found: Found) -> mmap.mmap:
+        with memory.pinned(self._memory, found) as view:
+            if view is None:
+                raise CheckpointError(f"the snapshot {_name(found)} was replaced while it was read")
+            copy = mmap.mmap(-1, len(view))
+            into, source = (torch.frombuffer(b, dtype=torch.uint8) for b in (copy, view))
+            into.copy_(source)
+            del into, source
+        if size_of(memoryview(copy)[:64])[0] != found.record.size:
+            raise CheckpointCorrupt(f"the snapshot {_name(found)} is no pack of its size")
+        return copy
+
+    def _tell(self) -> None:
+        """Wake the agent if it looks after snapshots; if not, clear up here."""
+        try:
+            handle = os.open(self._news, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            self._clear_up()
+            return
+        try:
+            os.write(handle, b"\n")
+        except OSError:
+            pass  # full: it has not heard of the last ones yet either
+        finally:
+            os.close(handle)
+
+    def _clear_up(self) -> None:
+        if not self._earlier or self._record.sequence < self._record.keep:
+            return
+        name, era = self._record.name, self._era
+        memory.drop(self._memory, lambda found: outlived(found, era, name))
+        self._earlier = False
+
+
+def _name(found: Found) -> str:
+    return f"{found.file}:{found.record.sequence}"
