@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
+    from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .data.batch import BatchPlan as BatchPlan
     from .data.batch import MicroBatch as MicroBatch
     from .data.batch import linear_learning_rate as linear_learning_rate
@@ -119,7 +120,6 @@ if TYPE_CHECKING:
     from .data.ranges import Shards as Shards
     from .data.ranges import Span as Span
     from .data.ranges import deal_ranges as deal_ranges
-    from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest
