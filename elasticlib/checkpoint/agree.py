@@ -115,7 +115,7 @@ def _is_taken(search: Search, plan: Plan, state: MutableMapping[str, Any], *, st
     if plan.state.sharded_disk is not None:
         if not search.check(plan):
             return False
-        search.load(plan, state)
+        search.load(plan, state, strict=strict)
         return True
     pack = search.fetch(plan)
     return pack is not None and search.place(plan, pack, state, strict=strict)

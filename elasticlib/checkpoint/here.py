@@ -21,7 +21,7 @@ _TOKEN_BYTES = 8
 
 @attrs.frozen
 class Here:
-    """Where this process stands. run, launch, generation: see `fence.Writer`."""
+    """Where this process stands. run, launch, generation: see `fence.Writer`. host: its name."""
 
     rank: int = 0
     local_rank: int = 0
@@ -29,11 +29,12 @@ class Here:
     run: str = ""
     launch: str = ""
     generation: int = 0
+    host: str = ""
 
     def writer(self) -> Writer:
         """This process as one that writes checkpoints; another one at each call."""
         token = secrets.token_hex(_TOKEN_BYTES)
-        label = f"process {os.getpid()} on {socket.gethostname()}"
+        label = f"process {os.getpid()} on {self.host or socket.gethostname()}"
         return Writer(self.run, self.launch or token, self.generation, token, label)
 
 
@@ -49,6 +50,7 @@ def find_out() -> Here:
         run=told.get("TORCHELASTIC_RUN_ID", ""),
         launch=told.get("ELASTICLIB_INCARNATION", ""),
         generation=int(told.get("ELASTICLIB_GENERATION", "0")),
+        host=socket.gethostname(),
     )
 
 

@@ -19,16 +19,21 @@ from ..clock import monotonic
 from ..errors import CheckpointError
 from . import here as heres
 from . import manifest as manifests
+from .agree import Restored, restore_from
 from .behind import Behind
 from .commit import Committer
+from .disk import LocalPlace
+from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
 from .gather import take_shards, values_of
 from .here import Here
 from .host import HostBuffer
+from .job_memory import JobMemory, check_names
 from .pack import lay_out
 from .part_saver import PartSaver
 from .place import Place
 from .prune import Retention, Selection
+from .remote import RemotePlace
 from .shelf import Shelf
 
 
@@ -49,8 +54,9 @@ class CheckpointManager:
             by default.
 
     Attributes:
-        stall: seconds that the last `save` took of the training step.
+        stall: seconds that the last `save` or `snapshot` took of the training step.
         durable: seconds from the last finished save's call until it was on the disk; None before.
+        restored: what the last `restore` went on from, and what it passed over; None before.
     """
 
     def __init__(
@@ -70,7 +76,9 @@ class CheckpointManager:
         self._shared = shared
         self._group = group
         self._here = here
+        self.restored: Restored | None = None
         self._opened: Shelf | None = None
+        self._kept: JobMemory | None = None
         self._committer: Committer | None = None
         self._parts: PartSaver | None = None
         self._host = HostBuffer()
@@ -109,6 +117,31 @@ class CheckpointManager:
             self._start(task, step, began)
         self.stall = monotonic() - began
 
+    def snapshot(self, step: int, state: object) -> bool:
+        """Keep the state after `step` in memory of this node's agent, which outlives this process.
+
+        One copy, and nothing else; it may be made every step. The next worker goes on from it
+        without reading a disk, and the agent writes the newest one to the folder when the job
+        drains or fails for good. The last one or two are kept.
+
+        Args:
+            state: as of `save`. Of one that is the same on all ranks the first rank of each node
+                keeps all, of a sharded one every rank its part, for the same number of ranks.
+
+        Returns:
+            Whether this rank has kept one. No rank does where no agent of ours started it.
+
+        Raises:
+            CheckpointError: the state cannot be kept, or there is no memory for it; the earlier
+                ones stay.
+        """
+        manifests.check_step(step)
+        self._must_be_open()
+        made = self._memory().snapshot(step, state)
+        if made is not None:
+            self.stall = made.seconds
+        return made is not None
+
     @property
     def writes(self) -> bool:
         """Whether this rank writes states that are the same on all ranks."""
@@ -143,6 +176,8 @@ class CheckpointManager:
             self._behind.wait()
         finally:
             self._host.close()
+            if self._kept is not None:
+                self._kept.close()
             if self._parts is not None:
                 self._parts.close()
 
@@ -156,6 +191,39 @@ class CheckpointManager:
         self.close()
 
     # -- loading ------------------------------------------------------------------------------
+
+    def restore(self, state: dict[str, Any], *, strict: bool = True) -> int:
+        """Bring `state` to the newest one that is whole over all ranks; to be called by all.
+
+        Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
+        others, in chunks. What is damaged is passed over by all; `restored` says why. From then
+        on no earlier generation can commit to the folder.
+
+        Args:
+            state: names to objects with `state_dict` and `load_state_dict`, containers and
+                tensors, as they were saved; all are changed in place, see `agree.restore_from`.
+            strict: whether names that only one side has are an error.
+
+        Returns:
+            The step; 0, and nothing is changed, if there is nothing to go on from.
+
+        Raises:
+            StateMismatch: what was saved does not fit. CheckpointError: it could not be read or
+                loaded, on some rank; all of them raise. CheckpointRefused: somebody newer has the
+                folder.
+        """
+        self._must_be_open()
+        kept, place = self._memory(), self._place_in_job()
+        # Taken before it is looked at, and in there, where what fails on one rank fails on all.
+        disk = DiskSource(
+            self._shelf().folder, self.claim, rank=place.rank, world_size=place.world_size
+        )
+        sources = [disk] if kept.source is None else [kept.source, disk]
+        names = check_names(state)
+        found = restore_from(sources, names, self._group, node=kept.node, strict=strict)
+        kept.go_on_from(found.step)
+        self.restored = found
+        return found.step
 
     def load(
         self,
@@ -242,6 +310,15 @@ class CheckpointManager:
         if self._here is None:
             self._here = heres.find_out()
         return self._here
+
+    def _memory(self) -> JobMemory:
+        if self._kept is None:
+            place = self._shelf().folder.place
+            # Of a place of the caller's own an agent knows nothing.
+            known = isinstance(place, LocalPlace | RemotePlace)
+            folder = place.name if known else ""
+            self._kept = JobMemory(self._place_in_job(), folder=folder, shared=self._shared)
+        return self._kept
 
     def _shelf(self) -> Shelf:
         if self._opened is None:

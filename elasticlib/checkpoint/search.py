@@ -42,8 +42,9 @@ class DirectSource(Source):
         """
 
     @abc.abstractmethod
-    def load(self, held: Held, state: MutableMapping[str, Any]) -> None:
-        """Load it into `state`, all ranks at once, after all have checked it."""
+    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
+        """Load it into `state`, all ranks at once, after all have checked it; `strict` as of
+        `put.fit`."""
 
 
 @attrs.frozen(eq=False)
@@ -125,10 +126,10 @@ class Search:
         _, error = _tried(lambda: self._direct(plan)[0].check(self._direct(plan)[1]))
         return not self._give_up(self._say({}, error), plan.own)
 
-    def load(self, plan: Plan, state: MutableMapping[str, Any]) -> None:
+    def load(self, plan: Plan, state: MutableMapping[str, Any], *, strict: bool) -> None:
         """Each by itself."""
         source, held = self._direct(plan)
-        _, error = _tried(lambda: source.load(held, state))
+        _, error = _tried(lambda: source.load(held, state, strict=strict))
         _raise_any(self._say({}, error), error, f"failed at restoring step {plan.state.step}")
 
     def _list(self) -> list[Any]:

@@ -121,7 +121,15 @@ class SnapshotMemory(Source):
     def held(self) -> Sequence[Held]:
         """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
         return [
-            Held(one.record.step, "memory", _name(one), one.record.part, one.record.parts)
+            Held(
+                one.record.step,
+                "memory",
+                _name(one),
+                one.record.part,
+                one.record.parts,
+                one.record.run,
+                one.record.generation,
+            )
             for one in self._found()
         ]
 

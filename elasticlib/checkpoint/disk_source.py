@@ -1,0 +1,85 @@
+"""What a folder of checkpoints has to offer where all ranks choose what they go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import attrs
+
+from ..errors import CheckpointCorrupt, CheckpointError
+from .choose import DISK, SHARDED_DISK
+from .folder import CheckpointFolder
+from .interface import Held
+from .manifest import Manifest
+from .prune import Health
+from .put import fit, put
+from .search import DirectSource
+from .shelf import Shelf
+
+
+class DiskSource(DirectSource):
+    """Over one folder, as one rank of so many reads it.
+
+    before: called before anything is listed, such as to keep others from changing it.
+    rank, world_size: a sharded checkpoint, which all ranks reach, is checked by all of them
+    together, each its share of the files.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        before: Callable[[], None] = lambda: None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._folder, self._before = folder, before
+        self._rank, self._world_size = rank, world_size
+
+    def held(self) -> Sequence[Held]:
+        """What manifests and sizes say is whole, newest first."""
+        self._before()
+        return [
+            _held(found.manifest)
+            for found in self._folder.found()
+            if found.manifest and self._folder.health(found.manifest) is not Health.BAD
+        ]
+
+    def read(self, held: Held) -> Any:
+        """A checkpoint that is one pack; see `Source`."""
+        return self._folder.read(self._manifest(held))
+
+    def check(self, held: Held) -> None:
+        """This rank's share of the files of a sharded one."""
+        manifest = self._manifest(held)
+        mine = manifest.files[self._rank :: self._world_size]
+        flaw = self._folder.flaw(attrs.evolve(manifest, files=mine)) if mine else None
+        if flaw:
+            what = self._folder.describe(held.step)
+            raise CheckpointCorrupt(f"{what} is damaged: {flaw}")
+
+    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
+        """A sharded one, on however many ranks."""
+        self._manifest(held)
+        found = Shelf(self._folder).load(held.step, like=state)
+        fit(state, found, strict=strict)
+        put(state, found, {})
+
+    def _manifest(self, held: Held) -> Manifest:
+        found = self._folder.look(held.step)
+        manifest = None if found is None else found.manifest
+        if manifest is None or _held(manifest) != held:
+            what = self._folder.describe(held.step)
+            raise CheckpointError(f"{what} was replaced or deleted after it was chosen")
+        return manifest
+
+
+def _held(manifest: Manifest) -> Held:
+    return Held(
+        step=manifest.step,
+        kind=SHARDED_DISK if manifest.parts else DISK,
+        name=manifest.files[0].name,
+        run=manifest.run,
+        generation=manifest.generation,
+    )

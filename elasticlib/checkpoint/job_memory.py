@@ -1,0 +1,86 @@
+"""The snapshots of one manager: made, found again, and agreed on after a restart.
+
+Where no agent keeps them there is no memory that outlives this process, so none are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import CheckpointError
+from .here import Here
+from .shards import localize
+from .snapshots import Snapshot, SnapshotMemory
+from .told import Told, told
+
+
+class JobMemory:
+    """One rank's.
+
+    folder: where an agent writes the newest snapshot at the end; empty for nowhere. shared: whether
+    that is one folder for all nodes.
+    """
+
+    def __init__(self, here: Here, *, folder: str, shared: bool) -> None:
+        self._here = here
+        self._folder, self._shared = folder, shared
+        self._told: Told | None = told()
+        self._memory: SnapshotMemory | None = None
+        self._cut = False
+
+    @property
+    def source(self) -> SnapshotMemory | None:
+        """What is in the agent's memory; None without an agent."""
+        if self._memory is None and self._told is not None:
+            self._open(cut=False)
+        return self._memory
+
+    @property
+    def node(self) -> str:
+        """Names this rank's node: whoever shares an agent's memory is on one."""
+        return self._here.host if self._told is None else f"{self._here.host}:{self._told.folder}"
+
+    def snapshot(self, step: int, state: object) -> Snapshot | None:
+        """Keep this rank's part, or all, of the state; None where this rank keeps none."""
+        if self._told is None:
+            return None
+        plain, cut = localize(state)
+        if self._memory is None or cut != self._cut:
+            self._open(cut=cut)
+        assert self._memory is not None
+        return self._memory.snapshot(step, plain, {"step": step})
+
+    def go_on_from(self, step: int) -> None:
+        """All ranks have agreed on `step`: later snapshots count no more."""
+        if self.source is not None:
+            self.source.go_on_from(step)
+
+    def close(self) -> None:
+        """Let go; what is kept stays kept."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def _open(self, *, cut: bool) -> None:
+        self.close()
+        here = self._here
+        assert self._told is not None
+        self._cut = cut
+        self._memory = SnapshotMemory(
+            self._told,
+            part=here.rank if cut else 0,
+            parts=here.world_size if cut else 1,
+            writes=cut or here.local_rank == 0,
+            folder=self._folder,
+            shared=self._shared,
+        )
+
+
+def check_names(state: object) -> dict[str, Any]:
+    """What `restore` can change in place. Raises CheckpointError."""
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"restore puts what was saved into a dict of names, got a {type(state).__qualname__}: "
+            'give {"model": model, ...}, and save the same'
+        )
+    return state
