@@ -31,13 +31,10 @@ class Trace:
         """Say which step the weights came from, 0 for fresh ones; once a process."""
         self._append({"resumed": step})
 
-    def step(self, step: int, epoch: int, indices: list[int], world: int, loss: float) -> None:
-        """Say that this rank is about to train on `indices` in the global `step`, from 1.
-
-        `loss` is this rank's share of the global batch's mean: the ranks' sum is the mean.
-        """
+    def step(self, step: int, epoch: int, indices: list[int], world: int) -> None:
+        """Say that this rank is about to train on `indices` in the global `step`, from 1."""
         what = {"step": step, "epoch": epoch, "indices": indices}
-        self._append({**what, "world_size": world, "loss": loss})
+        self._append({**what, "world_size": world})
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path:

@@ -1,0 +1,206 @@
+"""The example, killed at random steps on one to three nodes: no sample twice or never, no
+committed step lost, next to nothing done again, and the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import attrs
+import pytest
+from jobs import Job, Node, until
+
+from elasticlib import CheckpointManager
+from elasticlib.examples.demo import children
+from elasticlib.examples.trace import survey
+
+pytestmark = pytest.mark.faults
+
+EXAMPLE = ("-m", "elasticlib.examples.train_text")
+LAUNCH = (sys.executable, "-m", "elasticlib.launch")
+DONE = r"done: loss \S+ steps (\d+) weights sha256 (\w{64})"
+SAMPLES, BATCH = 402, 5
+STEPS_AN_EPOCH = -(-SAMPLES // BATCH)
+PATIENT = ("--max-restarts", "100", "--restart-backoff", "0")
+
+
+@attrs.define
+class Generation:
+    """What the traces of one generation say, its ranks taken together."""
+
+    resumed: int = -1
+    last: int = 0
+
+
+class Run:
+    """A run of the example under a folder of its own."""
+
+    def __init__(self, job: Job, name: str, epochs: int, *flags: str) -> None:
+        self.job = job
+        self.folder = job.folder / name
+        self.folder.mkdir()
+        self.checkpoints = self.folder / "checkpoints"
+        self.trace = self.folder / "trace"
+        self.steps = epochs * STEPS_AN_EPOCH
+        settings = {
+            "checkpoint-dir": self.checkpoints,
+            "trace": self.trace,
+            "samples": SAMPLES,
+            "global-batch": BATCH,
+            "epochs": epochs,
+            "save-every": 15,
+            "print-every": 100,
+        }
+        options = (f"--{name}={value}" for name, value in settings.items())
+        self.script = (*EXAMPLE, *options, *flags)
+
+    def generations(self) -> dict[int, Generation]:
+        """By number, as far as they have come by now."""
+        found: dict[int, Generation] = defaultdict(Generation)
+        for path in self.folder.glob("trace.*.jsonl"):
+            generation = found[int(path.name.split(".")[1])]
+            lines = path.read_text().split("\n")[:-1]  # the last may be in the making
+            for line in map(json.loads, (lines[:1] + lines[-1:])):
+                generation.resumed = max(generation.resumed, line.get("resumed", -1))
+                generation.last = max(generation.last, line.get("step", 0))
+        return dict(found)
+
+    def newest(self) -> int:
+        return max(self.generations(), default=0)
+
+    def comes_to(self, step: int, after: int = 0) -> int:
+        """Waits until a generation past `after` has begun `step`; returns its number."""
+
+        def look() -> int:
+            found = self.generations()
+            newest = max(found, default=0)
+            return newest if newest > after and found[newest].last >= step else 0
+
+        return until(f"step {step} in a generation after {after}", look, 90.0)
+
+    def committed(self) -> int:
+        """The newest step that is on the disk."""
+        if not self.checkpoints.exists():
+            return 0
+        return max(CheckpointManager(self.checkpoints).steps(), default=0)
+
+
+def weights_of(node: Node, steps: int) -> str:
+    """What a run that has come to its end says of its weights."""
+    said = re.search(DONE, node.text)
+    assert said, node.text
+    assert int(said[1]) == steps
+    return said[2]
+
+
+def workers_of(node: Node) -> list[int]:
+    """The pids of a node's workers, in the order of their ranks; none while it has none."""
+    for child in children(node.pid):
+        try:
+            if Path(f"/proc/{child}/comm").read_text().strip() == "worker-template":
+                return children(child)
+        except OSError:
+            continue
+    return []
+
+
+def kill_a_worker(node: Node, dice: random.Random) -> None:
+    os.kill(dice.choice(until("workers to kill", lambda: workers_of(node))), signal.SIGKILL)
+
+
+def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
+    calm, storm = Run(job, "calm", 2), Run(job, "storm", 2)
+    place = ("--standalone", "--nproc-per-node", "2", *PATIENT)
+    undisturbed = job.start("calm", *LAUNCH, *place, *calm.script)
+    assert undisturbed.exit_code() == 0, undisturbed.text
+    dice = random.Random(1)
+    node = job.start("storm", *LAUNCH, *place, *storm.script)
+    step = generation = 0
+    for _ in range(6):
+        generation = storm.comes_to(step + dice.randint(1, 20), generation)
+        step = storm.generations()[generation].last
+        kill_a_worker(node, dice)
+    assert node.exit_code() == 0, node.text
+    assert weights_of(node, storm.steps) == weights_of(undisturbed, calm.steps)
+    check_nothing_is_lost(storm, kills=6)
+
+
+def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(job: Job) -> None:
+    """Worlds of one to five ranks, over which five logical workers are dealt."""
+    epochs = 9
+    calm = Run(job, "calm", epochs, "--logical-workers", "5")
+    storm = Run(job, "storm", epochs, "--logical-workers", "5")
+    undisturbed = job.start("calm", *LAUNCH, "--standalone", *calm.script)
+    store = job.store()
+    place = ("--nnodes", "1:3", "--rdzv-id", "storm", "--rdzv-endpoint", store, *PATIENT)
+    fast = ("--rdzv-conf", "last_call_timeout=0.2")
+    sizes = {"a": 2, "b": 2, "c": 1}
+
+    def start(name: str) -> Node:
+        count = str(sizes[name[0]])
+        flags = (*place, *fast, "--nproc-per-node", count)
+        return job.start(name, *LAUNCH, *flags, *storm.script)
+
+    nodes = {name: start(name) for name in sizes}
+    dice = random.Random(5)
+    committed, drained, step, generation = [], [], 0, 0
+    for turn in range(20):
+        generation = storm.comes_to(step + dice.randint(1, 12), generation)
+        step = storm.generations()[generation].last
+        committed.append((generation, storm.committed()))
+        name = dice.choice(sorted(nodes))
+        if turn in (4, 9, 14):
+            nodes[name].kill()
+        elif turn in (7, 12):
+            nodes[name].signal(signal.SIGUSR2)
+            assert nodes[name].exit_code() == 75, nodes[name].text
+            drained.append(generation)
+        else:
+            kill_a_worker(nodes[name], dice)
+            continue
+        del nodes[name]
+        nodes[f"{name[0]}{turn}"] = start(f"{name[0]}{turn}")
+    for node in nodes.values():
+        assert node.exit_code(120.0) == 0, node.text
+    assert undisturbed.exit_code() == 0, undisturbed.text
+    last = next(node for node in nodes.values() if re.search(DONE, node.text))
+    assert weights_of(last, storm.steps) == weights_of(undisturbed, calm.steps)
+    check_nothing_is_lost(storm, kills=18, committed=committed, drained=drained)
+
+
+def check_nothing_is_lost(
+    run: Run,
+    kills: int,
+    committed: list[tuple[int, int]] | None = None,
+    drained: list[int] | None = None,
+) -> None:
+    """What the traces and the disk say of a run that has come to its end.
+
+    committed: generations, each with the newest step on the disk before it was disturbed.
+    drained: those that ended by a drain.
+    """
+    told = survey(run.trace)
+    assert told.exactly_once(SAMPLES)
+    assert told.steps == run.steps
+    assert run.committed() == run.steps
+    generations = run.generations()
+    order = sorted(generations)
+    redone = 0
+    for before, after in zip(order, order[1:], strict=False):
+        begun, resumed = generations[before].last, generations[after].resumed
+        # A step that was begun by one rank was done by none; the one before it may have been
+        # done by all, and the rank that would have kept it was killed just then.
+        assert 0 <= begun - resumed <= 2, (before, after, generations)
+        redone += begun > resumed
+        if before in (drained or ()):
+            assert begun == resumed, (before, after, generations)
+    assert redone <= kills, generations
+    for generation, step in committed or ():
+        later = [number for number in order if number > generation]
+        assert generations[later[0]].resumed >= step
