@@ -70,14 +70,16 @@ def restore_from(
         node: the name of this rank's node, for the shortest way; by default the host's.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
-        chunk_bytes: what is sent at once.
+        chunk_bytes: what is sent at once; where ranks differ, the least.
 
     Raises:
-        ConfigError: `group` is of some ranks, and moves no CPU tensors.
+        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's;
+            `chunk_bytes` is less than 1.
         StateMismatch: what was saved does not fit into `state`.
         CheckpointError: on some rank a source could not say what it holds, an object could not
             load its state, or memory ran out; on all ranks alike, naming the rank.
-        RuntimeError: of torch: a peer is gone, or the group's timeout is over.
+        RuntimeError: of torch: a peer is gone, or the group's timeout is over, within which the
+            slowest rank must have read its pack.
     """
     with peers_of(group, chunk_bytes=chunk_bytes) as peers:
         return restore_over(peers, sources, state, node=node, strict=strict)

@@ -10,11 +10,10 @@ import attrs
 from ..errors import CheckpointCorrupt, CheckpointError
 from .choose import DISK, SHARDED_DISK
 from .folder import CheckpointFolder
-from .interface import Held
+from .interface import DirectSource, Held
 from .manifest import Manifest
 from .prune import Health
 from .put import fit, put
-from .search import DirectSource
 from .shelf import Shelf
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import mmap
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 from .held import Held as Held
 
@@ -26,3 +27,21 @@ class Source(abc.ABC):
             CheckpointCorrupt: it is damaged.
             CheckpointError: it cannot be read, or is not there any more.
         """
+
+
+class DirectSource(Source):
+    """A source that also holds states of the kind `sharded disk`: every rank can reach all of
+    one, and loads its own share of it by itself."""
+
+    @abc.abstractmethod
+    def check(self, held: Held) -> None:
+        """Verify it, all ranks at once, each its share or all of it; nothing is changed.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be read. Then no rank loads it.
+        """
+
+    @abc.abstractmethod
+    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
+        """Load it into `state`, all ranks at once, after all have checked it. What fails here
+        fails all ranks, since `state` may have been changed in part."""

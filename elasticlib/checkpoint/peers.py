@@ -38,6 +38,8 @@ class Peers:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
+        if chunk_bytes < 1:
+            raise ConfigError(f"need chunk_bytes >= 1, got {chunk_bytes}")
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
@@ -140,10 +142,12 @@ def peers_of(
     Where the default group moves no CPU tensors (NCCL), they get a gloo group for the time being.
 
     Raises:
-        ConfigError: `group` moves no CPU tensors, and is not of all ranks.
+        ConfigError: `group` moves no CPU tensors and is not of all ranks, or is not this rank's.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
+    if group is not None and dist.get_rank(group) < 0:
+        raise ConfigError("this process is not in the group given, and restores nothing with it")
     if group is None or "cpu:" in dist.get_backend_config(group):
         yield Peers(group, chunk_bytes=chunk_bytes)
         return

@@ -6,7 +6,6 @@ state, or raise together.
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import json
 import mmap
@@ -19,7 +18,7 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch, describe
 from .choose import Leg, Plan, choose, state_of
-from .interface import Held, Source
+from .interface import DirectSource, Held, Source
 from .pack import lay_out, unpack
 from .peers import MAX_WORD_BYTES, Pack, Peers
 from .put import fit, put
@@ -27,24 +26,6 @@ from .shards import check_cuts, cuts_of, has_notes
 
 _MAX_SENTENCE = 4000
 _T = TypeVar("_T")
-
-
-class DirectSource(Source):
-    """A source that also holds states of the kind `sharded disk`: every rank can reach all of
-    one, and loads its own share of it by itself."""
-
-    @abc.abstractmethod
-    def check(self, held: Held) -> None:
-        """Verify it, all ranks at once, each its share or all of it; nothing is changed.
-
-        Raises:
-            CheckpointError: it is damaged, or cannot be read. Then no rank loads it.
-        """
-
-    @abc.abstractmethod
-    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
-        """Load it into `state`, all ranks at once, after all have checked it; `strict` as of
-        `put.fit`."""
 
 
 @attrs.frozen(eq=False)
@@ -73,8 +54,11 @@ class Search:
     def begin(self) -> None:
         """Tell everybody what is here."""
         rows, error = _tried(self._list)
-        words = self._say({"node": self.node[:256], "held": rows}, error)
+        mine = {"node": self.node[:256], "held": rows, "chunk": self.peers.chunk_bytes}
+        words = self._say(mine, error)
         _raise_any(words, error, "could not say which states it holds")
+        # Both ends of a wire must cut alike, or wait for ever.
+        self.peers.chunk_bytes = min(word["chunk"] for word in words)
         self._nodes = [word["node"] for word in words]
         self.inventories = [[Held(*row) for row in word["held"]] for word in words]
 

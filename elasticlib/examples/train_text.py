@@ -38,9 +38,7 @@ class Training:
         self.windows = Windows(text, args.samples)
         # Logical workers find their samples in the whole batch, of which each rank has its own.
         ranks = (1, 0) if args.logical_workers else (dist.get_world_size(), dist.get_rank())
-        self.sampler = ElasticDistributedSampler(
-            self.windows, *ranks, seed=args.seed, tail="exact"
-        )
+        self.sampler = ElasticDistributedSampler(self.windows, *ranks, seed=args.seed, tail="exact")
         self.batches = ElasticBatchSampler(self.sampler, args.global_batch)
         self.model = ByteTransformer()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
@@ -154,9 +152,7 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
     return True
 
 
-def finish_step(
-    training: Training, manager: CheckpointManager, args: argparse.Namespace
-) -> bool:
+def finish_step(training: Training, manager: CheckpointManager, args: argparse.Namespace) -> bool:
     """Keep what has to be kept of this step; whether we are to stop after it."""
     step, state = training.step, training.state
     context().step(step)

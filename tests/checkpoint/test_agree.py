@@ -212,7 +212,10 @@ def test_where_the_group_moves_no_cpu_tensors_one_is_made_for_the_time(restore: 
     assert one(found, "other")
     assert one(found, "left") == 0
     assert one(found, "told") == [[2, 0], [2, 1]]
-    assert one(found, "refused").startswith("the group given is of cuda:gloo and moves no CPU")
+    [moves_none, not_in_it], [again] = (each["refused"] for each in found)
+    assert moves_none == again
+    assert moves_none.startswith("the group given is of cuda:gloo and moves no CPU tensors: give")
+    assert not_in_it == "this process is not in the group given, and restores nothing with it"
 
 
 @pytest.mark.parametrize("at", [[0, 1], [1, 0]], ids=["own", "exchanged"])

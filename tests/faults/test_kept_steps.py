@@ -3,6 +3,7 @@ committed step lost, next to nothing done again, and the same weights."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -192,7 +193,7 @@ def check_nothing_is_lost(
     generations = run.generations()
     order = sorted(generations)
     redone = 0
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in itertools.pairwise(order):
         begun, resumed = generations[before].last, generations[after].resumed
         # A step that was begun by one rank was done by none; the one before it may have been
         # done by all, and the rank that would have kept it was killed just then.

@@ -25,10 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticlib.checkpoint.agree import restore_from, restore_over
-from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.interface import DirectSource, Held
 from elasticlib.checkpoint.pack import fill, lay_out, unpack
 from elasticlib.checkpoint.peers import Pack, Peers, peers_of
-from elasticlib.checkpoint.search import DirectSource
 from elasticlib.checkpoint.shards import localize
 from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
@@ -140,7 +139,7 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     if run.get("noisy"):
         restored = restore_over(Noisy(dist.group.WORLD), [source], own, **options)
     else:
-        chunk = run.get("chunk", 1 << 20)
+        chunk = run.get("chunk", 1 << 20) + 64 * rank
         restored = restore_from([source], own, chunk_bytes=chunk, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
     values = sorted({own["w"].min().item(), own["w"].max().item()}) if "w" in own else None
@@ -225,11 +224,13 @@ def own_group(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
             told = [word["turn"] for word in peers.words({"turn": [turn, rank]})]
     left = dist.distributed_c10d._world.pg_map.keys() - before.keys()
     alone = dist.new_group([rank], backend="cuda:gloo", use_local_synchronization=True)
-    refused = ""
-    try:
-        restore_from([], {}, alone)
-    except ConfigError as error:
-        refused = str(error)
+    others = dist.new_group([1])
+    refused = []
+    for group in (alone, others) if rank == 0 else (alone,):
+        try:
+            restore_from([], {}, group)
+        except ConfigError as error:
+            refused.append(str(error))
     return {**found, "other": other, "left": len(left), "told": told, "refused": refused}
 
 
