@@ -43,6 +43,7 @@ class Channels:
         self._deadline = 0.0
         self._saves = 0
         self._asked = False
+        self._listened = False
 
     def open(self, local_rank: int) -> str:
         """The file of a worker that is about to start. Raises OSError."""
@@ -68,6 +69,7 @@ class Channels:
         with self._lock:
             channel, path = self._open.pop(local_rank, (None, None))
             if channel is not None and path is not None:
+                self._listened = self._listened or channel.listens
                 channel.close()
                 path.unlink(missing_ok=True)
 
@@ -88,9 +90,14 @@ class Channels:
             self._notice, self._asked = None, False
 
     def notify(self, notice: Notice) -> bool:
-        """Ask for a stop, now or after the next save; False if no worker here ever looks."""
+        """Ask for a stop, now or after the next save; False if no worker here ever looks.
+
+        Where workers of an earlier group have looked, these are about to: they may have stepped
+        already, and what they have done since the last save would be lost.
+        """
         with self._lock:
-            if not any(channel.listens for channel, _ in self._open.values()):
+            listens = any(channel.listens for channel, _ in self._open.values())
+            if not listens and not self._listened:
                 return False
             self._notice, self._deadline = notice, self._clock() + notice.seconds
             self._saves, self._asked = self._saved(), False

@@ -248,6 +248,17 @@ def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
     assert channels.earliest_stop(now=False) == 2
 
 
+def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
+    channels: Channels,
+) -> None:
+    Channel(channels.open(0)).enter(1)
+    channels.close(0)
+    channels.begin()
+    channels.open(0)
+    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.earliest_stop(now=False) == 1
+
+
 def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels: Channels) -> None:
     worker = Channel(channels.open(0))
     worker.enter(1)
