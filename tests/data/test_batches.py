@@ -87,6 +87,17 @@ def test_a_long_epoch_of_small_and_of_large_batches():
         assert found == order
 
 
+def test_a_loader_takes_whole_batches_beside_whoever_looks_at_their_indices():
+    """For a dataset that takes lists; the loader's iterator and ours are two over one position."""
+    (batches,) = world_of(10, 1, 4)
+    data = torch.arange(10) * 10
+    loader = DataLoader(data, sampler=batches, batch_size=None)
+    for indices, rows in zip(batches, loader, strict=True):
+        assert rows.tolist() == [10 * index for index in indices]
+        batches.advance()
+    assert batches.state_dict()["consumed"] == 10
+
+
 def test_what_prefetching_has_drawn_changes_no_plan():
     """The last batch, of 2, is drawn and another epoch would begin with 4; it is still this one."""
     sampler = ElasticDistributedSampler(range(10), 2, 0, tail="exact", start_index=8)
