@@ -143,7 +143,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def _runs(self, start: Position) -> Iterator[list[list[int]]]:
         rank, world = self.sampler.rank, self.sampler.num_replicas
         whole, rest = divmod(self._end(start) - start.consumed, self.global_batch)
-        share = torch.arange(rank, self.global_batch, world)
+        share = torch.arange(len(range(rank, self.global_batch, world))).mul_(world).add_(rank)
         order, begin, most = order_of(start), start.consumed, max(1, LISTED // max(1, len(share)))
         size = 1
         while whole:

@@ -19,7 +19,7 @@ Order = Callable[[Tensor], Tensor]
 """Positions (int64, one-dimensional, not negative) to indices. A position of the length or more
 stands for a repeat, from the order's start again."""
 
-FIRST, AT_ONCE, LISTED = 1 << 5, 1 << 14, 1 << 12
+FIRST, AT_ONCE, LISTED = 1 << 5, 3 << 12, 1 << 11
 """Positions worked out in the first run and in the largest, which with its buffers is half a MB.
 Of that, so many are Python's integers at a time, which need five times the memory."""
 

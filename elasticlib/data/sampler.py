@@ -38,13 +38,15 @@ class ElasticDistributedSampler(DistributedSampler[int]):
     `advance` is what moves the state. Iterating does not, because a loader with workers draws
     indices long before they are trained on. Without `set_epoch` the next epoch begins by itself:
     when all samples of the present one are counted and a new iterator is asked for. For who does
-    not count either, it does after an iterator has run out.
+    not count either, it does after an iterator has run out. (`DataLoader`'s own `drop_last` leaves
+    samples that nobody counts: name the epochs then, or leave them out here, by `tail`.)
 
     In torchdata's StatefulDataLoader the loader's own state holds the position of what it has
     handed out, and no `advance` is needed. Loaded on another number of ranks it goes on exactly,
     provided that the loader takes a snapshot each step (`snapshot_every_n_steps=1`, the default):
     the steps since the last snapshot are drawn anew, and are of another size there. With
-    `ElasticBatchSampler` each step has the same size, and the condition falls.
+    `ElasticBatchSampler` each step has the same size, and the condition falls. Of torch's own
+    `BatchSampler` that loader keeps only a count of batches, which holds for one world size.
 
     The order comes from a keyed shuffle that is computed where it is needed: the first index
     after microseconds, with the same memory for a thousand samples and for 2**62.

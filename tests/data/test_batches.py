@@ -1,0 +1,170 @@
+"""Global batches: the same samples each step, whatever the world."""
+
+from __future__ import annotations
+
+from collections import Counter, namedtuple
+from itertools import zip_longest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from elasticlib import CollateOrEmpty, ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.errors import ConfigError
+
+worlds = st.integers(1, 7)
+lengths, sizes = st.integers(0, 80), st.integers(1, 12)
+
+
+def world_of(n, world, batch, *, tail="exact", **options):
+    samplers = [ElasticDistributedSampler(range(n), world, rank) for rank in range(world)]
+    for sampler in samplers:
+        sampler.set_epoch(options.get("epoch", 0))
+    return [ElasticBatchSampler(sampler, batch, tail=tail) for sampler in samplers]
+
+
+def dealt(shares):
+    """One step's samples over all ranks, in the order of the epoch."""
+    return [index for turn in zip_longest(*shares) for index in turn if index is not None]
+
+
+def order_of(n):
+    return list(ElasticDistributedSampler(range(n), 1, 0))
+
+
+@given(lengths, sizes, worlds, st.sampled_from(("exact", "drop", "pad")))
+@settings(deadline=None)
+def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch, world, tail):
+    ranks = world_of(n, world, batch, tail=tail)
+    order, rest = order_of(n), n % batch
+    steps = [order[at : at + batch] for at in range(0, n, batch)]
+    if rest and tail == "drop":
+        del steps[-1]
+    if rest and tail == "pad":
+        steps[-1] += (order * batch)[: batch - rest]
+    assert {len(batches) for batches in ranks} == {len(steps)}
+    found = [dealt(shares) for shares in zip(*ranks, strict=True)]
+    assert found == steps
+
+
+@given(
+    lengths, sizes, st.lists(st.tuples(worlds, st.integers(0, 4)), max_size=5), worlds, st.data()
+)
+@settings(deadline=None)
+def test_kills_and_resizes_leave_the_steps_of_an_undisturbed_job(n, batch, segments, last, data):
+    """Killed some steps after it saved, a job takes those steps again, and no others."""
+    state, used = ElasticDistributedSampler(range(n), 1, 0).state_dict(), []
+    for world, lost in [*segments, (last, 0)]:
+        ranks = world_of(n, world, batch)
+        for batches in ranks:
+            batches.load_state_dict(state)
+        final = (world, lost) == (last, 0)
+        kept = len(ranks[0]) if final else data.draw(st.integers(0, len(ranks[0])))
+        for step, shares in enumerate(zip(*ranks, strict=True)):
+            plan = ranks[0].plan()
+            assert [len(share) for share in shares] == [plan.share(r) for r in range(world)]
+            if step == kept + lost:
+                break
+            told = {batches.advance() for batches in ranks}
+            assert told == {sum(map(len, shares))}
+            if step < kept:
+                used.append(dealt(shares))
+                state = ranks[-1].state_dict()
+        if final:
+            break
+    order = order_of(n)
+    assert used == [order[at : at + batch] for at in range(0, n, batch)]
+    assert Counter(index for step in used for index in step) == Counter(range(n))
+
+
+def test_a_long_epoch_of_small_and_of_large_batches():
+    order = order_of(30_000)
+    for batch, world in ((7, 2), (7, 9), (20_000, 1), (29_999, 3)):
+        ranks = world_of(30_000, world, batch)
+        found = [index for shares in zip(*ranks, strict=True) for index in dealt(shares)]
+        assert found == order
+
+
+def test_a_loader_takes_whole_batches_beside_whoever_looks_at_their_indices():
+    """For a dataset that takes lists; the loader's iterator and ours are two over one position."""
+    (batches,) = world_of(10, 1, 4)
+    data = torch.arange(10) * 10
+    loader = DataLoader(data, sampler=batches, batch_size=None)
+    for indices, rows in zip(batches, loader, strict=True):
+        assert rows.tolist() == [10 * index for index in indices]
+        batches.advance()
+    assert batches.state_dict()["consumed"] == 10
+
+
+def test_what_prefetching_has_drawn_changes_no_plan():
+    """The last batch, of 2, is drawn and another epoch would begin with 4; it is still this one."""
+    sampler = ElasticDistributedSampler(range(10), 2, 0, tail="exact", start_index=8)
+    batches = ElasticBatchSampler(sampler, 4)
+    assert [len(share) for share in batches] == [1]
+    assert batches.plan().global_batch == batches.samples == 2
+    assert batches.advance() == 2
+    assert batches.samples == 4
+    assert [len(share) for share in batches] == [2, 2, 1]
+    assert sampler.epoch == 1
+
+
+def test_a_batch_that_is_dropped_is_not_left_for_a_smaller_one():
+    (batches,) = world_of(10, 1, 4, tail="drop")
+    for _ in batches:
+        batches.advance()
+    assert batches.state_dict()["consumed"] == 10
+    assert batches.samples == len(batches) == batches.advance() == 0
+    with pytest.raises(ConfigError, match="no batch to plan: the epoch is over"):
+        batches.plan()
+
+
+def test_the_tail_is_the_samplers_unless_another_is_given():
+    sampler = ElasticDistributedSampler(range(10), 1, 0, drop_last=True)
+    assert len(ElasticBatchSampler(sampler, 4)) == 2
+    assert len(ElasticBatchSampler(sampler, 4, tail="exact")) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"global_batch": 0}, "need global_batch >= 1, got 0"),
+        ({"global_batch": 4, "max_micro_batch": 0}, "need max_micro_batch >= 1, got 0"),
+        ({"global_batch": 4, "tail": "cut"}, "tail is 'cut'"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ElasticBatchSampler(ElasticDistributedSampler(range(10), 1, 0), **options)
+
+
+Pair = namedtuple("Pair", "x name")
+
+
+class Named:
+    """Samples of every kind of container that torch's collate function knows."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        x = torch.full((3,), float(index))
+        return {"x": x, "pair": Pair(x, f"sample {index}"), "both": (x, index)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
+    batches = ElasticBatchSampler(
+        ElasticDistributedSampler(Named(), 2, 1, shuffle=False, tail="exact"), 4
+    )
+    loader = DataLoader(
+        Named(), batch_sampler=batches, collate_fn=CollateOrEmpty(Named()), num_workers=workers
+    )
+    full, empty = loader
+    assert full["x"].tolist() == [[1.0] * 3, [3.0] * 3]
+    assert list(full["pair"].name) == ["sample 1", "sample 3"]
+    assert empty["x"].shape == empty["pair"].x.shape == empty["both"][0].shape == (0, 3)
+    assert empty["both"][1].shape == (0,)
+    assert list(empty["pair"].name) == []

@@ -1,0 +1,158 @@
+"""Iterable data: ranges of shards, dealt by the sampler's rule to ranks and loader workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from elasticlib import ElasticDistributedSampler, Position, Shards, Span, deal_ranges, permutation
+from elasticlib.data.deal import advance
+from elasticlib.errors import ConfigError
+
+worlds, few = st.integers(1, 5), st.integers(1, 4)
+
+
+def ranges_of_rank(position, batch, workers, **rank):
+    """What the loader hands out: its workers' ranges in turn."""
+    readers = [
+        deal_ranges(position, batch=batch, worker=worker, workers=workers, **rank)
+        for worker in range(workers)
+    ]
+    turns = itertools.zip_longest(*readers)
+    return [part for turn in turns for part in turn if part is not None]
+
+
+def steps_of(position, world, batch, workers, tail):
+    """The places that each step of the whole job uses."""
+    ranks = [
+        ranges_of_rank(position, batch, workers, rank=rank, world_size=world, tail=tail)
+        for rank in range(world)
+    ]
+    turns = itertools.zip_longest(*ranks, fillvalue=range(0))
+    return [[place for part in turn for place in part] for turn in turns]
+
+
+@given(
+    st.integers(0, 60), st.lists(st.tuples(worlds, few, few, st.integers(0, 5)), max_size=5), worlds
+)
+def test_every_place_is_read_once_and_in_order_whatever_worlds_and_workers(n, segments, last):
+    position, used = Position(0, 0, 0, n, "none"), []
+    for world, batch, workers, count in [*segments, (last, 3, 2, n)]:
+        for places in steps_of(position, world, batch, workers, "exact")[:count]:
+            used += places
+            position = advance(position, batch * world)
+            assert used == list(range(position.consumed))
+    assert used == list(range(n))
+
+
+@given(st.integers(0, 60), st.integers(0, 60), worlds, few, few)
+def test_a_padded_end_repeats_less_than_a_step_and_a_dropped_one_lacks_less(
+    n, consumed, world, batch, workers
+):
+    position = Position(0, 0, min(consumed, n), n, "none")
+    left, step = list(range(position.consumed, n)), world * batch
+    padded = sum(steps_of(position, world, batch, workers, "pad"), [])  # noqa: RUF017 - short
+    dropped = sum(steps_of(position, world, batch, workers, "drop"), [])  # noqa: RUF017 - short
+    assert padded[: len(left)] == left
+    assert dropped == left[: len(dropped)]
+    assert len(padded) % step == len(dropped) % step == 0
+    assert max(len(padded) - len(left), len(left) - len(dropped)) < step
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 99), st.data())
+def test_spans_are_the_samples_of_the_row_in_its_order(sizes, seed, data):
+    order = [permutation(len(sizes), seed=seed).at(place) for place in range(len(sizes))]
+    shards = Shards(sizes, order)
+    row = [(shard, sample) for shard in order for sample in range(sizes[shard])]
+    assert len(shards) == len(row)
+    start = data.draw(st.integers(0, len(row)))
+    stop = data.draw(st.integers(start, 2 * len(row)))
+    spans = list(shards.spans(range(start, stop)))
+    found = [(span.shard, sample) for span in spans for sample in range(span.start, span.stop)]
+    assert found == (row * 2)[start:stop]
+    assert all(span.stop > span.start for span in spans)
+
+
+def test_spans_of_a_row():
+    assert list(Shards([3, 0, 4]).spans(range(1, 5))) == [Span(0, 1, 3), Span(2, 0, 2)]
+    assert list(Shards([3, 4], [1, 0]).spans(range(3, 8))) == [
+        Span(1, 3, 4),
+        Span(0, 0, 3),
+        Span(1, 0, 1),
+    ]
+
+
+class Text(IterableDataset):
+    """Reads (shard, sample) pairs from where the job stands."""
+
+    sizes = (5, 9, 2, 14, 7)
+
+    def __init__(self, sampler, batch):
+        self.sampler, self.batch = sampler, batch
+
+    def __iter__(self):
+        info = get_worker_info()
+        reader = {"worker": info.id, "workers": info.num_workers} if info else {}
+        shards = Shards(self.sizes)
+        rank = {"rank": self.sampler.rank, "world_size": self.sampler.num_replicas}
+        for places in deal_ranges(self.sampler.position, batch=self.batch, **rank, **reader):
+            for span in shards.spans(places):
+                for sample in range(span.start, span.stop):
+                    yield span.shard, sample
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_iterable_data_goes_on_at_another_world_size(workers):
+    total, used, state = sum(Text.sizes), Counter(), None
+    for world, batch, steps in ((2, 3, 3), (3, 2, 1), (1, 4, None)):
+        for rank in range(world):
+            sampler = ElasticDistributedSampler(range(total), world, rank, shuffle=False)
+            if state:
+                sampler.load_state_dict(state)
+            loader = DataLoader(Text(sampler, batch), batch, num_workers=workers)
+            for shard, sample in itertools.islice(loader, steps):
+                used.update(zip(shard.tolist(), sample.tolist(), strict=True))
+                sampler.advance(batch * world)
+        state = sampler.state_dict()
+        assert sum(used.values()) == state["consumed"]
+    assert used == Counter((s, k) for s, size in enumerate(Text.sizes) for k in range(size))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rank": 2}, "need 0 <= rank < world_size, got 2 and 2"),
+        ({"batch": 0}, "need batch >= 1 and 0 <= worker < workers, got 0, 0 and 1"),
+        ({"worker": 1}, "need batch >= 1 and 0 <= worker < workers, got 1, 1 and 1"),
+        ({"tail": "cut"}, "tail is 'cut'"),
+    ],
+)
+def test_a_reader_that_cannot_be_is_refused_at_once(change, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        deal_ranges(Position(0, 0, 0, 9), **{"rank": 0, "world_size": 2, "batch": 1, **change})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "sentence"),
+    [
+        ([1, 2], [0, 0], "order must hold each of the 2 shards' numbers once"),
+        ([1, -2], None, "need sizes >= 0, got -2"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(sizes, order, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Shards(sizes, order)
+
+
+@pytest.mark.parametrize("places", [range(0, 9, 2), range(-1, 2)])
+def test_places_outside_the_row_are_refused(places):
+    with pytest.raises(ConfigError, match="need a range of the 3 samples with step 1"):
+        list(Shards([3]).spans(places))
+    with pytest.raises(ConfigError, match="need a range of the 0 samples"):
+        list(Shards([]).spans(range(1)))
