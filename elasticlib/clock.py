@@ -24,4 +24,9 @@ def wall() -> float:
 
 def today() -> str:
     """The date and time in UTC by this machine's wall clock, for people to read."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return date_of(time.time())
+
+
+def date_of(wall_seconds: float) -> str:
+    """What `wall` answered, as a date and time in UTC, for people to read."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_seconds))

@@ -7,6 +7,7 @@ nobody needs any more is deleted manifest first: a checkpoint is there whole, or
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ..clock import wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
@@ -15,6 +16,7 @@ from . import manifest as manifests
 from .fence import Fence, Writer
 from .folder import CheckpointFolder
 from .manifest import DataFile, Manifest
+from .place import no_news
 from .prune import Health, Retention, Selection, select
 from .summing import Summing
 
@@ -105,7 +107,8 @@ class Committer:
             self._place.put(f"{folder}/{manifests.NAME}", manifests.encode(manifest))
             self._folder.know(manifest, Health.GOOD)
             try:
-                self._prune(just=step)
+                for old in self._select(just=step).deleted:
+                    self._delete(old)
                 self._clear()
             except OSError as error:
                 log.warning("%s: what is not needed could not be deleted: %s", folder, error)
@@ -124,7 +127,7 @@ class Committer:
         except OSError as error:
             log.warning("%s: a save that failed left files: %s", folder, error)
 
-    def prune(self) -> Selection:
+    def prune(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
         """Delete what the retention rule does not keep; and what crashes left.
 
         The newest checkpoint that turns out whole is read for that, so that one stays.
@@ -134,19 +137,23 @@ class Committer:
         """
         with self._at_work("could not be pruned"), self._place.locked():
             fence = self._fence(damaged_is_none=True)
-            for found in self._folder.found():
-                if found.manifest and not self._folder.check(found.manifest):
-                    break
-            selection = self._prune()
+            selection = self.choose(seen)
+            for step in selection.deleted:
+                self._delete(step)
             self._clear("" if self._claimed or fence is None else fence.holder.token)
         return selection
 
-    def _prune(self, just: int | None = None) -> Selection:
-        rows = [(found.step, self._folder.health(found.manifest)) for found in self._folder.found()]
-        selection = select(rows, self._retention, just)
-        for step in selection.deleted:
-            self._delete(step)
-        return selection
+    def choose(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
+        """What `prune` would keep and delete, having looked for the newest whole one."""
+        for found in self._folder.found():
+            if found.manifest and not self._folder.check(found.manifest, seen):
+                break
+        return self._select()
+
+    def _select(self, just: int | None = None) -> Selection:
+        found = self._folder.found()
+        rows = [(one.step, self._folder.health(one.manifest)) for one in found]
+        return select(rows, self._retention, just)
 
     def _delete(self, step: int) -> None:
         folder = manifests.folder_of(step)

@@ -93,11 +93,11 @@ class CheckpointFolder:
         known, health = self._known.get(manifest.step, (None, Health.UNKNOWN))
         return health if known == manifest else Health.UNKNOWN
 
-    def check(self, manifest: Manifest) -> str | None:
+    def check(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
         """What is wrong with it; None if nothing. It is read unless it is known to be good."""
         if self.health(manifest) is Health.GOOD:
             return None
-        reason = self.flaw(manifest)
+        reason = self.flaw(manifest, seen)
         self.know(manifest, Health.BAD if reason else Health.GOOD)
         return reason
 

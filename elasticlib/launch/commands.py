@@ -19,6 +19,7 @@ from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.secret import VARIABLE
 from ..stores.server import TcpStoreServer
+from .checkpoints import add_checkpoints
 from .descriptors import allow_descriptors
 from .secret import read_secret
 
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{VARIABLE} in the environment",
     )
     store.set_defaults(run=_serve_store)
+    add_checkpoints(commands)
     return parser
 
 

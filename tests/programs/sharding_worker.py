@@ -5,7 +5,9 @@ python sharding_worker.py FOLDER STORE RANK WORLD ACT
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -61,35 +63,67 @@ def load(manager: CheckpointManager, state: dict[str, object]) -> None:
     assert whole(state) == want
 
 
-def main() -> None:
-    folder, store, rank, world, act = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world)
-    )
-    state = trained()
-    manager = CheckpointManager(folder, keep_last=2)
-    if act == "save":
-        for step in (1, 2, 3):
-            manager.save(step, state)
+def save(manager: CheckpointManager, state: dict[str, object]) -> None:
+    for step in (1, 2, 3):
+        manager.save(step, state)
+    manager.wait()
+    assert manager.steps() == [2, 3], manager.steps()
+    load(manager, state)
+
+
+def fail_on_one(manager: CheckpointManager, state: dict[str, object]) -> None:
+    """One rank's part cannot be written: none of the ranks counts it as saved."""
+    if dist.get_rank() == 1:
+        manager._commits()._place = None  # type: ignore[assignment]
+    manager.save(4, state)
+    try:
         manager.wait()
-        assert manager.steps() == [2, 3], manager.steps()
-        load(manager, state)
-        if rank == "1":
-            # One rank's part cannot be written: none of the ranks counts it as saved.
-            manager._commits()._place.write = None  # type: ignore[assignment, method-assign]
-        manager.save(4, state)
-        try:
-            manager.wait()
-        except (CheckpointError, TypeError) as error:
-            print(f"refused: {error}")
-        assert manager.latest() == 3
-    else:
-        load(manager, state)
-    manager.close()
+    except (CheckpointError, AttributeError) as error:
+        print(f"rank {dist.get_rank()}: {error}", flush=True)
+    assert manager.latest() == 3
+
+
+def refuse_own_folders(folder: str, state: dict[str, object]) -> None:
+    try:
+        CheckpointManager(folder, shared=False).save(5, state)
+    except CheckpointError as error:
+        print(error, flush=True)
+
+
+def be_a_rank(folder: str, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store.{world}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    state = trained()
+    with CheckpointManager(f"{folder}/checkpoints", keep_last=2) as manager:
+        if world == 2:
+            save(manager, state)
+            fail_on_one(manager, state)
+        else:
+            load(manager, state)
+            refuse_own_folders(folder, state)
     dist.destroy_process_group()
-    print("done")
+
+
+def run(folder: str, world: int) -> None:
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                be_a_rank(folder, rank, world)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    assert not any(statuses), statuses
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1], 2)
+    run(sys.argv[1], 1)
+    print("done")

@@ -290,3 +290,28 @@ def test_no_file_is_left(channels: Channels) -> None:
     assert len(list(folder.iterdir())) == 1
     channels.close_all()
     assert not folder.exists()
+
+
+def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) -> None:
+    agent, worker = Channel(path), Channel(path)
+    context, calls = Context(worker), []
+
+    def fail() -> None:
+        calls.append("second")
+        raise ValueError("in between")
+
+    context.on_stop(lambda: calls.append("first"))
+    context.on_stop(fail)
+    context.on_stop(lambda: calls.append("third"))
+    take_back = context.on_stop(lambda: calls.append("never"))
+    take_back()
+    take_back()
+    assert context.should_stop() is None
+    assert calls == []
+    agent.ask(DRAIN, 1e9)
+    agent.tell_stop(2, DRAIN, 1e9)
+    with pytest.raises(ValueError, match="in between"):
+        context.should_stop()
+    assert calls == ["first", "second", "third"]
+    assert context.should_stop() is not None
+    assert len(calls) == 3

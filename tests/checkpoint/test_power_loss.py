@@ -1,0 +1,143 @@
+"""The machine loses its power at each write of a commit: what was not synced may be gone.
+
+A model of the disk is kept beside the real one. Of what was not synced, either nothing is there
+afterwards, or all names are, and no contents.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.disk import Disk, LocalPlace
+from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.prune import Retention
+
+Image = dict[str, bytes]
+
+
+class Forgetful(Disk):
+    """Keeps, after each call, what a loss of power would leave: files by their paths."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.images: list[Image] = []
+        # Contents as last synced, by inode; names as last synced, by folder.
+        self.contents: dict[int, bytes] = {}
+        self.names: dict[str, dict[str, int]] = {}
+        for top, folders, files in os.walk(folder):
+            for name in files:
+                path = os.path.join(top, name)
+                self.contents[os.stat(path).st_ino] = Path(path).read_bytes()
+            self._sync_names(top, [*folders, *files])
+
+    def _sync_names(self, folder: str, names: list[str]) -> None:
+        self.names[folder] = {name: os.stat(f"{folder}/{name}").st_ino for name in names}
+
+    def _note(self) -> None:
+        self.images += [
+            image
+            for image in (self._nothing_else(), self._names_alone())
+            if image not in self.images
+        ]
+
+    def _nothing_else(self) -> Image:
+        found: Image = {}
+
+        def walk(folder: str) -> None:
+            for name, inode in self.names.get(folder, {}).items():
+                path = f"{folder}/{name}"
+                if path in self.names:
+                    walk(path)
+                else:
+                    found[path] = self.contents.get(inode, b"")
+
+        walk(self.folder)
+        return found
+
+    def _names_alone(self) -> Image:
+        paths = [path for path in Path(self.folder).rglob("*") if path.is_file()]
+        return {str(path): self.contents.get(path.stat().st_ino, b"") for path in paths}
+
+    def create(self, path: str) -> int:
+        handle = super().create(path)
+        # An inode's number may have been another file's.
+        self.contents.pop(os.fstat(handle).st_ino, None)
+        self._note()
+        return handle
+
+    def write(self, handle: int, data: memoryview) -> int:
+        count = super().write(handle, data)
+        self._note()
+        return count
+
+    def sync(self, handle: int) -> None:
+        super().sync(handle)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if os.path.isdir(path):
+            self._sync_names(path, os.listdir(path))
+        else:
+            self.contents[os.fstat(handle).st_ino] = Path(path).read_bytes()
+        self._note()
+
+    def rename(self, old: str, new: str) -> None:
+        super().rename(old, new)
+        self._note()
+
+    def make_folder(self, path: str) -> None:
+        super().make_folder(path)
+        self.names.pop(path, None)
+        self._note()
+
+    def remove(self, path: str) -> None:
+        super().remove(path)
+        self._note()
+
+    def remove_folder(self, path: str) -> None:
+        super().remove_folder(path)
+        self._note()
+
+
+def committer(folder: Path, disk: Disk | None = None) -> Committer:
+    writer = Writer("r", "l", 1, os.urandom(8).hex())
+    return Committer(CheckpointFolder(LocalPlace(folder, disk)), writer, Retention(1))
+
+
+def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:
+    """The checkpoints that are whole in a folder with these files, newest first."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for path, content in image.items():
+        copy = place / Path(path).relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+    shelf = CheckpointFolder(LocalPlace(place))
+    for found in shelf.found():
+        if found.manifest and not shelf.flaw(found.manifest):
+            yield found.step, bytes(shelf.read(found.manifest))
+
+
+def test_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
+    folder, place = tmp_path / "checkpoints", tmp_path / "restored"
+    committer(folder).save(1, memoryview(b"old"))
+    for step, data, older in ((2, b"new", (1, b"old")), (2, b"newer", (2, b"new"))):
+        disk = Forgetful(folder)
+        committer(folder, disk).save(step, memoryview(data))
+        assert len(disk.images) > 10
+        seen = set()
+        for image in disk.images:
+            newest = next(restored(image, folder, place), None)
+            assert newest in (older, (step, data)), (newest, list(image))
+            seen.add(newest)
+            committer(place).save(3, memoryview(b"next"))
+            assert list(restored_in(place)) == [3]
+        assert seen == {older, (step, data)}
+        assert next(restored(disk.images[-1], folder, place)) == (step, data)
+
+
+def restored_in(place: Path) -> Iterator[int]:
+    return (found.step for found in CheckpointFolder(LocalPlace(place)).found() if found.manifest)

@@ -1,0 +1,146 @@
+"""Checkpoints behind an fsspec URL: data first, manifest last, whatever fails in between."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint.here import Here
+from elasticlib.checkpoint.remote import RemotePlace
+from elasticlib.errors import CheckpointError, CheckpointRefused
+
+
+class Unreliable(MemoryFileSystem):  # type: ignore[misc]
+    """Fails at the `failing`-th operation that changes something, with an error of its own kind,
+    having done half of it."""
+
+    protocol = "unreliable"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    failing, count = 0, 0
+
+    class Broken(Exception):
+        pass
+
+    def _at_work(self) -> None:
+        Unreliable.count += 1
+        if Unreliable.count == Unreliable.failing:
+            raise self.Broken("the network is gone")
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb":
+            self._at_work()
+        return super().open(path, mode, **options)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        # As an object store's PUT: there as a whole, or not at all.
+        self._at_work()
+        super().pipe_file(path, value, **options)
+
+    def rm_file(self, path: str) -> None:
+        self._at_work()
+        super().rm_file(path)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    fsspec.register_implementation("unreliable", Unreliable, clobber=True)
+    Unreliable.store.clear()
+    Unreliable.pseudo_dirs[:] = [""]
+    Unreliable.failing = 0
+    yield "unreliable://bucket/run"
+    Unreliable.store.clear()
+
+
+def state(value: int) -> dict[str, Any]:
+    return {"w": torch.full((3,), value), "step": value}
+
+
+def save(url: str, step: int, value: int) -> None:
+    Unreliable.count = 0
+    with CheckpointManager(url, keep_last=1) as manager:
+        manager.save(step, state(value))
+
+
+@pytest.mark.parametrize("place", ["memory://a/b", "file"])
+def test_save_load_verify_and_prune_work_at_any_url(place: str, tmp_path: Any) -> None:
+    url = f"file://{tmp_path}/new" if place == "file" else place
+    with CheckpointManager(url, keep_last=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+        assert manager.steps() == [2, 3]
+        assert manager.load()["w"].tolist() == [3, 3, 3]
+        assert manager.load(2)["step"] == 2
+        assert manager.verify() == {}
+        assert manager.prune().kept == (2, 3)
+    with CheckpointManager(url, keep_last=1) as manager:
+        assert manager.prune().deleted == (2,)
+        assert manager.latest() == 3
+    if place == "file":
+        assert ".lock" in os.listdir(tmp_path / "new")
+
+
+def test_whatever_operation_fails_the_old_or_the_new_state_is_there(url: str) -> None:
+    save(url, 6, 1)
+    save(url, 7, 2)
+    count = Unreliable.count
+    assert count >= 5
+    seen = set()
+    for failing in range(1, count + 1):
+        Unreliable.failing = 0
+        Unreliable.store.clear()
+        save(url, 6, 1)
+        Unreliable.failing = failing
+        said = ""
+        try:
+            save(url, 7, 2)
+        except CheckpointError as error:
+            said = str(error)
+        assert "the network is gone" in (said or "the network is gone")
+        Unreliable.failing = 0
+        found = CheckpointManager(url).load()["step"]
+        assert found == 2 or (said and found == 1)
+        seen.add(found)
+        save(url, 8, 3)
+        assert CheckpointManager(url).steps() == [8]
+        assert CheckpointManager(url).load()["step"] == 3
+    assert seen == {1, 2}
+
+
+def test_a_damaged_byte_is_found_there_too(url: str) -> None:
+    save(url, 6, 1)
+    with CheckpointManager(url, keep_last=2) as manager:
+        manager.save(7, state(2))
+    (path,) = (name for name in Unreliable.store if "0007/state" in name)
+    whole = Unreliable.store[path].getvalue()
+    Unreliable().pipe_file(path, whole[:-1] + b"\1")
+    manager = CheckpointManager(url)
+    assert manager.load()["step"] == 1
+    assert "CRC-32" in manager.passed_over[7]
+
+
+def test_an_older_generation_is_refused_there_as_far_as_it_can_be(url: str) -> None:
+    with CheckpointManager(url, here=Here(run="r", launch="l", generation=2)) as newer:
+        newer.claim()
+        older = CheckpointManager(url, here=Here(run="r", launch="l", generation=1))
+        with pytest.raises(CheckpointRefused, match=r"generation 1 of run 'r' .* is older"):
+            older.claim()
+
+
+def test_a_url_that_nobody_knows_and_a_missing_fsspec_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(CheckpointError, match="nosuch://a cannot be opened"):
+        RemotePlace("nosuch://a")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'elasticlib\[fsspec\]'"):
+        CheckpointManager("memory://a").steps()

@@ -1,0 +1,125 @@
+"""`elasticlib checkpoints`: what people and programs see, and what the exit status says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.prune import Retention
+from elasticlib.launch.checkpoints import Progress
+from elasticlib.launch.commands import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With three checkpoints of a job."""
+    writer = Writer("job7", "l", 2, "0" * 16)
+    commits = Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5))
+    for step in (8, 9, 10):
+        commits.save(step, memoryview(bytes(3000)))
+    return tmp_path
+
+
+def damage(folder: Path, step: int) -> None:
+    (path,) = (folder / f"step-{step:010d}").glob("state.*")
+    path.write_bytes(bytes(2999) + b"\1")
+
+
+def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (folder / "step-0000000009").glob("state.*")
+    os.truncate(path, 100)
+    assert main(["checkpoints", "ls", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["STEP", "SIZE", "SAVED", "BY", "STATE"]
+    assert re.fullmatch(
+        r"10    2.9 KiB  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  job7 generation 2  whole", lines[1]
+    )
+    assert lines[2].endswith(f"damaged: {path.name} should have 3000 bytes, and has 100")
+    assert main(["checkpoints", "ls", str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["whole"]) for row in rows] == [(10, True), (9, False), (8, True)]
+    assert rows[0]["bytes"] == 3000
+
+
+def test_verify_ends_with_1_and_names_what_is_damaged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count("whole") == 3
+    damage(folder, 9)
+    assert main(["checkpoints", "verify", str(folder), "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows if not row["whole"]] == [9]
+    assert main(["checkpoints", "verify", str(folder)]) == 1
+    assert re.search(r"^9 .*damaged: state.* should have CRC-32", capsys.readouterr().out, re.M)
+    assert main(["checkpoints", "verify", str(folder), "--step", "10"]) == 0
+    assert main(["checkpoints", "verify", str(folder), "--step", "11"]) == 1
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_prune_deletes_what_it_says_and_never_the_last_whole_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(folder, 10)
+    prune = ["checkpoints", "prune", str(folder), "--keep-last", "1", "--keep-every", "4"]
+    assert main([*prune, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "would delete 10; kept 8, 9\n"
+    assert len(list(folder.glob("step-*"))) == 3
+    assert main([*prune[:-2], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"kept": [9], "deleted": [8, 10]}
+    damage(folder, 9)
+    assert main(prune) == 1
+    assert "nothing goes: none is known to be good" in capsys.readouterr().err
+    assert len(list(folder.glob("step-*"))) == 1
+
+
+def test_what_is_no_folder_and_what_cannot_be_kept_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+    assert main(["checkpoints", "ls", str(tmp_path / "absent")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["checkpoints", "prune", str(tmp_path), "--keep-last", "0"]) == 2
+    assert "keep_last >= 1" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_is_shown_in_place_or_line_by_line(stream: io.StringIO) -> None:
+    with Progress("verified", 2048, stream, every=0) as progress:
+        progress.seen(memoryview(bytes(1024)))
+        progress.seen(memoryview(bytes(1024)))
+    text = stream.getvalue()
+    assert "verified 1.0 KiB of 2.0 KiB, " in text
+    assert "verified 2.0 KiB of 2.0 KiB, " in text
+    assert text.count("\r") == (3 if stream.isatty() else 0)
+    assert text.count("\n") == (0 if stream.isatty() else 2)
+
+
+def test_torch_is_not_needed(folder: Path) -> None:
+    code = (
+        "import sys; from elasticlib.launch.commands import main; "
+        "status = main(['checkpoints', 'verify', sys.argv[1]]); "
+        "sys.exit(status or 10 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], timeout=60, stdout=subprocess.DEVNULL
+    )
+    assert done.returncode == 0
