@@ -256,8 +256,8 @@ def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> 
         link = let_in(store, giver, taker.rank)
         link.say(Kind.OFFER, record=attrs.asdict(Record("s", 2, 2, 4, "run", 1)))
         link.hear(Kind.TAKE)
-        with pytest.raises((OSError, StoreRefused)):
-            link._send(HEAD.pack(Kind.DATA, len(payload), 0) + payload)
+        link._send(HEAD.pack(Kind.DATA, len(payload), 0) + payload)
+        with pytest.raises(OSError, match=r"closed the connection|reset"):
             link.hear(Kind.KEPT)
         link.close()
     assert [one.record.step for one in hosts[0].found("0")] == [1]
@@ -269,12 +269,7 @@ def test_a_frame_that_was_changed_in_any_byte_is_refused(data: st.DataObject) ->
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
     head, payload = bytes(frame[: HEAD.size]), bytes(frame[HEAD.size :])
     with pytest.raises(StoreRefused):
-        read = read_header(head)
-        if read.size != len(payload):
-            raise StoreRefused("another length")
-        fields = read_fields(read, payload)
-        if read.kind is not Kind.REFUSED:
-            raise StoreRefused(f"another kind: {fields}")
+        read_fields(read_header(head), payload)
 
 
 def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]) -> None:
@@ -313,12 +308,15 @@ def test_a_disk_that_hangs_holds_nobody_for_ever_and_success_writes_nothing(
     tmp_path: Path,
 ) -> None:
     hang = threading.Event()
-    host = Host(tmp_path / "h", persist=lambda record, pack: hang.wait(60))
+
+    def persist(record: Record, pack: memoryview) -> bool:
+        assert (record.step, bytes(pack)) == (4, b"x")
+        return hang.wait(60)
+
+    host = Host(tmp_path / "h", persist=persist)
     host.begin(generation(1, 1, None)[0]).snapshot(4)
     assert host.keeper.finish(keep=False) == ""
-    said = persist_all(
-        host.folder, host.found(), lambda record, pack: hang.wait(60), None, seconds=0.05
-    )
+    said = persist_all(host.folder, host.found(), persist, None, seconds=0.05)
     assert said == "the snapshot of step 4 was not there after 0.05 s"
     hang.set()
 
