@@ -165,8 +165,11 @@ class ReplicaSender:
             raise StoreRefused("it did not prove that it is the node that it says")
 
     def _serve(self, link: Link) -> None:
-        while not self._over.is_set():
+        while True:
+            # Cleared first: who ends this says so before it wakes it.
             self._news.clear()
+            if self._over.is_set():
+                return
             behind = [found for found in self._newest() if self._lacks(found)]
             for found in behind:
                 self._give(link, found)

@@ -1,6 +1,6 @@
 """What goes over the connection by which one agent gives another the replicas of its snapshots.
 
-A frame is its kind, its length and the CRC-32 of its payload; each kind has its own longest
+A frame is a kind, a length, the CRC-32 of both and the payload, and that; each kind has a longest
 payload, and all but DATA are JSON of a fixed schema. In turn: the taker's CHALLENGE, the giver's
 HELLO, the taker's WELCOME; then for each snapshot OFFER, TAKE, DATA as often as it takes, KEPT.
 """
@@ -24,6 +24,7 @@ CHUNK_BYTES = 4 << 20
 CONTROL_BYTES = 8 << 10
 
 HEAD = struct.Struct(">BII")
+_SUMMED = struct.Struct(">BI")
 
 
 class Kind(enum.IntEnum):
@@ -81,12 +82,16 @@ def read_header(data: bytes) -> Header:
 
 
 def header(kind: Kind, payload: bytes | memoryview) -> bytes:
-    return HEAD.pack(kind, len(payload), zlib.crc32(payload))
+    return HEAD.pack(kind, len(payload), _sum(kind, len(payload), payload))
+
+
+def _sum(kind: Kind, size: int, payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, zlib.crc32(_SUMMED.pack(kind, size)))
 
 
 def check_sum(head: Header, payload: bytes | memoryview) -> None:
     """Raises StoreRefused for a payload that was changed on its way."""
-    found = zlib.crc32(payload)
+    found = _sum(head.kind, head.size, payload)
     if found != head.crc32:
         raise StoreRefused(
             f"a frame {head.kind.name} was changed on its way: its CRC-32 is {found:08x}, and it "

@@ -98,6 +98,9 @@ class NeverKills(LocalElasticAgent):
 
 
 class LeavesWhatRuns(LocalElasticAgent):
+    def end(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

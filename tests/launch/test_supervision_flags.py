@@ -131,3 +131,17 @@ def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
     assert AgentOptions(resize="immediate").notice(DRAIN) == Notice(DRAIN, 30.0)
     with pytest.raises(ConfigError, match="resize is one of immediate, at-step, at-checkpoint"):
         AgentOptions(resize="later")
+
+
+def test_a_snapshot_has_replicas_on_as_many_nodes_as_there_may_be_others(script: str) -> None:
+    meet = "--nnodes 1:3 --rdzv-endpoint h:1"
+    assert read(f"{meet} --snapshot-replicas 2", script).agent.snapshot_replicas == 2
+    assert AgentOptions().snapshot_replicas == 0
+    with pytest.raises(ConfigError, match="from 0 to 2 in a job of up to 3, got 3"):
+        read(f"{meet} --snapshot-replicas 3", script)
+    with pytest.raises(ConfigError, match="from 0 to 0 in a job of up to 1, got 1"):
+        read("--standalone --snapshot-replicas 1", script)
+    with pytest.raises(ConfigError, match="--snapshot-replicas is a number from 0, got -1"):
+        read(f"{meet} --snapshot-replicas -1", script)
+    with pytest.raises(ConfigError, match="snapshot_replicas, got -1"):
+        AgentOptions(snapshot_replicas=-1)

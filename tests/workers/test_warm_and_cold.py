@@ -127,8 +127,8 @@ def read(said: Said) -> dict[str, Any]:
     assert (said.returncode, said.err) == (0, "")
     first, *rest = said.out.splitlines()
     found: dict[str, Any] = json.loads(first)
-    # The file for errors is told apart on purpose, by the attempt's number.
-    told = ("TORCHELASTIC_ERROR_FILE", "ELASTICLIB_CHANNEL")
+    # The paths of what is a worker's own differ on purpose, by the attempt's number.
+    told = ("TORCHELASTIC_ERROR_FILE", "ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS")
     for name in told:
         found["environment"].pop(name, None)
     lines = found["C environment"]

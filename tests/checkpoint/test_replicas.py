@@ -1,0 +1,330 @@
+"""Agents give each other their workers' snapshots: over real connections, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import until
+
+from elasticlib.checkpoint import memory
+from elasticlib.checkpoint.buddies import Place, decode_place, encode_place
+from elasticlib.checkpoint.keeper import SnapshotKeeper
+from elasticlib.checkpoint.persisting import Persist, persist_all
+from elasticlib.checkpoint.replica_link import Link, Refused
+from elasticlib.checkpoint.replica_wire import (
+    CHUNK_BYTES,
+    HEAD,
+    Kind,
+    Proofs,
+    control,
+    read_fields,
+    read_header,
+)
+from elasticlib.checkpoint.slot import Found, Record
+from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
+from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
+from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.stores.interface import Store
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.workers.spec import Script, WorkerGroup, WorkerSpec, deal_ranks
+
+SECRET = b"the job's"
+
+
+class Host:
+    """A node: its agent's memory, and what its workers put there."""
+
+    def __init__(
+        self, folder: Path, secret: bytes | None = SECRET, persist: Persist | None = None
+    ) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.era, self.sequence = 0, 0
+        self.keeper = SnapshotKeeper(
+            self._era, replicas=1, secret=secret, address="127.0.0.1", persist=persist
+        )
+        self.slots: dict[int, memory.Slots] = {}
+
+    def _era(self, number: int) -> Path:
+        path = self.folder / str(number)
+        path.mkdir(exist_ok=True)
+        return path
+
+    def begin(self, info: RendezvousInfo) -> Host:
+        self.era += 1
+        self.slots, self.info = {}, info
+        group = WorkerGroup(
+            spec=WorkerSpec(Script("train.py")),
+            workers=deal_ranks(info.seat),
+            run_id="run",
+            generation=info.generation,
+            group_rank=info.rank,
+            group_world_size=info.world_size,
+            master_addr="127.0.0.1",
+            master_port=1,
+            attempt=self.era,
+        )
+        self.keeper.begin(info, group)
+        return self
+
+    def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
+        self.sequence += 1
+        record = Record("s", step, self.sequence, len(pack), "run", self.info.generation, **more)
+        record = attrs.evolve(record, folder=str(self.folder))
+        slots = self.slots.setdefault(record.part, memory.Slots(self._era(self.era)))
+        with slots.writing(record) as view:
+            view[:] = pack
+        with (
+            contextlib.suppress(OSError),
+            open(self.folder / str(self.era) / memory.NEWS, "w") as f,
+        ):
+            f.write("\n")
+
+    def found(self, owner: str = "") -> list[Found]:
+        return [one for one in memory.look(self.folder) if one.owner == owner]
+
+    def has(self, owner: str, step: int) -> Callable[[], bool]:
+        return lambda: step in [one.record.step for one in self.found(owner)]
+
+
+def generation(number: int, nodes: int, store: Store | None) -> list[RendezvousInfo]:
+    members = [Node(f"n{rank}", "h", "127.0.0.1", 1) for rank in range(nodes)]
+    place = BootstrapStoreInfo("127.0.0.1", 1)
+    return [
+        RendezvousInfo("run", number, seat, place, store=store, board=f"run/board/{number}/")
+        for seat in deal_seats(members)
+    ]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    hosts = [Host(tmp_path / str(number)) for number in range(3)]
+    yield hosts
+    for host in hosts:
+        host.keeper.finish(keep=False)
+    until("threads", lambda: not [t for t in threading.enumerate() if t.name[:6] == "agent-"], 15)
+
+
+def begin(hosts: list[Host], number: int = 1, store: Store | None = None) -> None:
+    for host, info in zip(
+        hosts, generation(number, len(hosts), store or MemoryStore()), strict=True
+    ):
+        host.begin(info)
+
+
+def test_each_snapshot_is_with_the_next_node_and_nowhere_else(hosts: list[Host]) -> None:
+    begin(hosts)
+    large = bytes(range(256)) * (CHUNK_BYTES // 100)
+    for rank, host in enumerate(hosts):
+        host.snapshot(5, large + bytes([rank]))
+    for rank, host in enumerate(hosts):
+        before = str((rank - 1) % 3)
+        until("the replica", host.has(before, 5))
+        (replica,) = host.found(before)
+        with memory.pinned(host.folder, replica) as view:
+            assert view == large + bytes([int(before)])
+        assert not host.found(str((rank + 1) % 3))
+        assert replica.record == hosts[int(before)].found()[0].record
+    for step in (6, 7, 8):
+        hosts[0].snapshot(step)
+    until("the newest", hosts[1].has("0", 8))
+    assert len(list(hosts[1].folder.glob("1/from.0.*"))) <= 2
+
+
+def test_replicas_of_a_node_that_is_gone_stay_until_the_new_world_stands_on_its_own(
+    hosts: list[Host],
+) -> None:
+    store = MemoryStore()
+    begin(hosts, 1, store)
+    for part, host in enumerate(hosts):
+        host.snapshot(5, part=part, parts=3)
+    for rank, host in enumerate(hosts):
+        until("replicas", host.has(str((rank - 1) % 3), 5))
+    hosts[2].keeper.finish(keep=False)
+    left = hosts[:2]
+    begin(left, 2, store)
+    for part, host in enumerate(left):
+        host.snapshot(6, part=part, parts=2)
+    for rank, host in enumerate(left):
+        until("replicas", host.has(str(1 - rank), 6))
+    # Of a state in parts: the node that is gone has left its part with the first.
+    assert hosts[0].has("2", 5)()
+    for step in (7, 8, 9):
+        for part, host in enumerate(left):
+            host.snapshot(step, part=part, parts=2)
+        for rank, host in enumerate(left):
+            until("replicas", host.has(str(1 - rank), step))
+    for host in left:
+        until("the old ones to go", lambda host=host: not list(host.folder.glob("1/*.*")))
+
+
+def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[Host]) -> None:
+    store = MemoryStore()
+    giver, taker = generation(1, 2, store)
+    hosts[0].begin(taker)
+    hosts[0].info = taker
+    link = let_in(store, giver, taker.rank)
+    give(link, Record("s", 1, 1, 3, "run", 1), b"old")
+    record = Record("s", 2, 2, 10, "run", 1)
+    link.say(Kind.OFFER, record=attrs.asdict(record))
+    link.hear(Kind.TAKE)
+    link.send(memoryview(b"half"))
+    link.close()
+    # It comes again: the broken one has left nothing that counts.
+    link = let_in(store, giver, taker.rank)
+    assert [one.record.step for one in hosts[0].found("0")] == [1]
+    give(link, record, b"0123456789")
+    assert {one.record.step for one in hosts[0].found("0")} == {1, 2}
+    link.close()
+
+
+def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = SECRET) -> Link:
+    """A connection of the node with this seat, as an agent of it would make it."""
+    key = f"{info.board}snapshots/place/{to}"
+    entry = until("the place", lambda: store.get(key))
+    place = decode_place(entry.value)
+    assert place is not None
+    link = Link(socket.create_connection((place.address, place.port), timeout=5))
+    with contextlib.ExitStack() as stack:
+        stack.callback(link.close)
+        challenge = link.hear(Kind.CHALLENGE)
+        proofs, nonce = Proofs(place.token, secret, info.board), "ab" * 32
+        proof = proofs.of_giver(challenge["nonce"], nonce, info.rank)
+        link.say(Kind.HELLO, rank=info.rank, nonce=nonce, proof=proof)
+        welcome = link.hear(Kind.WELCOME)
+        assert proofs.is_taker(welcome["proof"], challenge["nonce"], nonce, info.rank)
+        stack.pop_all()
+    return link
+
+
+def give(link: Link, record: Record, pack: bytes) -> None:
+    link.say(Kind.OFFER, record=attrs.asdict(record))
+    link.hear(Kind.TAKE)
+    link.send(memoryview(pack))
+    link.hear(Kind.KEPT)
+
+
+def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Host]) -> None:
+    store = MemoryStore()
+    infos = generation(1, 3, store)
+    hosts[1].begin(infos[1])
+    for info, secret in (
+        (infos[0], b"another"),
+        (infos[0], None),
+        (infos[2], SECRET),
+        (attrs.evolve(infos[0], generation=2), b""),
+    ):
+        with pytest.raises(Refused, match="no node whose replicas I keep"):
+            let_in(store, info, 1, secret)
+    let_in(store, infos[0], 1).close()
+    # And a place that does not know the secret is not believed.
+    listener = socket.create_server(("127.0.0.1", 0))
+    place = Place("127.0.0.1", listener.getsockname()[1], "cd" * 32)
+    store.set(f"{infos[0].board}snapshots/place/1", encode_place(place))
+    hosts[0].begin(infos[0])
+    connection, _ = listener.accept()
+    link = Link(connection)
+    link.say(Kind.CHALLENGE, protocol=1, nonce="ab" * 32)
+    link.hear(Kind.HELLO)
+    link.say(Kind.WELCOME, proof="ef" * 32)
+    with pytest.raises(OSError, match="closed the connection"):
+        link.hear(Kind.OFFER)
+    link.close()
+    listener.close()
+
+
+def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> None:
+    store = MemoryStore()
+    giver, taker = generation(1, 2, store)
+    hosts[0].begin(taker)
+    link = let_in(store, giver, taker.rank)
+    link.say(Kind.OFFER, record=attrs.asdict(Record("s", 1, 1, 1 << 60, "run", 1)))
+    with pytest.raises(Refused, match=r"no memory for a replica of \d+ bytes"):
+        link.hear(Kind.TAKE)
+    give(link, Record("s", 1, 1, 3, "run", 1), b"old")
+    link.close()
+    for payload in (b"12345", b""):  # of 4 bytes
+        link = let_in(store, giver, taker.rank)
+        link.say(Kind.OFFER, record=attrs.asdict(Record("s", 2, 2, 4, "run", 1)))
+        link.hear(Kind.TAKE)
+        link._send(HEAD.pack(Kind.DATA, len(payload), 0) + payload)
+        with pytest.raises(OSError, match=r"closed the connection|reset"):
+            link.hear(Kind.KEPT)
+        link.close()
+    assert [one.record.step for one in hosts[0].found("0")] == [1]
+
+
+@given(st.data())
+def test_a_frame_that_was_changed_in_any_byte_is_refused(data: st.DataObject) -> None:
+    frame = bytearray(control(Kind.REFUSED, message="no room", final=True))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    head, payload = bytes(frame[: HEAD.size]), bytes(frame[HEAD.size :])
+    with pytest.raises(StoreRefused):
+        read_fields(read_header(head), payload)
+
+
+def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]) -> None:
+    with pytest.raises(ConfigError, match="--snapshot-replicas needs a store"):
+        hosts[0].begin(generation(1, 2, None)[0])
+    hosts[0].begin(generation(1, 1, None)[0])
+    hosts[0].snapshot(1)
+    hosts[0].keeper = SnapshotKeeper(hosts[0]._era, replicas=1, address="192.0.2.1")
+    with pytest.raises(ConfigError, match=r"cannot take replicas at 192\.0\.2\.1"):
+        hosts[0].begin(generation(2, 2, MemoryStore())[0])
+
+
+def test_of_what_several_hold_one_node_writes_and_another_if_that_fails(tmp_path: Path) -> None:
+    store, written = MemoryStore(), []
+    broken = threading.Event()
+
+    def persist(record: Record, pack: memoryview) -> bool:
+        if not broken.is_set():
+            broken.set()
+            raise OSError("disk full")
+        written.append((record.step, bytes(pack)))
+        return True
+
+    hosts = [Host(tmp_path / str(n), persist=persist) for n in range(3)]
+    begin(hosts, store=store)
+    for host in hosts:
+        host.snapshot(4, b"four")
+    said = [host.keeper.finish(keep=True) for host in hosts]
+    assert written == [(4, b"four")]
+    assert said[0].startswith("the snapshot of step 4 was not written to ")
+    assert said[0].endswith(": OSError: disk full")
+    assert said[1:] == ["", ""]
+
+
+def test_a_disk_that_hangs_holds_nobody_for_ever_and_success_writes_nothing(
+    tmp_path: Path,
+) -> None:
+    hang = threading.Event()
+
+    def persist(record: Record, pack: memoryview) -> bool:
+        assert (record.step, bytes(pack)) == (4, b"x")
+        return hang.wait(60)
+
+    host = Host(tmp_path / "h", persist=persist)
+    host.begin(generation(1, 1, None)[0]).snapshot(4)
+    assert host.keeper.finish(keep=False) == ""
+    said = persist_all(host.folder, host.found(), persist, None, seconds=0.05)
+    assert said == "the snapshot of step 4 was not there after 0.05 s"
+    hang.set()
+
+
+def test_a_snapshot_of_which_there_is_no_memory_is_an_error_of_the_tree(tmp_path: Path) -> None:
+    slots = memory.Slots(tmp_path / "none")
+    with (
+        pytest.raises(CheckpointError, match="takes no snapshot"),
+        slots.writing(Record("s", 1, 1, 1, "r", 1)),
+    ):
+        pass

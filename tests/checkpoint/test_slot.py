@@ -1,0 +1,147 @@
+"""What a slot's record says, which slots are written, which snapshots count; and who is whose
+buddy: pure."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.checkpoint.buddies import Place, decode_place, encode_place, givers, takers
+from elasticlib.checkpoint.persisting import to_persist
+from elasticlib.checkpoint.slot import (
+    Found,
+    Record,
+    Slot,
+    choose,
+    decode,
+    encode,
+    given_up,
+    newest_of_each,
+    outlived,
+    that_count,
+)
+from elasticlib.errors import CheckpointError
+
+RECORD = Record("state", 7, 3, 64, "run", 2, part=1, parts=4, folder="/där", shared=False)
+
+
+def found(era: int, sequence: int, step: int, owner: str = "", **more: int) -> Found:
+    parts = {"part": 0, "parts": 1, "generation": era, **more}
+    record = Record("state", step, sequence, 64, "run", folder="/f", **parts)
+    file = f"{era}/{owner or 'own'}.{record.part}.{sequence}"
+    return Found(era, owner, file, record)
+
+
+@given(st.data())
+def test_a_record_that_was_changed_in_any_byte_or_cut_is_none(data: st.DataObject) -> None:
+    text = encode(RECORD)
+    assert decode(text + bytes(100)) == RECORD
+    at = data.draw(st.integers(0, len(text) - 1))
+    flipped = bytes([text[at] ^ data.draw(st.integers(1, 255))])
+    assert decode(text[:at] + flipped + text[at + 1 :]) is None
+    # As a slot is cleared before it is written: bytes of it may be there when its writer dies.
+    assert decode(text[:at] + bytes(len(text) - at)) is None
+    assert decode(bytes(at) + text[at + 1 :]) is None
+
+
+def test_a_record_that_does_not_fit_its_page_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="at most 4096 bytes, and that of step 7"):
+        encode(attrs.evolve(RECORD, folder="x" * 4096))
+
+
+@given(st.integers(1, 2), st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2)), max_size=60))
+def test_the_newest_whole_ones_are_never_written_whatever_is_pinned_or_fails(
+    keep: int, history: list[tuple[int, int]]
+) -> None:
+    slots: dict[str, Slot] = {}
+    whole: list[int] = []
+    parts = 2 if keep > 1 else 1
+    for sequence, (size, pins) in enumerate(history, 1):
+        choice = choose(slots.values(), size, keep)
+        for name in choice.drop:
+            del slots[name]
+        free = choice.use[pins:]
+        name = free[0] if free else f"new {sequence}"
+        slots[name] = Slot(name, slots[name].capacity if free else size)
+        held = [s.record.sequence for s in slots.values() if s.record]
+        # In the middle of writing: killed now, the last whole ones are there.
+        assert set(whole[-keep:]) <= set(held)
+        if pins < 2:  # else it fails
+            record = Record("state", sequence, sequence, size, "run", 1, parts=parts)
+            slots[name] = attrs.evolve(slots[name], record=record)
+            whole.append(sequence)
+        assert size <= slots[name].capacity
+        assert len(slots) <= keep + 3
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=12))
+def test_what_counts_is_what_was_not_gone_back_behind(made: list[tuple[bool, int]]) -> None:
+    era, all_found, line = 1, [], []
+    for sequence, (restarted, step) in enumerate(made, 1):
+        era += restarted
+        all_found.append(found(era, sequence, step))
+        line = [*(s for s in line if s < step), step]
+    assert [one.record.step for one in that_count(all_found)] == line[::-1]
+
+
+def test_earlier_eras_go_when_the_new_one_stands_on_its_own() -> None:
+    old = [found(1, 5, 5), found(1, 4, 4, owner="2")]
+    assert outlived(old, 2, "state") == ()
+    # A replica of another node's says nothing of what is made here.
+    assert outlived([*old, found(2, 1, 6, owner="2")], 2, "state") == ()
+    new = found(2, 1, 6)
+    assert set(outlived([*old, new], 2, "state")) == set(old)
+    assert outlived([*old, new], 1, "state") == outlived([*old, new], 2, "other") == ()
+    # Of a state in parts the other ranks may not have their first yet; with two they have.
+    one, two = (found(2, n, 5 + n, parts=2) for n in (1, 2))
+    assert outlived([*old, one], 2, "state") == ()
+    assert set(outlived([*old, one, two], 2, "state")) == set(old)
+    # In whatever way the new world cuts it up.
+    assert set(outlived([found(1, 5, 5, part=3, parts=4), one, two], 2, "state"))
+
+
+def test_what_was_made_after_the_step_that_is_gone_back_to_is_given_up() -> None:
+    old, late, new = found(1, 4, 4), found(1, 5, 5, owner="1"), found(2, 1, 6)
+    assert given_up([old, late, new], 2, "state", 4) == (late,)
+
+
+def test_of_each_worker_the_newest_is_given_away() -> None:
+    mine = [found(3, n, n, part=part, parts=2) for n in (1, 2) for part in (0, 1)]
+    assert {(one.record.part, one.record.step) for one in newest_of_each(mine)} == {(0, 2), (1, 2)}
+
+
+def test_of_a_whole_state_the_newest_is_persisted_and_of_parts_as_many_as_are_kept() -> None:
+    mine, theirs = found(2, 3, 8), found(2, 4, 9, owner="1")
+    assert to_persist([mine, theirs, found(1, 9, 99)]) == (theirs,)
+    parts = [found(2, n, n, part=part, parts=2) for n in (1, 2, 3) for part in (0, 1)]
+    assert sorted((o.record.part, o.record.step) for o in to_persist([*parts, parts[0]])) == [
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (1, 3),
+    ]
+    nowhere = attrs.evolve(mine, record=attrs.evolve(mine.record, folder=""))
+    assert to_persist([nowhere]) == ()
+
+
+@given(st.integers(1, 9), st.integers(0, 9))
+def test_each_node_keeps_as_many_replicas_as_it_gives_and_none_of_its_own(
+    nodes: int, replicas: int
+) -> None:
+    for rank in range(nodes):
+        to = takers(rank, nodes, replicas)
+        assert len(set(to)) == len(to) == min(replicas, nodes - 1)
+        assert rank not in to
+        assert all(rank in givers(other, nodes, replicas) for other in to)
+        assert all(
+            rank in takers(other, nodes, replicas) for other in givers(rank, nodes, replicas)
+        )
+
+
+def test_a_place_is_read_as_it_was_written_and_nothing_else_is_one() -> None:
+    place = Place("::1", 4711, "ab" * 32)
+    assert decode_place(encode_place(place)) == place
+    for data in (b"", b"{}", b"[1]", encode_place(attrs.evolve(place, token="x")), b"\xff"):
+        assert decode_place(data) is None

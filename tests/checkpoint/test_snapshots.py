@@ -1,0 +1,221 @@
+"""A worker's snapshots in memory: whole or not there, its own, and gone back to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from elasticlib.checkpoint import memory
+from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.slot import Record
+from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.told import Told
+from elasticlib.errors import CheckpointError
+
+
+class Agent:
+    """Memory as an agent's, and its workers one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: list[SnapshotMemory] = []
+
+    def worker(self, era: int, **more: Any) -> SnapshotMemory:
+        folder = self.folder / str(era)
+        folder.mkdir(exist_ok=True)
+        self.made.append(SnapshotMemory(Told(str(folder), "run", era), **more))
+        return self.made[-1]
+
+    def files(self) -> list[str]:
+        return sorted(p.parent.name for p in self.folder.glob("*/own.*"))
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    for made in agent.made:
+        made.close()
+
+
+def state(step: int, size: int = 5) -> dict[str, Any]:
+    return {"model": {"w": torch.full((size,), float(step))}, "step": step}
+
+
+def steps(source: SnapshotMemory) -> list[int]:
+    return [held.step for held in source.held()]
+
+
+def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent) -> None:
+    worker, now = agent.worker(1), state(3)
+    cost = worker.snapshot(3, now, {"epoch": 1})
+    now["model"]["w"].fill_(-1)
+    assert cost is not None
+    assert (cost.step, 0 < cost.copied <= cost.seconds) == (3, True)
+    (held,) = agent.worker(2).held()
+    assert (held.step, held.kind, held.part, held.parts) == (3, "memory", 0, 1)
+    read = agent.worker(2).read(held)
+    assert torch.equal(unpack(memoryview(read))["model"]["w"], torch.full((5,), 3.0))
+    # What was read is the reader's own.
+    worker.snapshot(4, state(4))
+    worker.snapshot(5, state(5))
+    assert unpack(memoryview(read))["step"] == 3
+    with pytest.raises(CheckpointError, match=r"of step 3 is not there any more"):
+        worker.read(held)
+    with pytest.raises(CheckpointError, match="not there any more"):
+        worker.read(Held(9, "memory", "1/own.x.1:9"))
+
+
+@pytest.mark.parametrize(("parts", "slots"), [(1, 2), (2, 3)])
+def test_slots_are_used_again_and_a_failed_snapshot_takes_nothing_away(
+    agent: Agent, parts: int, slots: int
+) -> None:
+    worker = agent.worker(1, parts=parts)
+    for step in range(9):
+        worker.snapshot(step, state(step))
+    assert len(agent.files()) == slots
+    before = steps(worker)
+    assert before[: slots - 1] == [8, 7][: slots - 1]
+    with pytest.raises(CheckpointError, match="state"):
+        worker.snapshot(9, {"model": object()})
+    slots_of = memory.Slots(agent.folder / "1")
+    record = Record("state", 99, 99, 64, "run", 1)
+    with slots_of.writing(record):
+        assert 99 not in steps(worker)
+    assert 99 in steps(worker)
+    with contextlib.suppress(ZeroDivisionError), slots_of.writing(attrs.evolve(record, step=100)):
+        raise ZeroDivisionError
+    assert 100 not in steps(worker)
+    slots_of.remove()
+    assert steps(worker) == before
+
+
+def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_back(
+    agent: Agent,
+) -> None:
+    worker = agent.worker(1)
+    for step, size in enumerate((5, 100_000, 100_000, 5, 5, 5)):
+        worker.snapshot(step, state(step, size))
+        (newest, *_) = worker.held()
+        assert unpack(memoryview(worker.read(newest)))["model"]["w"].shape == (size,)
+    assert len(agent.files()) == 2
+    assert sum(path.stat().st_size for path in agent.folder.glob("1/*")) < 50_000
+
+
+def test_memory_that_is_full_is_an_error_with_a_sentence(agent: Agent) -> None:
+    worker = agent.worker(1)
+    worker.snapshot(1, state(1))
+    slots = memory.Slots(agent.folder / "1")
+    too_much = Record("state", 2, 2, 1 << 50, "run", 1)
+    with (
+        pytest.raises(CheckpointError, match=r"no memory for a snapshot of 1125899906842624 bytes"),
+        slots.writing(too_much),
+    ):
+        pass
+    assert len(agent.files()) == 1
+    with pytest.raises(CheckpointError, match="takes no snapshot: No such file or directory"):
+        SnapshotMemory(Told(str(agent.folder / "9"), "run", 1)).snapshot(1, state(1))
+
+
+def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
+    worker = agent.worker(1)
+    worker.snapshot(1, state(1))
+    (found,) = memory.look(agent.folder)
+    with memory.pinned(agent.folder, found) as view:
+        assert view is not None
+        for step in (2, 3, 4):
+            worker.snapshot(step, state(step))
+        assert unpack(memoryview(bytearray(view)))["step"] == 1
+    worker.snapshot(5, state(5))
+    worker.snapshot(6, state(6))
+    with memory.pinned(agent.folder, found) as view:
+        assert view is None, "it holds a later one by now"
+
+
+def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
+    worker, over = agent.worker(1), threading.Event()
+    worker.snapshot(0, state(0, 50_000))
+    seen: list[tuple[int, bool]] = []
+
+    def read() -> None:
+        while not over.is_set():
+            for one in memory.look(agent.folder):
+                with memory.pinned(agent.folder, one) as view:
+                    if view is not None:
+                        found = unpack(memoryview(bytearray(view)))
+                        same = bool((found["model"]["w"] == one.record.step).all())
+                        seen.append((one.record.step, same and found["step"] == one.record.step))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(1, 150):
+        worker.snapshot(step, state(step, 50_000))
+    over.set()
+    reader.join(10)
+    assert seen
+    assert all(whole for _, whole in seen)
+
+
+def test_one_that_stood_still_clobbers_nothing_and_is_not_gone_back_to(agent: Agent) -> None:
+    stale = agent.worker(1)
+    stale.snapshot(10, state(10))
+    successor = agent.worker(2)
+    assert steps(successor) == [10]
+    successor.snapshot(11, state(11))
+    assert agent.files() == ["2"], "what came before it has gone"
+    stale.snapshot(11, state(-11))
+    stale.snapshot(12, state(-12, 100_000))
+    newest = successor.held()[0]
+    assert steps(successor) == [11]
+    assert unpack(memoryview(successor.read(newest)))["step"] == 11
+
+
+def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Agent) -> None:
+    first = agent.worker(1, parts=2)
+    for step in (5, 6):
+        first.snapshot(step, state(step))
+    second = agent.worker(2, parts=2)
+    assert steps(second) == [6, 5]
+    second.go_on_from(5)
+    assert steps(second) == [5]
+    second.snapshot(6, state(60))
+    assert [unpack(memoryview(second.read(one)))["step"] for one in second.held()] == [60, 5]
+    # Also in one life.
+    second.snapshot(2, state(2))
+    assert steps(second) == [2]
+
+
+def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Agent) -> None:
+    one, other = agent.worker(1, name="one"), agent.worker(1, name="other")
+    one.snapshot(1, state(1))
+    other.snapshot(7, state(7))
+    assert (steps(one), steps(other)) == ([1], [7])
+    agent.worker(1, name="one").snapshot(2, state(2))
+    assert steps(one) == [2, 1]
+    elsewhere = SnapshotMemory(Told(str(agent.folder / "1"), "another run", 1), name="one")
+    assert elsewhere.held() == []
+    assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
+    with pytest.raises(CheckpointError, match="part 2 of 2"):
+        agent.worker(1, part=2, parts=2)
+
+
+def test_an_agent_that_looks_after_the_snapshots_is_woken_and_clears_up_itself(
+    agent: Agent,
+) -> None:
+    agent.worker(1).snapshot(1, state(1))
+    worker = agent.worker(2)
+    os.mkfifo(agent.folder / "2" / memory.NEWS)
+    pipe = os.open(agent.folder / "2" / memory.NEWS, os.O_RDWR | os.O_NONBLOCK)
+    worker.snapshot(2, state(2))
+    assert os.read(pipe, 9) == b"\n"
+    assert agent.files() == ["1", "2"]
+    os.close(pipe)

@@ -1,0 +1,115 @@
+"""Workers and nodes are killed, and the snapshots of their last steps are found: in memory, and on
+the disk when the job ends; and nothing is left of them in shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS, Job, Node, alive, generation_of, until
+
+from elasticlib.checkpoint import memory
+
+pytestmark = pytest.mark.faults
+
+AGENT = str(PROGRAMS / "snapshot_agent.py")
+WORKER = str(PROGRAMS / "snapshot_worker.py")
+QUICK = ("--restart-backoff", "0", "--monitor-interval", "0.02")
+
+
+def run(job: Job, name: str, *flags: str, worker: tuple[str, ...]) -> Node:
+    command = (sys.executable, AGENT, *QUICK, *flags, WORKER, str(job.folder), *worker)
+    return job.start(name, *command)
+
+
+def progress(job: Job, rank: int = 0) -> tuple[int, int]:
+    """The last step that this rank has begun to snapshot, and the last that is done."""
+    data = (job.folder / "ranks.progress").read_bytes()
+    begun, done = struct.unpack_from("qq", data, 16 * rank)
+    return begun, done
+
+
+def permit(job: Job, step: int) -> None:
+    (job.folder / "permit.part").write_text(str(step))
+    (job.folder / "permit.part").rename(job.folder / "permit")
+
+
+def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drain_writes_it(
+    job: Job, kills: int
+) -> None:
+    flags = ("--standalone", "--max-restarts", "1000")
+    agent = run(job, "a", *flags, worker=("size", str(1 << 21)))
+    generation, halves, begun, done = 0, 0, 0, 0
+    for _ in range(kills):
+        (place,) = job.settled(1, after=generation)
+        assert place["wrong"] == []
+        assert (place["held"][0][0] if place["held"] else 0) in {begun, done}, "a step was lost"
+        generation, before = generation_of([place]), done
+        until("two more", lambda before=before: progress(job)[1] >= before + 2)
+        until("one begun", lambda: progress(job)[0] > progress(job)[1])
+        os.kill(place["pid"], signal.SIGKILL)
+        until("its end", lambda pid=place["pid"]: not alive(pid))
+        begun, done = progress(job)
+        halves += begun > done
+    assert halves > kills // 2, "they were to be killed in the middle"
+    (place,) = job.settled(1, after=generation)
+    until("a step", lambda: progress(job)[1] > done)
+    agent.signal(signal.SIGUSR2)
+    assert agent.exit_code() == 75
+    begun, done = progress(job)
+    (written,) = (job.folder / "disk").iterdir()
+    assert int(written.name.split(".")[0]) in {begun, done}
+    assert written.stat().st_size > 1 << 23
+    assert not Path(place["memory"]).exists()
+
+
+def held_by(folder: str, step: int, owner: str, parts: set[int]) -> bool:
+    """Whether an agent's memory has these parts of a step from `owner`."""
+    found = memory.look(folder)
+    return parts <= {o.record.part for o in found if (o.record.step, o.owner) == (step, owner)}
+
+
+def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothing_in_memory(
+    job: Job,
+) -> None:
+    permit(job, 5)
+    meet = ("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
+    flags = (*meet, "--rdzv-conf", "last_call_timeout=5", "--snapshot-replicas", "1")
+    nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
+    places = job.settled(4)
+    stays, goes = places[0], places[2]
+    until("replicas", lambda: held_by(stays["memory"], 5, "1", {2, 3}), 20)
+    until("replicas", lambda: held_by(goes["memory"], 5, "0", {0, 1}), 20)
+    # In the middle of the next one, perhaps, its workers and then the agent.
+    permit(job, 6)
+    for place in places[2:]:
+        os.kill(place["pid"], signal.SIGKILL)
+    nodes[goes["node"]].kill()
+    left = job.settled(2, after=generation_of(places))
+    assert {place["node"] for place in left} == {stays["node"]}
+    for place in left:
+        assert place["wrong"] == []
+        of_step: dict[int, set[int]] = {}
+        for step, part, parts in place["held"]:
+            assert parts == 4
+            of_step.setdefault(step, set()).add(part)
+        newest = max(step for step, parts in of_step.items() if parts == {0, 1, 2, 3})
+        assert newest in (5, 6)
+    until("the dead one's memory to be gone", lambda: not Path(goes["memory"]).exists())
+    # The smaller world goes on, and when it stands on its own what the larger one left goes.
+    permit(job, 9)
+    until("steps", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
+    assert {found.era for found in memory.look(stays["memory"])} == {1}
+    assert {found.record.parts for found in memory.look(stays["memory"])} == {2}
+    (job.folder / "disk").touch()  # where a folder is to be
+    survivor = nodes[stays["node"]]
+    survivor.signal(signal.SIGUSR2)
+    assert survivor.exit_code() == 75
+    survivor.says(
+        r"DRAINED: received SIGUSR2; the snapshot of step 9 \(part \d of 2\) was not writ"
+    )
+    assert not Path(stays["memory"]).exists()
