@@ -35,7 +35,7 @@ class Record:
     name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
     writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
     folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes.
+    that folder is one for all nodes. run, launch, generation: see `fence.Writer`.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Record:
     parts: int = 1
     folder: str = ""
     shared: bool = True
+    launch: str = ""
 
     @property
     def keep(self) -> int:

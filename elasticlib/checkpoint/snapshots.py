@@ -86,6 +86,7 @@ class SnapshotMemory(Source):
             parts=parts,
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
             shared=shared,
+            launch=told.launch,
         )
 
     def snapshot(

@@ -11,11 +11,13 @@ from ..workers.spec import SNAPSHOTS
 
 @attrs.frozen
 class Told:
-    """folder: where this worker's snapshots go, in its agent's memory. run, generation: its own."""
+    """folder: where this worker's snapshots go, in its agent's memory. run, generation, launch: its
+    own; see `fence.Writer`."""
 
     folder: str
     run: str
     generation: int
+    launch: str = ""
 
 
 def told() -> Told | None:
@@ -24,4 +26,5 @@ def told() -> Told | None:
     generation = os.environ.get("ELASTICLIB_GENERATION", "")
     if not folder or not generation.isdecimal() or not os.path.isdir(folder):
         return None
-    return Told(folder, os.environ.get("TORCHELASTIC_RUN_ID", ""), int(generation))
+    run, launch = (os.environ.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "ELASTICLIB_INCARNATION"))
+    return Told(folder, run, int(generation), launch)

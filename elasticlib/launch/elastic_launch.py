@@ -21,6 +21,7 @@ from ..agent.interface import Memory, RunResult
 from ..agent.observers import SignalObserver
 from ..agent.options import AgentOptions
 from ..checkpoint.keeper import SnapshotKeeper
+from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..errors import ConfigError, ElasticError
 from ..workers.exits import WorkerExit
@@ -104,7 +105,7 @@ def run_node(
     entrypoint: Entrypoint,
     workers: Workers | None = None,
     *,
-    persist: Persist | None = None,
+    persist: Persist = persist,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
@@ -167,7 +168,7 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
 
 
 def _memory(
-    config: LaunchConfig, runners: Workers, secret: bytes | None, persist: Persist | None
+    config: LaunchConfig, runners: Workers, secret: bytes | None, persist: Persist
 ) -> Memory | None:
     """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
     replicas = config.supervision.agent.snapshot_replicas
