@@ -6,6 +6,7 @@ whole one is found at whatever moment the worker is killed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -177,7 +178,7 @@ class SnapshotMemory(Source):
         with memory.pinned(self._memory, found) as view:
             if view is None:
                 raise CheckpointError(f"the snapshot {_name(found)} was replaced while it was read")
-            copy = mmap.mmap(-1, len(view))
+            copy = _fresh(len(view))
             into, source = (torch.frombuffer(b, dtype=torch.uint8) for b in (copy, view))
             into.copy_(source)
             del into, source
@@ -205,6 +206,15 @@ class SnapshotMemory(Source):
         name, era = self._record.name, self._era
         memory.drop(self._memory, lambda found: outlived(found, era, name))
         self._earlier = False
+
+
+def _fresh(size: int) -> mmap.mmap:
+    """Memory of our own. Private and in large pages, where there are any: most of the time of the
+    first write to memory goes into making its pages, three times as much with small shared ones."""
+    made = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return made
 
 
 def _name(found: Found) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,17 +113,38 @@ def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_b
     assert sum(path.stat().st_size for path in agent.folder.glob("1/*")) < 50_000
 
 
-def test_memory_that_is_full_is_an_error_with_a_sentence(agent: Agent) -> None:
-    worker = agent.worker(1)
-    worker.snapshot(1, state(1))
-    slots = memory.Slots(agent.folder / "1")
-    too_much = Record("state", 2, 2, 1 << 50, "run", 1)
-    with (
-        pytest.raises(CheckpointError, match=r"no memory for a snapshot of 1125899906842624 bytes"),
-        slots.writing(too_much),
-    ):
-        pass
-    assert len(agent.files()) == 1
+FILLS = """
+import sys
+from elasticlib.checkpoint.memory import Slots, look
+from elasticlib.checkpoint.slot import Record
+from elasticlib.errors import CheckpointError
+folder, slots = sys.argv[1] + "/1", Slots(sys.argv[1] + "/1")
+for step, size in enumerate((1000, 1 << 22), 1):
+    try:
+        with slots.writing(Record("state", step, step, size, "run", 1)) as view:
+            view[:] = bytes(size)
+    except CheckpointError as error:
+        print(error)
+print([found.record.step for found in look(sys.argv[1])])
+"""
+
+
+def test_memory_that_is_full_is_an_error_with_a_sentence_and_no_end_by_a_signal(
+    tmp_path: Path,
+) -> None:
+    mount = 'mount -t tmpfs -o size=1m none "$1" || exit 77; mkdir "$1/1"; exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FILLS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode in (1, 77) and "permitted" in done.stderr:
+        pytest.skip("mounting is not permitted here")
+    assert done.returncode == 0, done.stderr
+    sentence, found = done.stdout.splitlines()
+    assert sentence.startswith(f"no memory for a snapshot of 4194304 bytes at {tmp_path}/1: ")
+    assert sentence.endswith(" bytes are free; give /dev/shm more (docker: --shm-size)")
+    assert found == "[1]"
+
+
+def test_a_worker_whose_agent_is_gone_is_told_so(agent: Agent) -> None:
     with pytest.raises(CheckpointError, match="takes no snapshot: No such file or directory"):
         SnapshotMemory(Told(str(agent.folder / "9"), "run", 1)).snapshot(1, state(1))
 
