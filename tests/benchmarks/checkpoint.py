@@ -3,7 +3,7 @@
     python tests/benchmarks/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
-`torch.save`, DCP's `async_save`, writing the same bytes with one fsync, and `torch.load`. Medians
+`torch.save`, which syncs nothing, DCP's `async_save`, writing the same bytes with one fsync, and `torch.load`. Medians
 in milliseconds, and the ratios that matter.
 
     python tests/benchmarks/checkpoint.py --beside
@@ -83,6 +83,12 @@ def write_plainly(path: Path, data: memoryview) -> None:
     os.close(handle)
 
 
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
 def one_round(
     ways: Ways, state: State, folder: Path, copy: State, manager: CheckpointManager
 ) -> None:
@@ -105,6 +111,8 @@ def one_round(
     ways.note("write and fsync", seconds(lambda: write_plainly(folder / "plain", repeated)))
     os.unlink(folder / "plain")
     ways.note("torch.save", seconds(lambda: torch.save(state, folder / "a.pt")))
+    durably = ways.taken["torch.save"][-1] + seconds(lambda: sync(folder / "a.pt"))
+    ways.note("torch.save and fsync", durably)
     ways.note("torch.load", seconds(lambda: torch.load(folder / "a.pt", weights_only=True)))
     os.unlink(folder / "a.pt")
     began = time.perf_counter()
@@ -133,7 +141,9 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     ways.show("plain copy")
     ways.show("save: stall", "plain copy")
     ways.show("torch.save")
+    ways.show("torch.save and fsync")
     ways.show("save: stall", "torch.save")
+    ways.show("save: stall", "torch.save and fsync")
     ways.show("async_save: stall", "plain copy")
     ways.show("write and fsync")
     ways.show("save: durable", "write and fsync")

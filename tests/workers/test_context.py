@@ -18,7 +18,7 @@ from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
 from elasticlib.workers.channel import RECENT, SIZE, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
-from elasticlib.workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
+from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
 
 
 @pytest.fixture
@@ -297,8 +297,8 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     take_back()
     assert context.should_stop() is None
     assert calls == []
-    agent.ask(DRAIN, 1e9)
-    agent.tell_stop(2, DRAIN, 1e9)
+    agent.ask(REASONS.index(DRAIN), 1e9)
+    agent.tell_stop(2, REASONS.index(DRAIN), 1e9)
     with pytest.raises(ValueError, match="in between"):
         context.should_stop()
     assert calls == ["first", "second", "third"]
