@@ -3,8 +3,8 @@
     python tests/benchmarks/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
-`torch.save`, which syncs nothing, DCP's `async_save`, writing the same bytes with one fsync, and `torch.load`. Medians
-in milliseconds, and the ratios that matter.
+`torch.save` (which syncs nothing) and an fsync after it, DCP's `async_save`, writing the same
+bytes with one fsync, and `torch.load`. Medians in milliseconds, and the ratios that matter.
 
     python tests/benchmarks/checkpoint.py --beside
 
@@ -182,7 +182,8 @@ def beside(args: argparse.Namespace, folder: Path) -> None:
     }
     for _ in range(args.repeat):
         for name, make in makers.items():
-            worker = make(target=writing, args=(data, folder / name, 4)) if make else None  # type: ignore[operator]
+            given = {"target": writing, "args": (data, folder / name, 4)}
+            worker = make(**given) if make else None
             if worker:
                 worker.start()
             taken = [seconds(python_step) for _ in range(40)]
