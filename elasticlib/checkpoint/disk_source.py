@@ -47,7 +47,14 @@ class DiskSource(DirectSource):
 
     def read(self, held: Held) -> Any:
         """A checkpoint that is one pack; see `Source`."""
-        return self._folder.read(self._manifest(held))
+        manifest = self._manifest(held)
+        try:
+            pack = self._folder.read(manifest)
+        except CheckpointCorrupt:
+            self._folder.know(manifest, Health.BAD)
+            raise
+        self._folder.know(manifest, Health.GOOD)
+        return pack
 
     def check(self, held: Held) -> None:
         """This rank's share of the files of a sharded one."""

@@ -213,6 +213,8 @@ class CheckpointManager:
                 folder.
         """
         self._must_be_open()
+        # From now on the agent knows that this is a worker which may be about to save.
+        heres.worker_context()
         kept, place = self._memory(), self._place_in_job()
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(

@@ -130,8 +130,10 @@ class Channel:
 
     @property
     def listens(self) -> bool:
-        """Whether the worker has ever asked whether it should stop."""
-        return self._words[_ENTERED] > 0
+        """Whether the worker asks whether it should stop: it has, or it is about to, having taken
+        up the channel and told of no step yet. (Who steps without asking is not going to.)"""
+        starts = self._words[_OWNER] and not self._words[_STEPS]
+        return self._words[_ENTERED] > 0 or bool(starts)
 
     def assign(self, pid: int) -> None:
         """The worker is this process, whichever of those that it starts may ask before it does."""

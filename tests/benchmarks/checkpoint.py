@@ -3,8 +3,8 @@
     python tests/benchmarks/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
-`torch.save`, DCP's `async_save`, writing the same bytes with one fsync, and `torch.load`. Medians
-in milliseconds, and the ratios that matter.
+`torch.save` (which syncs nothing) and an fsync after it, DCP's `async_save`, writing the same
+bytes with one fsync, and `torch.load`. Medians in milliseconds, and the ratios that matter.
 
     python tests/benchmarks/checkpoint.py --beside
 
@@ -83,6 +83,12 @@ def write_plainly(path: Path, data: memoryview) -> None:
     os.close(handle)
 
 
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
 def one_round(
     ways: Ways, state: State, folder: Path, copy: State, manager: CheckpointManager
 ) -> None:
@@ -105,6 +111,8 @@ def one_round(
     ways.note("write and fsync", seconds(lambda: write_plainly(folder / "plain", repeated)))
     os.unlink(folder / "plain")
     ways.note("torch.save", seconds(lambda: torch.save(state, folder / "a.pt")))
+    durably = ways.taken["torch.save"][-1] + seconds(lambda: sync(folder / "a.pt"))
+    ways.note("torch.save and fsync", durably)
     ways.note("torch.load", seconds(lambda: torch.load(folder / "a.pt", weights_only=True)))
     os.unlink(folder / "a.pt")
     began = time.perf_counter()
@@ -133,7 +141,9 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     ways.show("plain copy")
     ways.show("save: stall", "plain copy")
     ways.show("torch.save")
+    ways.show("torch.save and fsync")
     ways.show("save: stall", "torch.save")
+    ways.show("save: stall", "torch.save and fsync")
     ways.show("async_save: stall", "plain copy")
     ways.show("write and fsync")
     ways.show("save: durable", "write and fsync")
@@ -172,7 +182,8 @@ def beside(args: argparse.Namespace, folder: Path) -> None:
     }
     for _ in range(args.repeat):
         for name, make in makers.items():
-            worker = make(target=writing, args=(data, folder / name, 4)) if make else None  # type: ignore[operator]
+            given = {"target": writing, "args": (data, folder / name, 4)}
+            worker = make(**given) if make else None
             if worker:
                 worker.start()
             taken = [seconds(python_step) for _ in range(40)]

@@ -18,7 +18,7 @@ from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
 from elasticlib.workers.channel import RECENT, SIZE, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
-from elasticlib.workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
+from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
 
 
 @pytest.fixture
@@ -248,6 +248,15 @@ def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
     assert channels.earliest_stop(now=False) == 2
 
 
+def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels: Channels) -> None:
+    worker = Channel(channels.open(0))
+    worker.own(os.getpid())
+    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.earliest_stop(now=False) == 1
+    worker.tell_step(1, 0.0)
+    assert channels.notify(Notice(DRAIN, 10.0)) is False
+
+
 def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     channels: Channels,
 ) -> None:
@@ -308,8 +317,8 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     take_back()
     assert context.should_stop() is None
     assert calls == []
-    agent.ask(DRAIN, 1e9)
-    agent.tell_stop(2, DRAIN, 1e9)
+    agent.ask(REASONS.index(DRAIN), 1e9)
+    agent.tell_stop(2, REASONS.index(DRAIN), 1e9)
     with pytest.raises(ValueError, match="in between"):
         context.should_stop()
     assert calls == ["first", "second", "third"]

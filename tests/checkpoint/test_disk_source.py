@@ -1,0 +1,34 @@
+"""A folder of checkpoints as a source for restore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.disk_source import DiskSource
+from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.pack import unpack
+from elasticlib.errors import CheckpointCorrupt, CheckpointError
+
+
+def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.full((3,), step)})
+    source = DiskSource(CheckpointFolder(LocalPlace(tmp_path)))
+    newest, older = source.held()
+    assert (newest.step, newest.kind, older.step) == (2, "disk", 1)
+    assert unpack(memoryview(source.read(newest)))["w"].tolist() == [2, 2, 2]
+    (path,) = (tmp_path / "step-0000000002").glob("state.*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"\1")
+    with pytest.raises(CheckpointCorrupt, match="CRC-32"):
+        source.read(newest)
+    assert [held.step for held in source.held()] == [1]
+    (tmp_path / "step-0000000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="replaced or deleted"):
+        source.read(older)
