@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import CheckpointError
+from .choose import MEMORY
 from .here import Here
 from .shards import localize
 from .snapshots import Snapshot, SnapshotMemory
@@ -50,10 +51,18 @@ class JobMemory:
         assert self._memory is not None
         return self._memory.snapshot(step, plain, {"step": step})
 
-    def go_on_from(self, step: int) -> None:
-        """All ranks have agreed on `step`: later snapshots count no more."""
-        if self.source is not None:
-            self.source.go_on_from(step)
+    def go_on_from(self, step: int, kind: str, state: object) -> None:
+        """All ranks have agreed on `step`, and have the state: later snapshots count no more.
+
+        What came from another node's memory is kept in this one's as well: that node may be the
+        next to go. What is on a disk lasts by itself.
+        """
+        source = self.source
+        if source is None:
+            return
+        source.go_on_from(step)
+        if kind == MEMORY and step not in [held.step for held in source.held()]:
+            self.snapshot(step, state)
 
     def close(self) -> None:
         """Let go; what is kept stays kept."""

@@ -223,7 +223,7 @@ class CheckpointManager:
         sources = [disk] if kept.source is None else [kept.source, disk]
         names = check_names(state)
         found = restore_from(sources, names, self._group, node=kept.node, strict=strict)
-        kept.go_on_from(found.step)
+        kept.go_on_from(found.step, found.kind, names)
         self.restored = found
         return found.step
 

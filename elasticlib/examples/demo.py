@@ -19,7 +19,7 @@ from pathlib import Path
 
 import attrs
 
-from elasticlib import TcpStoreServer, load_checkpoint
+from elasticlib import CheckpointManager, TcpStoreServer
 from elasticlib.clock import monotonic
 from elasticlib.errors import ElasticError
 from elasticlib.examples.trace import Survey, survey
@@ -156,6 +156,7 @@ def training(folder: Path, name: str, args: argparse.Namespace, epochs: int) -> 
         "--global-batch": BATCH,
         "--epochs": epochs,
         "--save-every": 10,
+        "--keep-last": 10_000,
         "--print-every": 20,
     }
     return [SCRIPT, *(str(word) for pair in flags.items() for word in pair)]
@@ -198,9 +199,7 @@ def disturbed(stage: Stage, args: argparse.Namespace) -> None:
 
 def same_weights(folder: Path, step: int) -> bool:
     """Whether both runs had bitwise equal weights after this step."""
-    one, two = (
-        load_checkpoint(folder / run / f"step-{step}.pt")["model"] for run in ("calm", "storm")
-    )
+    one, two = (CheckpointManager(folder / run).load(step)["model"] for run in ("calm", "storm"))
     return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 

@@ -16,7 +16,7 @@ def play(prefix, generation, world, resumed, steps):
         trace.resumed(resumed)
         for step in steps:
             pair = [2 * step - 2, 2 * step - 1]
-            trace.step(step, 0, pair if world == 1 else [pair[rank]], world, 1.0)
+            trace.step(step, 0, pair if world == 1 else [pair[rank]], world)
 
 
 def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
@@ -51,7 +51,7 @@ def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
     play(prefix, 1, 1, 0, range(1, 4))
     assert survey(prefix).exactly_once(6)
     assert not survey(prefix).exactly_once(7)
-    Trace(str(prefix), 1, 0).step(4, 0, [5], 1, 1.0)
+    Trace(str(prefix), 1, 0).step(4, 0, [5], 1)
     assert not survey(prefix).exactly_once(6)
 
 
@@ -76,7 +76,6 @@ def test_the_lines_are_plain_json(tmp_path):
             "epoch": 0,
             "indices": [0, 1],
             "world_size": 1,
-            "loss": 1.0,
         },
     ]
 

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -138,52 +139,66 @@ def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
     check_nothing_is_lost(storm, kills=6)
 
 
+class Nodes:
+    """Those of one job: of two workers, of two, and of one; who leaves is replaced."""
+
+    SIZES: ClassVar = {"a": 2, "b": 2, "c": 1}
+
+    def __init__(self, run: Run) -> None:
+        store = run.job.store()
+        place = ("--nnodes", "1:3", "--rdzv-id", "storm", "--rdzv-endpoint", store)
+        self._run = run
+        self._flags = (*place, *PATIENT, "--rdzv-conf", "last_call_timeout=0.2")
+        self.all: dict[str, Node] = {}
+        for name in self.SIZES:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        flags = (*self._flags, "--nproc-per-node", str(self.SIZES[name[0]]))
+        self.all[name] = self._run.job.start(name, *LAUNCH, *flags, *self._run.script)
+
+    def at_work(self) -> list[str]:
+        """Those that have come so far as to have workers, from old to new."""
+        return [name for name, node in self.all.items() if workers_of(node)]
+
+    def replace(self, turn: int) -> Node:
+        """Another node starts for the one that has been there for longest, which is returned."""
+        name = self.at_work()[0]
+        node = self.all.pop(name)
+        self._start(f"{name[0]}{turn}")
+        return node
+
+
 def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(job: Job) -> None:
     """Worlds of one to five ranks, over which five logical workers are dealt."""
-    epochs = 8
-    calm = Run(job, "calm", epochs, "--logical-workers", "5")
-    storm = Run(job, "storm", epochs, "--logical-workers", "5")
+    calm = Run(job, "calm", 8, "--logical-workers", "5")
+    storm = Run(job, "storm", 8, "--logical-workers", "5")
     undisturbed = job.start("calm", *LAUNCH, "--standalone", *calm.script)
     storm.pace.touch()
-    store = job.store()
-    place = ("--nnodes", "1:3", "--rdzv-id", "storm", "--rdzv-endpoint", store, *PATIENT)
-    fast = ("--rdzv-conf", "last_call_timeout=0.2")
-    sizes = {"a": 2, "b": 2, "c": 1}
-
-    def start(name: str) -> Node:
-        count = str(sizes[name[0]])
-        flags = (*place, *fast, "--nproc-per-node", count)
-        return job.start(name, *LAUNCH, *flags, *storm.script)
-
-    nodes = {name: start(name) for name in sizes}
+    nodes = Nodes(storm)
     dice = random.Random(5)
     committed, drained, step, generation = [], [], 0, 0
     for turn in range(20):
         leaves = turn in (4, 7, 10, 13, 16)
         # A node may be lost without its steps only where there is another that has them.
-        world = 1 if not leaves else 3
+        world = 3 if leaves else 1
         generation = storm.comes_to(step + dice.randint(1, 6), generation, world)
         step = storm.generations()[generation].last
         committed.append((generation, storm.committed()))
-        # Those that have come so far as to have workers; the one that has been there for longest.
-        at_work = [name for name, node in nodes.items() if workers_of(node)]
         if not leaves:
-            kill_a_worker(nodes[dice.choice(at_work)], dice)
-            continue
-        node = nodes.pop(at_work[0])
-        if turn in (7, 13):
+            kill_a_worker(nodes.all[dice.choice(nodes.at_work())], dice)
+        elif turn in (7, 13):
+            node = nodes.replace(turn)
             node.signal(signal.SIGUSR2)
             assert node.exit_code() == 75, node.text
             drained.append(generation)
         else:
-            node.kill()
-        name = f"{at_work[0][0]}{turn}"
-        nodes[name] = start(name)
+            nodes.replace(turn).kill()
     storm.pace.unlink()
-    for node in nodes.values():
+    for node in nodes.all.values():
         assert node.exit_code(120.0) == 0, node.text
     assert undisturbed.exit_code() == 0, undisturbed.text
-    last = next(node for node in nodes.values() if re.search(DONE, node.text))
+    last = next(node for node in nodes.all.values() if re.search(DONE, node.text))
     assert weights_of(last, storm.steps) == weights_of(undisturbed, calm.steps)
     check_nothing_is_lost(storm, kills=18, committed=committed, drained=drained)
 
