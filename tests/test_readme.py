@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticlib import CheckpointManager
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -59,11 +61,11 @@ def test_every_shell_line_is_known_to_a_test() -> None:
 def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: str) -> None:
     done = run(folder, *shlex.split(line))
     assert "SUCCEEDED" in done.stderr
-    assert sorted(p.name for p in folder.glob("checkpoints/*.pt")) == [
-        "epoch-0.pt",
-        "epoch-1.pt",
-        "epoch-2.pt",
-    ]
+    with CheckpointManager(folder / "checkpoints") as manager:
+        kept, state = manager.steps(), manager.load()
+    world = int(re.findall(r"--nproc-per-node (\d)", line)[0])
+    assert kept == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
+    assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (2, 256)
 
 
 def test_the_readmes_launcher_runs_the_readmes_script(folder: Path) -> None:
