@@ -4,7 +4,8 @@
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
 `torch.save` (which syncs nothing) and an fsync after it, DCP's `async_save`, writing the same
-bytes with one fsync, and `torch.load`. Medians in milliseconds, and the ratios that matter.
+bytes with one fsync, and `torch.load`. A snapshot goes into memory as an agent of ours has it.
+Medians in milliseconds, and the ratios that matter.
 
     python tests/benchmarks/checkpoint.py --beside
 
@@ -15,6 +16,7 @@ is written: by a thread, as `save` does it, and by a process of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -31,12 +33,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.agree import restore_from
 from elasticlib.checkpoint.commit import Committer
 from elasticlib.checkpoint.disk import LocalPlace
 from elasticlib.checkpoint.fence import Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.prune import Retention
 from elasticlib.checkpoint.room import room
+from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.told import Told
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -90,9 +95,14 @@ def sync(path: Path) -> None:
 
 
 def one_round(
-    ways: Ways, state: State, folder: Path, copy: State, manager: CheckpointManager
+    ways: Ways,
+    state: State,
+    folder: Path,
+    copy: State,
+    ours: tuple[CheckpointManager, SnapshotMemory],
 ) -> None:
     """Each way once. What is on the disk is deleted in between, and the disk comes to rest."""
+    manager, memory = ours
 
     def copy_all() -> None:
         for name, tensor in state.items():
@@ -104,7 +114,7 @@ def one_round(
     manager.wait()
     ways.note("save: durable", manager.durable or 0.0)
     ways.note("load", seconds(manager.load))
-    more_ways(ways, state, folder, manager)
+    in_memory(ways, state, memory)
     data = memoryview(copy["large.0"].numpy()).cast("B")
     repeated = memoryview(bytearray(sum(t.nbytes for t in state.values())))
     repeated[: len(data)] = data
@@ -124,8 +134,20 @@ def one_round(
     os.sync()
 
 
-def more_ways(ways: Ways, state: State, folder: Path, manager: CheckpointManager) -> None:
-    """Room for what else saves and restores: note it here, and show it below."""
+def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
+    """A snapshot as a worker makes it, and what the next worker does with it."""
+    made = memory.snapshot(len(ways.taken["plain copy"]), state)
+    assert made is not None
+    ways.note("snapshot: stall", made.seconds)
+    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    ways.note("restore from memory", seconds(lambda: restore_from([memory], target)))
+
+
+def agents_memory(folder: Path) -> SnapshotMemory:
+    """As an agent gives it to a worker."""
+    era = folder / "1"
+    era.mkdir()
+    return SnapshotMemory(Told(str(era), "benchmark", 1))
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
@@ -134,12 +156,19 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     state = make_state(args.mib)
     copy = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     ways = Ways()
-    with CheckpointManager(folder / "ours", keep_last=1) as manager:
-        one_round(Ways(), state, folder, copy, manager)
+    with (
+        CheckpointManager(folder / "ours", keep_last=1) as manager,
+        tempfile.TemporaryDirectory(prefix="elasticlib-", dir="/dev/shm") as shared,
+        contextlib.closing(agents_memory(Path(shared))) as memory,
+    ):
+        # The second snapshot makes memory, too.
+        memory.snapshot(0, state)
+        one_round(Ways(), state, folder, copy, (manager, memory))
         for _ in range(args.repeat):
-            one_round(ways, state, folder, copy, manager)
+            one_round(ways, state, folder, copy, (manager, memory))
     ways.show("plain copy")
     ways.show("save: stall", "plain copy")
+    ways.show("snapshot: stall", "plain copy")
     ways.show("torch.save")
     ways.show("torch.save and fsync")
     ways.show("save: stall", "torch.save")
@@ -150,6 +179,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     ways.show("async_save: done", "write and fsync")
     ways.show("torch.load")
     ways.show("load", "torch.load")
+    ways.show("restore from memory", "torch.load")
     dist.destroy_process_group()
 
 
