@@ -21,7 +21,10 @@ _TOKEN_BYTES = 8
 
 @attrs.frozen
 class Here:
-    """Where this process stands. run, launch, generation: see `fence.Writer`. host: its name."""
+    """Where this process stands, among those that share the state.
+
+    run, launch, generation: see `fence.Writer`. host: its name.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -38,15 +41,19 @@ class Here:
         return Writer(self.run, self.launch or token, self.generation, token, label)
 
 
-def find_out() -> Here:
-    """By the process group where there is one, else by what the launcher put in the environment."""
+def find_out(group: dist.ProcessGroup | None = None) -> Here:
+    """By the process group where there is one, else by what the launcher put in the environment.
+
+    group: the ranks that are asked about; all, if it is left out.
+    """
     told = os.environ
     grouped = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if grouped else int(told.get("RANK", "0"))
+    rank = dist.get_rank(group) if grouped else int(told.get("RANK", "0"))
+    local_rank = told.get("ELASTICLIB_LOCAL_RANK", told.get("LOCAL_RANK", str(rank)))
     return Here(
         rank=rank,
-        local_rank=int(told.get("LOCAL_RANK", str(rank))),
-        world_size=dist.get_world_size() if grouped else int(told.get("WORLD_SIZE", "1")),
+        local_rank=int(local_rank),
+        world_size=dist.get_world_size(group) if grouped else int(told.get("WORLD_SIZE", "1")),
         run=told.get("TORCHELASTIC_RUN_ID", ""),
         launch=told.get("ELASTICLIB_INCARNATION", ""),
         generation=int(told.get("ELASTICLIB_GENERATION", "0")),

@@ -5,6 +5,7 @@ Where no agent keeps them there is no memory that outlives this process, so none
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ..errors import CheckpointError
@@ -14,16 +15,21 @@ from .shards import localize
 from .snapshots import Snapshot, SnapshotMemory
 from .told import Told, told
 
+log = logging.getLogger("elasticlib.checkpoint")
+
 
 class JobMemory:
     """One rank's.
 
-    folder: where an agent writes the newest snapshot at the end; empty for nowhere. shared: whether
-    that is one folder for all nodes.
+    name: tells its snapshots from those of other managers. folder: where an agent writes the newest
+    at the end; empty for nowhere. shared: whether that is one folder for all nodes. every: whether
+    each rank keeps a state that is the same on all, and not only the first of each node.
     """
 
-    def __init__(self, here: Here, *, folder: str, shared: bool) -> None:
-        self._here = here
+    def __init__(
+        self, here: Here, *, name: str, folder: str, shared: bool, every: bool = False
+    ) -> None:
+        self._here, self._name, self._every = here, name, every
         self._folder, self._shared = folder, shared
         self._told: Told | None = told()
         self._memory: SnapshotMemory | None = None
@@ -62,7 +68,11 @@ class JobMemory:
             return
         source.go_on_from(step)
         if kind == MEMORY and step not in [held.step for held in source.held()]:
-            self.snapshot(step, state)
+            try:
+                self.snapshot(step, state)
+            except CheckpointError as error:
+                # All ranks have what they go on from: one that has no room beside it goes on too.
+                log.warning("step %d is not kept on this node: %s", step, error)
 
     def close(self) -> None:
         """Let go; what is kept stays kept."""
@@ -77,9 +87,10 @@ class JobMemory:
         self._cut = cut
         self._memory = SnapshotMemory(
             self._told,
+            name=self._name,
             part=here.rank if cut else 0,
             parts=here.world_size if cut else 1,
-            writes=cut or here.local_rank == 0,
+            writes=cut or self._every or here.local_rank == 0,
             folder=self._folder,
             shared=self._shared,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from . import here as heres
 from . import manifest as manifests
 from .agree import Restored, restore_from
@@ -49,7 +50,8 @@ class CheckpointManager:
         keep_every: and each whose step this divides; 0 for none.
         shared: whether all nodes see the same folder: the first rank writes. If each node has one
             of its own, the first rank of each node does.
-        group: the ranks that share the state; all of the default process group by default.
+        group: the ranks that share the state; all of the default process group by default. It
+            needs one folder for all, and each of its ranks keeps snapshots.
         here: this process's place in the job; by the process group and what the launcher says
             by default.
 
@@ -72,7 +74,13 @@ class CheckpointManager:
         self.stall = 0.0
         self.durable: float | None = None
         self._folder = folder
+        self._spoken = folder.name if isinstance(folder, Place) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
+        if group is not None and not shared:
+            raise ConfigError(
+                "shared=False has the first rank of each node write, which of a group is not "
+                "known: give a folder that all its ranks see, or leave group out"
+            )
         self._shared = shared
         self._group = group
         self._here = here
@@ -209,13 +217,16 @@ class CheckpointManager:
 
         Raises:
             StateMismatch: what was saved does not fit. CheckpointError: it could not be read or
-                loaded, on some rank; all of them raise. CheckpointRefused: somebody newer has the
-                folder.
+                loaded, or somebody newer has the folder; on some rank, and then all of them raise.
         """
         self._must_be_open()
-        # From now on the agent knows that this is a worker which may be about to save.
-        heres.worker_context()
+        heres.worker_context().starting()
         kept, place = self._memory(), self._place_in_job()
+        if place.world_size > 1 and not dist.is_initialized():
+            raise CheckpointError(
+                f"restore is agreed by all {place.world_size} ranks, and there is no process "
+                "group yet: call torch.distributed.init_process_group before"
+            )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(
             self._shelf().folder, self.claim, rank=place.rank, world_size=place.world_size
@@ -310,7 +321,7 @@ class CheckpointManager:
 
     def _place_in_job(self) -> Here:
         if self._here is None:
-            self._here = heres.find_out()
+            self._here = heres.find_out(self._group)
         return self._here
 
     def _memory(self) -> JobMemory:
@@ -319,7 +330,14 @@ class CheckpointManager:
             # Of a place of the caller's own an agent knows nothing.
             known = isinstance(place, LocalPlace | RemotePlace)
             folder = place.name if known else ""
-            self._kept = JobMemory(self._place_in_job(), folder=folder, shared=self._shared)
+            self._kept = JobMemory(
+                self._place_in_job(),
+                # Two managers in one program must not take each other's for theirs.
+                name=f"state-{zlib.crc32(self._spoken.encode()):08x}",
+                folder=folder,
+                shared=self._shared,
+                every=self._group is not None,
+            )
         return self._kept
 
     def _shelf(self) -> Shelf:

@@ -16,6 +16,8 @@ VARIABLE = "ELASTICLIB_CHANNEL"
 
 SIZE = 4096
 MAGIC = 0x656C6173_00000001
+STARTING_SECONDS = 10.0
+"""For which a worker that has begun may be about to make its first step."""
 RECENT = 32
 """So many of the last steps' durations are kept."""
 
@@ -23,7 +25,7 @@ RECENT = 32
 # or held (waiting to be told at which call all ranks stop).
 _MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
 _WORKER = 5
-_STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT = range(8, 15)
+_STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = range(8, 16)
 _DURATIONS = 64
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
@@ -108,6 +110,10 @@ class Channel:
         """On this machine's monotonic clock."""
         return self._seconds[_DEADLINE]
 
+    def tell_starting(self, now: float) -> None:
+        """The first step is about to be made, and the first call after it."""
+        self._seconds[_STARTED_AT] = now
+
     def tell_step(self, step: int, now: float) -> None:
         words, seconds = self._words, self._seconds
         count = words[_STEPS]
@@ -130,10 +136,15 @@ class Channel:
 
     @property
     def listens(self) -> bool:
-        """Whether the worker asks whether it should stop: it has, or it is about to, having taken
-        up the channel and told of no step yet. (Who steps without asking is not going to.)"""
-        starts = self._words[_OWNER] and not self._words[_STEPS]
-        return self._words[_ENTERED] > 0 or bool(starts)
+        """Whether the worker has ever asked whether it should stop."""
+        return self._words[_ENTERED] > 0
+
+    def listens_soon(self, now: float) -> bool:
+        """Whether it is about to ask for the first time: it has said so lately, and has neither
+        told of a step nor saved since, as who never asks would."""
+        words = self._words
+        done = words[_STEPS] or words[_SAVES]
+        return not done and 0 < self._seconds[_STARTED_AT] > now - STARTING_SECONDS
 
     def assign(self, pid: int) -> None:
         """The worker is this process, whichever of those that it starts may ask before it does."""

@@ -96,8 +96,8 @@ class Channels:
         already, and what they have done since the last save would be lost.
         """
         with self._lock:
-            listens = any(channel.listens for channel, _ in self._open.values())
-            if not listens and not self._listened:
+            now, channels = self._clock(), [channel for channel, _ in self._open.values()]
+            if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
                 return False
             self._notice, self._deadline = notice, self._clock() + notice.seconds
             self._saves, self._asked = self._saved(), False

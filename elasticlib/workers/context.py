@@ -97,6 +97,12 @@ class Context:
             for act in reversed(self._before_stop):
                 stack.callback(act)
 
+    def starting(self) -> None:
+        """Say that the first step is about to be made, so that a stop which is asked for by then
+        waits for it, and for the first call of `should_stop` behind it."""
+        if self._channel is not None:
+            self._channel.tell_starting(monotonic())
+
     def step(self, step: int) -> None:
         """Say that this step is done: a sign of life, and of progress."""
         if self._channel is not None:

@@ -167,6 +167,8 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
         "ELASTICLIB_INCARNATION": group.incarnation,
+        # LOCAL_RANK may say something else, below.
+        "ELASTICLIB_LOCAL_RANK": worker.local_rank,
     }
     if group.spec.virtual_local_rank:
         told["LOCAL_RANK"] = 0

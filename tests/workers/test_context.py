@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
-from elasticlib.workers.channel import RECENT, SIZE, VARIABLE, Channel
+from elasticlib.clock import monotonic
+from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
 from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
@@ -251,9 +252,14 @@ def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
 def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels: Channels) -> None:
     worker = Channel(channels.open(0))
     worker.own(os.getpid())
+    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    worker.tell_starting(monotonic())
     assert channels.notify(Notice(DRAIN, 10.0)) is True
     assert channels.earliest_stop(now=False) == 1
-    worker.tell_step(1, 0.0)
+    worker.tell_starting(monotonic() - STARTING_SECONDS)
+    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    worker.tell_starting(monotonic())
+    worker.tell_saved(1)
     assert channels.notify(Notice(DRAIN, 10.0)) is False
 
 

@@ -107,6 +107,7 @@ def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/e",
         "ELASTICLIB_INCARNATION": "",
+        "ELASTICLIB_LOCAL_RANK": "1",
         "ELASTICLIB_GENERATION": "4",
         "OMP_NUM_THREADS": "4",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

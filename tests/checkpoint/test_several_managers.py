@@ -1,0 +1,97 @@
+"""Managers side by side, in a group of ranks, and in a job that has not met yet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint.here import find_out
+from elasticlib.errors import CheckpointError
+from elasticlib.workers.spec import SNAPSHOTS
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An agent's, as its worker is told of it."""
+    era = tmp_path / "memory" / "1"
+    era.mkdir(parents=True)
+    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    return era
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((2,), value)}
+
+
+def test_each_of_two_managers_goes_on_from_its_own_snapshots(memory: Path, tmp_path: Path) -> None:
+    names = ("generator", "critic")
+    for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
+        with CheckpointManager(tmp_path / name) as manager:
+            assert manager.restore(state(0.0)) == 0
+            assert manager.snapshot(5 + turn, state(value))
+    for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
+        found = state(0.0)
+        with CheckpointManager(tmp_path / name) as manager:
+            assert manager.restore(found) == 5 + turn
+        assert found["weight"].tolist() == [value, value]
+    assert list(memory.iterdir())
+
+
+def test_ranks_that_have_not_met_are_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match="init_process_group before"),
+    ):
+        manager.restore(state(0.0))
+
+
+def test_who_is_first_on_a_node_is_known_where_all_have_local_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", "3")
+    assert find_out().local_rank == 3
+
+
+GROUP = """
+import os, sys
+import torch
+import torch.distributed as dist
+from elasticlib import CheckpointManager
+rank = 1 if os.fork() else 0
+store = dist.FileStore(sys.argv[1] + "/meet", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group = dist.new_group([1])
+if rank == 1:
+    try:
+        CheckpointManager(sys.argv[1], group=group, shared=False)
+    except Exception as error:
+        print(error)
+    with CheckpointManager(sys.argv[1] + "/kept", group=group) as manager:
+        print("step", manager.restore({"weight": torch.zeros(2)}))
+        manager.save(1, {"weight": torch.ones(2)})
+    os.wait()
+dist.destroy_process_group()
+os._exit(0) if rank == 0 else None
+"""
+
+
+def test_the_first_rank_of_a_group_writes_what_the_group_shares(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROUP, str(tmp_path)]
+    done = subprocess.run(
+        command, env=dict(os.environ), capture_output=True, text=True, timeout=90, check=True
+    )
+    assert "shared=False has the first rank of each node write" in done.stdout
+    assert "step 0" in done.stdout
+    assert CheckpointManager(tmp_path / "kept").steps() == [1]
