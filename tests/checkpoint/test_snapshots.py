@@ -164,6 +164,23 @@ def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
         assert view is None, "it holds a later one by now"
 
 
+def test_an_error_of_a_reader_is_told_though_it_holds_some_of_what_was_read(
+    agent: Agent,
+) -> None:
+    agent.worker(1).snapshot(1, state(1))
+    (found,) = memory.look(agent.folder)
+
+    def read() -> None:
+        with memory.pinned(agent.folder, found) as view:
+            assert view is not None
+            raise ZeroDivisionError(view[4:8])
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        read()
+    # It can still be read: what holds it keeps the memory.
+    assert len(bytes(raised.value.args[0])) == 4
+
+
 def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
     worker, over = agent.worker(1), threading.Event()
     worker.snapshot(0, state(0, 50_000))
