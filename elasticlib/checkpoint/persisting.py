@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+import attrs
+
 from ..clock import Clock, monotonic
 from ..errors import StoreError, describe
 from ..rendezvous.interface import RendezvousInfo
@@ -97,7 +99,7 @@ def _persist_one(
         with pinned(memory, found) as view:
             if view is None:
                 return f"{_what(record)} was not written: it is not there any more"
-            if persist(record, view):
+            if persist(_of_now(record, info), view):
                 log.info("%s was written to %s", _what(record), record.folder)
     except Exception as error:
         # Of whatever kind: how the run ended must still be told, and this with it.
@@ -107,6 +109,16 @@ def _persist_one(
     if claim is not None:
         claim.done()
     return ""
+
+
+def _of_now(record: Record, info: RendezvousInfo | None) -> Record:
+    """The record as one of the generation that this agent was in last.
+
+    Its workers may have taken the folder in that one, and ended before their first snapshot.
+    """
+    if info is None:
+        return record
+    return attrs.evolve(record, generation=max(record.generation, info.generation))
 
 
 def _what(record: Record) -> str:

@@ -311,6 +311,23 @@ def test_of_what_several_hold_one_node_writes_and_another_if_that_fails(tmp_path
     assert said[1:] == ["", ""]
 
 
+def test_a_snapshot_is_written_in_the_name_of_the_generation_that_the_agent_was_in_last(
+    tmp_path: Path,
+) -> None:
+    written: list[tuple[int, int]] = []
+
+    def persist(record: Record, pack: memoryview) -> bool:
+        written.append((record.step, record.generation))
+        return True
+
+    host = Host(tmp_path / "h", persist=persist)
+    host.begin(generation(1, 1, None)[0]).snapshot(4)
+    # Its workers take the folder in this one, and die before they have made a step.
+    host.begin(generation(2, 1, None)[0])
+    assert host.keeper.finish(keep=True) == ""
+    assert written == [(4, 2)]
+
+
 def test_a_disk_that_hangs_holds_nobody_for_ever_and_success_writes_nothing(
     tmp_path: Path,
 ) -> None:
