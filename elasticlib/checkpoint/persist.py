@@ -41,13 +41,14 @@ def persist(record: Record, pack: memoryview, *, place: Place | None = None) -> 
         later generation of the job has the folder, which goes on by itself.
 
     Raises:
-        CheckpointError: the disk failed; or the state is in parts, which is not written so.
+        CheckpointError: the disk failed; or the state is in parts, or would be on more ranks,
+            which is not written so: no other number of ranks could read it.
         CheckpointRefused: another launch has the folder.
     """
     folder = CheckpointFolder(open_place(record.folder) if place is None else place)
     if _is_there(folder, record):
         return False
-    if record.parts > 1:
+    if _is_cut(record):
         raise CheckpointError(
             "of a sharded state only the workers write checkpoints: save when should_stop says so"
         )
@@ -62,6 +63,10 @@ def persist(record: Record, pack: memoryview, *, place: Place | None = None) -> 
         return False
 
 
+def _is_cut(record: Record) -> bool:
+    return record.cut or record.parts > 1
+
+
 def _is_there(folder: CheckpointFolder, record: Record) -> bool:
     """Whether the folder has a whole checkpoint of the record's step, or of a later one."""
     for found in folder.found():
@@ -69,7 +74,7 @@ def _is_there(folder: CheckpointFolder, record: Record) -> bool:
             return False
         # Of a state in parts this only decides whether something is lost, and to read all its
         # parts on each node takes longer than a node has that is about to go.
-        if found.manifest and (record.parts > 1 or not folder.check(found.manifest)):
+        if found.manifest and (_is_cut(record) or not folder.check(found.manifest)):
             return True
     return False
 

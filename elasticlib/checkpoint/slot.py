@@ -35,7 +35,8 @@ class Record:
     name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
     writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
     folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `fence.Writer`.
+    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. cut: whether it
+    has notes of DTensors, be it in one part, which only as many ranks can read.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Record:
     folder: str = ""
     shared: bool = True
     launch: str = ""
+    cut: bool = False
 
     @property
     def keep(self) -> int:

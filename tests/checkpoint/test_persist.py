@@ -124,6 +124,9 @@ def test_what_a_worker_clears_away_is_written_again_unless_its_own_is_there(
 def test_a_part_of_a_sharded_state_is_refused_by_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="only the workers write"):
         persist(record(tmp_path, 7, part=1, parts=2), packed(7))
+    # Nor one rank's, all of it, which two ranks could not read.
+    with pytest.raises(CheckpointError, match="only the workers write"):
+        persist(record(tmp_path, 7, cut=True), packed(7))
     # Nothing is lost where the workers have saved it.
     saved(tmp_path, 7)
     assert persist(record(tmp_path, 7, part=1, parts=2), packed(7)) is False

@@ -14,10 +14,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
 from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.shards import localize
 from elasticlib.checkpoint.slot import Record
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
@@ -232,6 +236,20 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
     # Also in one life.
     second.snapshot(2, state(2))
     assert steps(second) == [2]
+
+
+def test_a_state_with_dtensors_is_noted_as_cut_up_be_it_in_one_part(agent: Agent) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for step, places in enumerate(([Shard(0)], [Replicate()]), 1):
+            cut = {"w": distribute_tensor(torch.arange(8.0), mesh, places)}
+            agent.worker(1, name=f"kind {step}").snapshot(step, localize(cut)[0])
+    finally:
+        dist.destroy_process_group()
+    agent.worker(1, name="plain").snapshot(3, state(3))
+    kinds = {(one.record.step, one.record.cut) for one in memory.look(agent.folder)}
+    assert kinds == {(1, True), (2, True), (3, False)}
 
 
 def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Agent) -> None:
