@@ -211,8 +211,10 @@ class SnapshotMemory(Source):
         if not self._earlier or self._record.sequence < self._record.keep:
             return
         name, era = self._record.name, self._era
-        memory.drop(self._memory, lambda found: outlived(found, era, name))
-        self._earlier = False
+        found = [one for one in memory.look(self._memory) if one.record.name == name]
+        useless = outlived(found, era, name)
+        memory.remove(self._memory, useless)
+        self._earlier = len(useless) < sum(one.era < era for one in found)
 
 
 def _fresh(size: int) -> mmap.mmap:

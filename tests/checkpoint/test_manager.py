@@ -292,7 +292,7 @@ def test_who_has_lost_the_folder_prunes_nothing_of_the_new_holders(tmp_path: Pat
     (folder := tmp_path / "step-0000000001").mkdir()
     mine = folder / f"state.{new._commits().writer.token}.1.pack"
     mine.write_bytes(b"half")
-    with pytest.raises(CheckpointRefused, match="was not pruned: .* has taken it over"):
+    with pytest.raises(CheckpointRefused, match=r"was not pruned: .* has taken it over"):
         old.prune()
     assert mine.exists()
 

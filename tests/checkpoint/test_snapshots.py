@@ -238,6 +238,14 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
     assert steps(second) == [2]
 
 
+def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:
+    agent.worker(1, parts=2).snapshot(5, state(5))
+    worker = agent.worker(2, parts=2)
+    for step, eras in ((5, {"1", "2"}), (6, {"1", "2"}), (7, {"2"})):
+        worker.snapshot(step, state(step))
+        assert set(agent.files()) == eras
+
+
 def test_a_state_with_dtensors_is_noted_as_cut_up_be_it_in_one_part(agent: Agent) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
