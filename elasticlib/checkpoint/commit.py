@@ -23,11 +23,28 @@ from .summing import Summing
 log = logging.getLogger("elasticlib.checkpoint")
 
 
-class Committer:
-    """One writer's access to a folder. One call at a time."""
+class ClearedAway(CheckpointError):
+    """A file was deleted before it counted, by a writer that may do so."""
 
-    def __init__(self, folder: CheckpointFolder, writer: Writer, retention: Retention) -> None:
+
+class Committer:
+    """One writer's access to a folder. One call at a time.
+
+    beside: whether another writer of the same generation may be at work, from which the folder is
+    not taken: it commits what it has on its way, and clears up. It may clear away what is written
+    beside it, too.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        writer: Writer,
+        retention: Retention,
+        *,
+        beside: bool = False,
+    ) -> None:
         self.writer = writer
+        self._beside = beside
         self._folder = folder
         self._place = folder.place
         self._retention = retention
@@ -43,7 +60,11 @@ class Committer:
         if self._claimed:
             return
         with self._at_work("could not be claimed"), self._place.locked():
-            answer = fences.claim(self._fence(damaged_is_none=True), self.writer)
+            fence = self._fence(damaged_is_none=True)
+            if self._is_beside(fence):
+                self._claimed = True
+                return
+            answer = fences.claim(fence, self.writer)
             if answer.fence is None:
                 raise CheckpointRefused(f"{self._place.name} is not ours to write: {answer.reason}")
             self._place.put(fences.NAME, fences.encode(answer.fence))
@@ -96,22 +117,22 @@ class Committer:
             saved_at=wall(),
         )
         with self._at_work(f"could not commit {folder}"), self._place.locked():
-            reason = fences.why_not(self._fence(), writer)
-            if reason:
+            fence = self._fence()
+            reason = fences.why_not(fence, writer)
+            if reason and not self._is_beside(fence):
                 raise CheckpointRefused(
                     f"step {step} was not committed to {self._place.name}: {reason}"
                 )
-            reason = manifests.flaw(manifest, self._place.files(folder))
+            sizes = self._place.files(folder)
+            reason = manifests.flaw(manifest, sizes)
             if reason:
-                raise CheckpointError(f"{self._place.name}/{folder} was not committed: {reason}")
+                gone = any(file.name not in sizes for file in files)
+                kind = ClearedAway if gone else CheckpointError
+                raise kind(f"{self._place.name}/{folder} was not committed: {reason}")
             self._place.put(f"{folder}/{manifests.NAME}", manifests.encode(manifest))
             self._folder.know(manifest, Health.GOOD)
-            try:
-                for old in self._select(just=step).deleted:
-                    self._delete(old)
-                self._clear()
-            except OSError as error:
-                log.warning("%s: what is not needed could not be deleted: %s", folder, error)
+            if not self._beside:
+                self._clear_up_after(step)
 
     def abandon(self, step: int, names: list[str]) -> None:
         """Take away files that were not committed after all, as far as the disk lets us."""
@@ -122,7 +143,8 @@ class Committer:
             for name in names:
                 if named is not None and name not in named:
                     self._place.remove(f"{folder}/{name}")
-            if not self._place.files(folder):
+            # Another's first file may be about to be made in it.
+            if not self._beside and not self._place.files(folder):
                 self._place.remove_folder(folder)
         except OSError as error:
             log.warning("%s: a save that failed left files: %s", folder, error)
@@ -133,14 +155,21 @@ class Committer:
         The newest checkpoint that turns out whole is read for that, so that one stays.
 
         Raises:
-            CheckpointError: the disk failed.
+            CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
+                failed.
         """
+        writer = self.writer
         with self._at_work("could not be pruned"), self._place.locked():
             fence = self._fence(damaged_is_none=True)
+            others = fence is not None and fence.holder.token != writer.token
+            if self._claimed and others:
+                reason = fences.why_not(fence, writer)
+                raise CheckpointRefused(f"{self._place.name} was not pruned: {reason}")
             selection = self.choose(seen)
             for step in selection.deleted:
                 self._delete(step)
-            self._clear("" if self._claimed or fence is None else fence.holder.token)
+            # Of the holder's files some may be on their way.
+            self._clear(fence.holder.token if fence is not None and others else "")
         return selection
 
     def choose(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
@@ -149,6 +178,18 @@ class Committer:
             if found.manifest and not self._folder.check(found.manifest, seen):
                 break
         return self._select()
+
+    def _clear_up_after(self, step: int) -> None:
+        try:
+            for old in self._select(just=step).deleted:
+                self._delete(old)
+            self._clear()
+        except OSError as error:
+            folder = manifests.folder_of(step)
+            log.warning("%s: what is not needed could not be deleted: %s", folder, error)
+
+    def _is_beside(self, fence: Fence | None) -> bool:
+        return self._beside and fences.is_of_generation(fence, self.writer)
 
     def _select(self, just: int | None = None) -> Selection:
         found = self._folder.found()
@@ -212,4 +253,5 @@ class _AtWork:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            raise CheckpointError(f"{self._what}: {error}") from error
+            kind = ClearedAway if isinstance(error, FileNotFoundError) else CheckpointError
+            raise kind(f"{self._what}: {error}") from error

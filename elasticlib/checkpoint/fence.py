@@ -78,6 +78,14 @@ def claim(fence: Fence | None, writer: Writer) -> Claim:
     return Claim(Fence(writer, (*fence.lost, holder.start)[-REMEMBERED:]))
 
 
+def is_of_generation(fence: Fence | None, writer: Writer) -> bool:
+    """Whether somebody of the generation of `writer` has the folder, who may be at work in it."""
+    if fence is None:
+        return False
+    holder = fence.holder
+    return (holder.start, holder.generation) == (writer.start, writer.generation)
+
+
 def why_not(fence: Fence | None, writer: Writer) -> str | None:
     """Why `writer` must not commit; None if it may."""
     if fence is None:

@@ -187,13 +187,18 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
             yield None
             return
         size = RECORD_BYTES + found.record.size
-        with (
-            # Not shared: what a reader writes by mistake is its own.
-            mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapped,
-            memoryview(mapped) as whole,
-            whole[RECORD_BYTES:] as view,
-        ):
+        # Not shared: what a reader writes by mistake is its own.
+        mapped = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        whole = memoryview(mapped)
+        view = whole[RECORD_BYTES:]
+        try:
             yield view
+        finally:
+            # The traceback of a reader's error may hold slices of it; they keep the memory until
+            # they go, and that error is what is to be told.
+            for release in (view.release, whole.release, mapped.close):
+                with contextlib.suppress(BufferError):
+                    release()
     finally:
         os.close(handle)
 

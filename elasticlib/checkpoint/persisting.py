@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+import attrs
+
 from ..clock import Clock, monotonic
 from ..errors import StoreError, describe
 from ..rendezvous.interface import RendezvousInfo
-from ..stores.interface import ABSENT
+from ..stores.interface import ABSENT, Store
 from .memory import pinned
 from .slot import Found, Record
 
@@ -30,7 +32,8 @@ parts once a part: the step counts when all are there."""
 WRITE_SECONDS = 600.0
 """For all that is to be written: a disk that hangs must not hold a node for ever."""
 CLAIM_SECONDS = 60.0
-"""For which a node that says it writes is believed."""
+"""For which a node that says it writes is believed, since it said so last."""
+RENEW_SECONDS = 5.0
 _DONE = b"done"
 
 
@@ -62,18 +65,21 @@ def persist_all(
     info: RendezvousInfo | None,
     *,
     seconds: float = WRITE_SECONDS,
+    renewed: float = RENEW_SECONDS,
     clock: Clock = monotonic,
 ) -> str:
     """Write these, and return what could not be, as a sentence; empty if nothing is lost.
 
-    info: of the last generation, whose nodes agree by its store who writes what they share.
+    Args:
+        info: of the last generation, whose nodes agree by its store who writes what they share.
+        renewed: after so many seconds each, that this one is at it still.
     """
     problems: list[str] = []
-    left = list(found)
+    left = [(one, Claim(info, one.record, clock)) for one in found]
 
     def write() -> None:
         while left:
-            problem = _persist_one(memory, left[0], persist, info, clock)
+            problem = _persist_one(memory, *left[0], persist, info)
             if problem:
                 problems.append(problem)
             left.pop(0)
@@ -81,32 +87,43 @@ def persist_all(
     # In a thread of its own: nothing ends a write to a disk that hangs.
     thread = threading.Thread(target=write, name="agent-persist", daemon=True)
     thread.start()
-    thread.join(seconds)
-    late = [f"{_what(one.record)} was not there after {seconds:g} s" for one in tuple(left)]
+    deadline = monotonic() + seconds
+    while thread.is_alive() and (rest := deadline - monotonic()) > 0:
+        thread.join(min(rest, renewed))
+        for _, claim in left[:1]:
+            claim.renew()
+    late = [f"{_what(one.record)} was not there after {seconds:g} s" for one, _ in tuple(left)]
     return "; ".join([*problems, *late])
 
 
 def _persist_one(
-    memory: Path, found: Found, persist: Persist, info: RendezvousInfo | None, clock: Clock
+    memory: Path, found: Found, claim: Claim, persist: Persist, info: RendezvousInfo | None
 ) -> str:
     record = found.record
-    claim = Claim(info, record, clock) if record.shared else None
     try:
-        if claim is not None and claim.elsewhere():
+        if claim.elsewhere():
             return ""
         with pinned(memory, found) as view:
             if view is None:
                 return f"{_what(record)} was not written: it is not there any more"
-            if persist(record, view):
+            if persist(_of_now(record, info), view):
                 log.info("%s was written to %s", _what(record), record.folder)
     except Exception as error:
         # Of whatever kind: how the run ended must still be told, and this with it.
-        if claim is not None:
-            claim.give_up()
+        claim.give_up()
         return f"{_what(record)} was not written to {record.folder}: {describe(error)}"
-    if claim is not None:
-        claim.done()
+    claim.done()
     return ""
+
+
+def _of_now(record: Record, info: RendezvousInfo | None) -> Record:
+    """The record as one of the generation that this agent was in last.
+
+    Its workers may have taken the folder in that one, and ended before their first snapshot.
+    """
+    if info is None:
+        return record
+    return attrs.evolve(record, generation=max(record.generation, info.generation))
 
 
 def _what(record: Record) -> str:
@@ -115,15 +132,21 @@ def _what(record: Record) -> str:
 
 
 class Claim:
-    """Which node of a generation writes one snapshot that several hold."""
+    """Which node of a generation writes one snapshot that several hold; of a folder that they do
+    not share, each."""
 
     def __init__(self, info: RendezvousInfo | None, record: Record, clock: Clock) -> None:
-        shared = info is not None and bool(info.board) and info.world_size > 1
-        self._store = info.store if info is not None and shared else None
+        several = info is not None and bool(info.board) and info.world_size > 1
+        asked = several and record.shared
+        self._store = info.store if info is not None and asked else None
         board = "" if info is None else info.board
         name = quote(record.name, safe="")[:256]
         self._key = f"{board}persist/{name}/{record.generation}.{record.step}.{record.part}"
         self._clock = clock
+        # Who writes and who renews are two threads.
+        self._lock = threading.Lock()
+        self._mine: int | None = None
+        self._times = 0
 
     def elsewhere(self) -> bool:
         """Whether another node has written it. If not, it is for us to write: perhaps twice, but
@@ -131,32 +154,54 @@ class Claim:
         if self._store is None:
             return False
         try:
-            return self._written_elsewhere()
+            return self._written_elsewhere(self._store)
         except StoreError as error:
             log.info("the nodes cannot agree who writes a snapshot, so this one does: %s", error)
             self._store = None
             return False
 
-    def _written_elsewhere(self) -> bool:
-        store, deadline = self._store, self._clock() + CLAIM_SECONDS
-        assert store is not None
-        while (left := deadline - self._clock()) > 0:
-            if store.compare_set(self._key, b"writing", expected=ABSENT).won:
-                return False
+    def _written_elsewhere(self, store: Store) -> bool:
+        # By our clock: since when the other's word is the same.
+        known, since = ABSENT, self._clock()
+        while True:
             listing = store.list(self._key)
-            said = {entry.key: entry.value for entry in listing.entries}.get(self._key)
-            if said == _DONE:
+            said = next((entry for entry in listing.entries if entry.key == self._key), None)
+            if said is not None and said.value == _DONE:
                 return True
-            if said is not None:
+            version = ABSENT if said is None else said.version
+            if version != known:
+                known, since = version, self._clock()
+            left = since + CLAIM_SECONDS - self._clock()
+            # Of several that have waited long enough, one takes it over.
+            if said is not None and left > 0:
                 store.wait(self._key, after=listing.version, timeout=min(left, 1.0))
-        return False
+            elif self._take(store, version):
+                return False
+
+    def _take(self, store: Store, version: int) -> bool:
+        self._times += 1
+        answer = store.compare_set(self._key, b"writing %d" % self._times, expected=version)
+        self._mine = answer.entry.version if answer.won and answer.entry is not None else None
+        return answer.won
+
+    def renew(self) -> None:
+        """We are at it still, if we are: the others wait for as long again."""
+        with self._lock:
+            store, mine = self._store, self._mine
+            if store is not None and mine is not None:
+                self._say(lambda: self._take(store, mine))
 
     def done(self) -> None:
-        self._say(lambda: self._store and self._store.set(self._key, _DONE))
+        with self._lock:
+            self._mine = None
+            self._say(lambda: self._store and self._store.set(self._key, _DONE))
 
     def give_up(self) -> None:
-        """Another may try."""
-        self._say(lambda: self._store and self._store.delete(self._key))
+        """Another may try, unless one does already."""
+        with self._lock:
+            mine, self._mine = self._mine, None
+            if mine is not None:
+                self._say(lambda: self._store and self._store.delete(self._key, expected=mine))
 
     def _say(self, say: Callable[[], object]) -> None:
         try:

@@ -35,7 +35,8 @@ class Record:
     name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
     writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
     folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `fence.Writer`.
+    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. cut: whether it
+    has notes of DTensors, be it in one part, which only as many ranks can read.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Record:
     folder: str = ""
     shared: bool = True
     launch: str = ""
+    cut: bool = False
 
     @property
     def keep(self) -> int:
@@ -189,12 +191,16 @@ def outlived(found: Iterable[Found], era: int, name: str) -> tuple[Found, ...]:
     """The snapshots of earlier eras that are of no more use once this one's stand on their own.
 
     They do once a worker here has made as many in this era as are kept: then all ranks have one.
-    Replicas count as what they are replicas of.
+    Replicas count as what they are replicas of. Of a state in parts a step that earlier eras have
+    here is the one that was restored: a copy of a part that this node was sent says nothing of
+    where the other ranks are, which may have to go back to that step.
     """
     found = tuple(one for one in found if one.record.name == name)
+    before = {one.record.step for one in found if one.era < era}
     made: dict[int, list[Record]] = {}
     for one in found:
-        if one.era == era and not one.owner:
+        restored = one.record.parts > 1 and one.record.step in before
+        if one.era == era and not one.owner and not restored:
             made.setdefault(one.record.part, []).append(one.record)
     if not any(len(records) >= records[0].keep for records in made.values()):
         return ()

@@ -22,6 +22,7 @@ from . import memory
 from .interface import Held, Source
 from .memory import NEWS, Slots
 from .pack import fill, lay_out, size_of
+from .shards import has_notes
 from .slot import Found, Record, given_up, outlived, that_count
 from .told import Told
 
@@ -111,7 +112,13 @@ class SnapshotMemory(Source):
         began = self._clock()
         layout = lay_out(state, meta)
         before = self._record.sequence or self._made_before()
-        record = attrs.evolve(self._record, step=step, sequence=before + 1, size=layout.size)
+        record = attrs.evolve(
+            self._record,
+            step=step,
+            sequence=before + 1,
+            size=layout.size,
+            cut=has_notes(state),
+        )
         with self._slots.writing(record) as view:
             copying = self._clock()
             fill(layout, torch.frombuffer(view, dtype=torch.uint8))
@@ -204,8 +211,10 @@ class SnapshotMemory(Source):
         if not self._earlier or self._record.sequence < self._record.keep:
             return
         name, era = self._record.name, self._era
-        memory.drop(self._memory, lambda found: outlived(found, era, name))
-        self._earlier = False
+        found = [one for one in memory.look(self._memory) if one.record.name == name]
+        useless = outlived(found, era, name)
+        memory.remove(self._memory, useless)
+        self._earlier = len(useless) < sum(one.era < era for one in found)
 
 
 def _fresh(size: int) -> mmap.mmap:

@@ -284,6 +284,19 @@ def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None
     live.close()
 
 
+def test_who_has_lost_the_folder_prunes_nothing_of_the_new_holders(tmp_path: Path) -> None:
+    places = (Here(run="r", launch="l", generation=number) for number in (1, 2))
+    old, new = (CheckpointManager(tmp_path, here=place) for place in places)
+    old.claim()
+    new.claim()
+    (folder := tmp_path / "step-0000000001").mkdir()
+    mine = folder / f"state.{new._commits().writer.token}.1.pack"
+    mine.write_bytes(b"half")
+    with pytest.raises(CheckpointRefused, match=r"was not pruned: .* has taken it over"):
+        old.prune()
+    assert mine.exists()
+
+
 def test_only_the_first_rank_writes_or_the_first_of_each_node(tmp_path: Path) -> None:
     for rank, local_rank, shared, writes in [
         *((0, 0, True, True), (2, 0, True, False)),

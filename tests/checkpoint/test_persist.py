@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.disk import Disk, LocalPlace
 from elasticlib.checkpoint.here import Here
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import persist
@@ -71,9 +73,63 @@ def test_another_launchs_folder_is_refused(tmp_path: Path) -> None:
         persist(record(tmp_path, 7), packed(7))
 
 
+class Meanwhile(Disk):
+    """Does something once, in the middle of writing data to the disk."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act
+
+    def write(self, handle: int, data: memoryview) -> int:
+        act = self._act
+        if act is not None and len(data) > 400:  # no manifest and no fence
+            self._act = None
+            act()
+        return super().write(handle, data)
+
+
+def test_a_save_that_is_under_way_on_another_node_is_neither_cleared_nor_refused(
+    tmp_path: Path,
+) -> None:
+    agents: list[bool] = []
+    disk = Meanwhile(lambda: agents.append(persist(record(tmp_path, 7), packed(7))))
+    with CheckpointManager(LocalPlace(tmp_path, disk), here=HERE) as manager:
+        manager.save(8, {"weight": torch.full((100,), 8.0)})
+        manager.wait()
+        manager.save(9, {"weight": torch.full((100,), 9.0)})
+    assert agents == [True]
+    assert CheckpointManager(tmp_path).steps() == [7, 8, 9]
+    assert CheckpointManager(tmp_path).verify() == {}
+
+
+def test_what_a_worker_clears_away_is_written_again_unless_its_own_is_there(
+    tmp_path: Path,
+) -> None:
+    for step, more in ((7, 5), (10, 12)):
+        worker = CheckpointManager(tmp_path, here=HERE)
+
+        def save(worker: CheckpointManager = worker, step: int = more) -> None:
+            worker.save(step, {"weight": torch.full((100,), float(step))})
+            worker.wait()
+
+        save(step=4)
+        place = LocalPlace(tmp_path, Meanwhile(save))
+        assert persist(record(tmp_path, step), packed(step), place=place) is (more < step)
+        worker.close()
+    manager = CheckpointManager(tmp_path)
+    assert manager.steps()[-1] == 12
+    assert 7 in manager.steps()
+    assert 10 not in manager.steps()
+
+
 def test_a_part_of_a_sharded_state_is_refused_by_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="only the workers write"):
         persist(record(tmp_path, 7, part=1, parts=2), packed(7))
+    # Nor one rank's, all of it, which two ranks could not read.
+    with pytest.raises(CheckpointError, match="only the workers write"):
+        persist(record(tmp_path, 7, cut=True), packed(7))
+    # Nothing is lost where the workers have saved it.
+    saved(tmp_path, 7)
+    assert persist(record(tmp_path, 7, part=1, parts=2), packed(7)) is False
 
 
 def test_an_agent_needs_no_torch_for_it() -> None:

@@ -98,6 +98,11 @@ def test_earlier_eras_go_when_the_new_one_stands_on_its_own() -> None:
     one, two = (found(2, n, 5 + n, parts=2) for n in (1, 2))
     assert outlived([*old, one], 2, "state") == ()
     assert set(outlived([*old, one, two], 2, "state")) == set(old)
+    # A copy of what was restored, a part that came from a node that is gone, is no first one.
+    part_of_5 = found(1, 5, 5, part=1, parts=2)
+    copy, first, second = (found(2, n, 4 + n, parts=2) for n in (1, 2, 3))
+    assert outlived([part_of_5, copy, first], 2, "state") == ()
+    assert outlived([part_of_5, copy, first, second], 2, "state") == (part_of_5,)
     # In whatever way the new world cuts it up.
     assert set(outlived([found(1, 5, 5, part=3, parts=4), one, two], 2, "state"))
 

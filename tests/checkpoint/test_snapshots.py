@@ -14,10 +14,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
 from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.shards import localize
 from elasticlib.checkpoint.slot import Record
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
@@ -164,6 +168,23 @@ def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
         assert view is None, "it holds a later one by now"
 
 
+def test_an_error_of_a_reader_is_told_though_it_holds_some_of_what_was_read(
+    agent: Agent,
+) -> None:
+    agent.worker(1).snapshot(1, state(1))
+    (found,) = memory.look(agent.folder)
+
+    def read() -> None:
+        with memory.pinned(agent.folder, found) as view:
+            assert view is not None
+            raise ZeroDivisionError(view[4:8])
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        read()
+    # It can still be read: what holds it keeps the memory.
+    assert len(bytes(raised.value.args[0])) == 4
+
+
 def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
     worker, over = agent.worker(1), threading.Event()
     worker.snapshot(0, state(0, 50_000))
@@ -215,6 +236,28 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
     # Also in one life.
     second.snapshot(2, state(2))
     assert steps(second) == [2]
+
+
+def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:
+    agent.worker(1, parts=2).snapshot(5, state(5))
+    worker = agent.worker(2, parts=2)
+    for step, eras in ((5, {"1", "2"}), (6, {"1", "2"}), (7, {"2"})):
+        worker.snapshot(step, state(step))
+        assert set(agent.files()) == eras
+
+
+def test_a_state_with_dtensors_is_noted_as_cut_up_be_it_in_one_part(agent: Agent) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for step, places in enumerate(([Shard(0)], [Replicate()]), 1):
+            cut = {"w": distribute_tensor(torch.arange(8.0), mesh, places)}
+            agent.worker(1, name=f"kind {step}").snapshot(step, localize(cut)[0])
+    finally:
+        dist.destroy_process_group()
+    agent.worker(1, name="plain").snapshot(3, state(3))
+    kinds = {(one.record.step, one.record.cut) for one in memory.look(agent.folder)}
+    assert kinds == {(1, True), (2, True), (3, False)}
 
 
 def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Agent) -> None:
