@@ -137,7 +137,7 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
     count, seed = args.logical_workers, args.seed
     how = LogicalStep(training, count, seed) if count else ParallelStep(training)
     manager.restore(training.state)
-    trace = Trace(args.trace, args.generation, dist.get_rank())
+    trace = Trace(args.trace, args.generation, dist.get_rank(), launch=args.launch)
     trace.resumed(training.step)
     for epoch in range(training.sampler.epoch, args.epochs):
         training.sampler.set_epoch(epoch)
@@ -218,7 +218,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--trace", metavar="PREFIX", help="write which samples each step used")
     generation = int(os.environ.get("ELASTICLIB_GENERATION", "0"))
-    parser.set_defaults(generation=generation)
+    launch = os.environ.get("ELASTICLIB_INCARNATION", "")  # generations count from 1 in each
+    parser.set_defaults(generation=generation, launch=launch)
     return parser.parse_args(arguments)
 
 
