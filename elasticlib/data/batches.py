@@ -27,19 +27,24 @@ class ElasticBatchSampler(Sampler[list[int]]):
     Batch k of an epoch holds the same samples whatever the world size: positions consumed to
     consumed + global_batch of the sampler's order, dealt to the ranks like cards. Shares differ
     by at most one; a rank's may be empty, in the last batch or where there are more ranks than
-    samples in a batch, and the rank takes part in the step all the same. ::
+    samples in a batch, and the rank takes part in the step all the same. torch's own collate
+    function cannot make a batch of no samples; `CollateOrEmpty` can. ::
 
         sampler = ElasticDistributedSampler(dataset, tail="exact")
         batches = ElasticBatchSampler(sampler, global_batch=256)
+        collate = CollateOrEmpty(dataset)                  # this rank's last share may be empty
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
-            for x, y in DataLoader(dataset, batch_sampler=batches):
+            for x, y in DataLoader(dataset, batch_sampler=batches, collate_fn=collate):
                 weight = batches.plan().per_sample         # of this step, which may be the last
                 (weight * loss(model(x), y, reduction="sum")).backward()
                 ...
                 batches.advance()                          # on every rank
 
-    Its state is the sampler's. In torchdata's StatefulDataLoader give it as `batch_sampler`.
+    Its state is the sampler's. In torchdata's StatefulDataLoader give it as `batch_sampler`; the
+    position is then kept without `advance`, but `plan` and `samples` go by what was counted, not
+    by what was drawn: who never counts gets the weight of the first batch for all, which is wrong
+    for a smaller last one.
 
     Args:
         sampler: keeps the position, the order, this rank and the world size.
@@ -87,6 +92,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def samples(self) -> int:
         """How many samples, of all ranks, are in the global batch that is used next.
 
+        That is the one after those that `advance` counted, whatever a loader has drawn.
         Less than `global_batch` in the last one if `tail` is "exact"; 0 when the epoch is over
         and the next does not begin by itself.
         """
@@ -95,6 +101,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def plan(self) -> BatchPlan:
         """How the ranks take the next step: its sizes and weights; see `BatchPlan`.
+
+        As `samples`, of the batch after those that `advance` counted.
 
         Raises:
             ConfigError: the epoch is over.

@@ -95,7 +95,8 @@ class Progress:
 
     def load(self, state: Mapping[str, Any], on_mismatch: OnMismatch = "refuse") -> None:
         """Go to where `state` stands; see `resume` for what it raises."""
-        self.position, self._fresh = resume(state, self.position, on_mismatch), False
+        self._go_to(resume(state, self.position, on_mismatch))
+        self._counted = False
 
     def restore(self, state: Mapping[str, Any], over: Over) -> Position:
         """Go to where an iterator stood: where.
@@ -104,16 +105,23 @@ class Progress:
         epoch meanwhile; that is right if the state's has come to its end.
 
         Raises:
-            StateMismatch: as `resume`; or `set_epoch` named another epoch than the state's.
+            StateMismatch: as `resume`; or `set_epoch` named an epoch that neither is the state's
+                nor follows its end: some would be trained on again, or passed over.
         """
         saved, named = resume(state, self.position), self._named
         if named is not None and named != saved.epoch:
-            if not over(saved):
+            fits = saved.epoch + 1 if over(saved) else saved.epoch
+            if named != fits:
                 raise StateMismatch(
                     f"epoch is {saved.epoch} in the loader's state, with {saved.consumed} of"
                     f" {saved.length} samples used, and set_epoch({named}) was called: call"
-                    f" set_epoch({saved.epoch}) to go on with it"
+                    f" set_epoch({fits}) to go on after it"
                 )
-            saved = attrs.evolve(saved, epoch=named, consumed=0)
-        self.position, self._fresh = saved, False
+            saved = next_epoch(saved)
+        self._go_to(saved)
         return saved
+
+    def _go_to(self, position: Position) -> None:
+        """Stand at `position`; what was drawn before says nothing about it."""
+        self.position, self._fresh = position, False
+        self._ran_out, self._guessed = None, False

@@ -34,9 +34,15 @@ def deal_ranges(
     workers' batches in that order. So k steps consume k x batch x world_size samples, as counted
     by `advance`, and the loader prefetches as it likes.
 
+    Not with `persistent_workers=True`: a worker has a copy of the dataset, and so of the position,
+    from when it was started. Those that live on begin each later epoch where the first one was
+    resumed, in its order, and the samples before that place are never read. Without it each
+    epoch's workers are started anew, from the position as it is then.
+
     Args:
         position: where the job stands; a sampler over `range(samples)` keeps one
-            (`sampler.position`), and counts and saves it.
+            (`sampler.position`), and counts and saves it. To be asked for when an epoch's
+            iterator begins, in the dataset's `__iter__`.
         rank, world_size: this process among the job's.
         batch: samples a rank uses in a step: the loader's batch_size.
         worker, workers: `torch.utils.data.get_worker_info()`'s id and num_workers; 0 and 1 in

@@ -39,7 +39,10 @@ class ElasticDistributedSampler(DistributedSampler[int]):
     indices long before they are trained on. Without `set_epoch` the next epoch begins by itself:
     when all samples of the present one are counted and a new iterator is asked for. For who does
     not count either, it does after an iterator has run out. (`DataLoader`'s own `drop_last` leaves
-    samples that nobody counts: name the epochs then, or leave them out here, by `tail`.)
+    samples that nobody counts: name the epochs then, or leave them out here, by `tail`.) So ask for
+    the next epoch's iterator only after the last step of this one was counted; who fetches a batch
+    ahead of the step under way asks earlier, gets the end of this epoch again, and has to name
+    epochs by `set_epoch`.
 
     In torchdata's StatefulDataLoader the loader's own state holds the position of what it has
     handed out, and no `advance` is needed. Loaded on another number of ranks it goes on exactly,
@@ -63,7 +66,9 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             first epoch: 0, or the one that `set_epoch` names before anything is drawn.
         tail: what happens where the samples left do not divide by the world size: "pad" repeats
             some at the very end, "drop" leaves some out, "exact" deals each once, so that some
-            ranks draw one less. By default what `drop_last` says.
+            ranks draw one less. By default what `drop_last` says. What "drop" leaves out depends
+            on the world size: a job that ended an epoch on 4 ranks, and resumes on 2 from there,
+            may still draw two of the samples that were left out.
         shuffle_algorithm: "feistel" is ours; "randperm" yields just what torch's
             `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
 

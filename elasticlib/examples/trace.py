@@ -1,12 +1,14 @@
 """A record of which samples a run trained on, and the proof that each was used exactly once.
 
 A rank writes a step's line before it takes part in that step, so whatever a checkpoint holds has
-been written down by every rank. Steps that a later generation did not build on are struck out.
+been written down by every rank. Steps that a later generation, or one of a later launch, did not
+build on are struck out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,22 +16,38 @@ from typing import Any
 
 import attrs
 
+from elasticlib.clock import Clock, wall
 from elasticlib.errors import ElasticError
 
 
 class Trace:
-    """Appends to `PREFIX.GENERATION.RANK.jsonl`; does nothing without a prefix.
+    """Appends to `PREFIX.LAUNCH.GENERATION.RANK.jsonl`; does nothing without a prefix.
 
     Each line is out of the process before the call returns, so SIGKILL loses none.
+
+    Args:
+        prefix: of the files; the same in all launches of a run.
+        generation: counted from 1 in each launch.
+        rank: this process in the generation.
+        launch: what tells launches apart, by default none; which was first, `clock` says.
     """
 
-    def __init__(self, prefix: str | None, generation: int, rank: int) -> None:
-        self.generation = generation
-        self.path = Path(f"{prefix}.{generation}.{rank}.jsonl") if prefix else None
+    def __init__(
+        self,
+        prefix: str | None,
+        generation: int,
+        rank: int,
+        *,
+        launch: str = "",
+        clock: Clock = wall,
+    ) -> None:
+        self.generation, self._clock = generation, clock
+        name = f"{prefix}.{launch or 0}.{generation}.{rank}.jsonl"
+        self.path = Path(name) if prefix else None
 
     def resumed(self, step: int) -> None:
         """Say which step the weights came from, 0 for fresh ones; once a process."""
-        self._append({"resumed": step})
+        self._append({"resumed": step, "at": self._clock()})
 
     def step(self, step: int, epoch: int, indices: list[int], world: int) -> None:
         """Say that this rank is about to train on `indices` in the global `step`, from 1."""
@@ -74,7 +92,7 @@ def survey(prefix: str | Path) -> Survey:
     surviving: list[dict[str, Any]] = []
     struck: set[tuple[int, int]] = set()
     resumed_later: list[int] = []
-    for files in reversed(_files_by_generation(prefix)):
+    for number, files in enumerate(reversed(_files_by_generation(prefix))):
         resumed_here: list[int] = []
         for lines in files:
             resumed = list(resumed_later)
@@ -83,7 +101,7 @@ def survey(prefix: str | Path) -> Survey:
                     resumed.append(line["resumed"])
                     resumed_here.append(line["resumed"])
                 elif any(step < line["step"] for step in resumed):
-                    struck.add((line["generation"], line["step"]))
+                    struck.add((number, line["step"]))
                 else:
                     surviving.append(line)
         resumed_later += resumed_here
@@ -91,13 +109,21 @@ def survey(prefix: str | Path) -> Survey:
 
 
 def _files_by_generation(prefix: str | Path) -> list[list[list[dict[str, Any]]]]:
+    """The lines of each file, in the order of launches, and of generations in each."""
     prefix = Path(prefix)
-    generations: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)
-    for path in prefix.parent.glob(f"{prefix.name}.*.*.jsonl"):
-        generation = int(path.name.split(".")[-3])
-        text = path.read_text(encoding="utf-8")
-        generations[generation].append([json.loads(line) for line in text.splitlines()])
-    return [generations[generation] for generation in sorted(generations)]
+    generations: dict[tuple[str, int], list[list[dict[str, Any]]]] = defaultdict(list)
+    began: dict[str, float] = {}
+    for path in prefix.parent.glob(f"{prefix.name}.*.*.*.jsonl"):
+        # A launch's name may have dots itself.
+        launch, generation, _, _ = path.name.removeprefix(f"{prefix.name}.").rsplit(".", 3)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        generations[launch, int(generation)].append(lines)
+        # Names of launches do not sort. Clocks of machines may differ by less than what lies
+        # between two launches; within one, generations are counted and need no clock.
+        times = [line["at"] for line in lines if "resumed" in line]
+        began[launch] = min([*times, began.get(launch, math.inf)])
+    order = sorted(generations, key=lambda one: (began[one[0]], one))
+    return [generations[one] for one in order]
 
 
 def _count(lines: Iterable[dict[str, Any]], redone: int) -> Survey:

@@ -96,6 +96,7 @@ class LogicalStep:
     def __init__(self, training: Training, count: int, seed: int) -> None:
         self._training = training
         self._logical = LogicalWorkers(training.model, count, seed=seed)
+        training.state["logical"] = self._logical  # so that another count or seed is refused
 
     def mine(self, batch: list[int]) -> list[int]:
         """Of the whole batch those of this rank's logical workers."""
@@ -133,10 +134,11 @@ def batches_of(training: Training, how: ParallelStep | LogicalStep) -> Iterator[
 
 def train(training: Training, manager: CheckpointManager, args: argparse.Namespace) -> bool:
     """To the end, or until we are asked to stop; whether it was the end."""
-    trace = Trace(args.trace, args.generation, dist.get_rank())
-    trace.resumed(training.step)
     count, seed = args.logical_workers, args.seed
     how = LogicalStep(training, count, seed) if count else ParallelStep(training)
+    manager.restore(training.state)
+    trace = Trace(args.trace, args.generation, dist.get_rank(), launch=args.launch)
+    trace.resumed(training.step)
     for epoch in range(training.sampler.epoch, args.epochs):
         training.sampler.set_epoch(epoch)
         for indices, windows in batches_of(training, how):
@@ -149,6 +151,7 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
             training.progress.update(step=number, loss=share.item())
             if finish_step(training, manager, args):
                 return False
+    manager.save(training.step, training.state)
     return True
 
 
@@ -159,7 +162,7 @@ def finish_step(training: Training, manager: CheckpointManager, args: argparse.N
     if step % args.snapshot_every == 0:
         manager.snapshot(step, state)
     stop = context().should_stop()
-    if stop or step % args.save_every == 0 or step == last_step(training, args):
+    if stop or step % args.save_every == 0:
         manager.save(step, state)
     if stop or (step % args.print_every == 0 and dist.get_rank() == 0):
         report(training, args, f"stopping: {stop.reason}" if stop else "")
@@ -167,6 +170,7 @@ def finish_step(training: Training, manager: CheckpointManager, args: argparse.N
 
 
 def last_step(training: Training, args: argparse.Namespace) -> int:
+    """Of a run that has always had this global batch: to show, not to decide by."""
     per_epoch = -(-len(training.windows) // args.global_batch)
     return int(args.epochs * per_epoch)
 
@@ -186,7 +190,6 @@ def main(args: argparse.Namespace) -> None:
         print("the text is not Python 3.11.7's: the loss will differ a little", flush=True)
     training = Training(args, text)
     with CheckpointManager(args.checkpoint_dir, keep_last=args.keep_last) as manager:
-        manager.restore(training.state)
         done = train(training, manager, args)
     if done and dist.get_rank() == 0:
         progress = f"done: loss {training.progress['loss']:.4f} steps {training.step}"
@@ -215,7 +218,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--trace", metavar="PREFIX", help="write which samples each step used")
     generation = int(os.environ.get("ELASTICLIB_GENERATION", "0"))
-    parser.set_defaults(generation=generation)
+    launch = os.environ.get("ELASTICLIB_INCARNATION", "")  # generations count from 1 in each
+    parser.set_defaults(generation=generation, launch=launch)
     return parser.parse_args(arguments)
 
 

@@ -234,7 +234,10 @@ class LogicalWorkers:
             mine |= {"trained parameters": layout.names}
             check_ranks_agree(mine, self._group)
             self._layout, self._spare = layout, []
-        self._layout.clear()
+        # Of all parameters: one that was frozen since would keep the last step's sum, which the
+        # optimizer would go on applying, and which a job that was killed would not have.
+        for parameter in self.model.parameters():
+            parameter.grad = None
         self._step = step
         return self._layout
 

@@ -168,3 +168,15 @@ def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
     assert empty["x"].shape == empty["pair"].x.shape == empty["both"][0].shape == (0, 3)
     assert empty["both"][1].shape == (0,)
     assert list(empty["pair"].name) == []
+
+
+def test_each_step_of_the_example_has_its_weight_also_where_a_share_is_empty():
+    """As in the class's docstring: 9 samples in batches of 4 on 2 ranks; the last batch is of 1."""
+    for rank, rows in ((0, [2, 2, 1]), (1, [2, 2, 0])):
+        sampler = ElasticDistributedSampler(range(9), 2, rank, tail="exact")
+        batches, found = ElasticBatchSampler(sampler, 4), []
+        collate = CollateOrEmpty(range(9))
+        for x in DataLoader(range(9), batch_sampler=batches, collate_fn=collate):
+            found.append((len(x), batches.plan().per_sample))
+            batches.advance()
+        assert found == list(zip(rows, [0.5, 0.5, 2.0], strict=True))

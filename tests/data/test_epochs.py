@@ -101,6 +101,22 @@ def test_who_draws_an_epoch_to_its_end_and_then_counts_in_the_next_is_told():
     assert sampler.position.consumed == 1
 
 
+def test_a_loaded_state_forgets_what_was_drawn_and_counted_before_it():
+    fresh = ElasticDistributedSampler(range(10), 1, 0)
+    state = fresh.state_dict()
+    drawn, guessed, counted = (ElasticDistributedSampler(range(10), 1, 0) for _ in range(3))
+    list(drawn)
+    drawn.load_state_dict(state)
+    assert [list(drawn) for _ in range(2)] == orders(10, 2)
+    list(guessed), next(iter(guessed))
+    guessed.load_state_dict(state)
+    guessed.advance(2)
+    assert guessed.position.consumed == 2
+    counted.advance(2)
+    counted.load_state_dict(state)
+    assert [list(counted) for _ in range(2)] == orders(10, 2)
+
+
 def test_a_tail_that_is_dropped_ends_the_epoch():
     sampler = ElasticDistributedSampler(range(11), 3, 0, tail="drop")
     for _ in iter(sampler):

@@ -124,6 +124,22 @@ def test_a_loader_of_iterable_data_goes_on_at_another_world_size(workers):
     assert used == Counter((s, k) for s, size in enumerate(Text.sizes) for k in range(size))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_read_an_epoch_from_where_they_were_started_so_they_must_not_persist():
+    """As deal_ranges warns of: workers that live on know nothing of the job's later positions."""
+    read = {}
+    for persistent in (False, True):
+        sampler = ElasticDistributedSampler(range(sum(Text.sizes)), 1, 0, start_index=20)
+        loader = DataLoader(
+            Text(sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
+        )
+        read[persistent] = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            read[persistent].append(sum(len(shard) for shard, _ in loader))
+    assert read == {False: [17, 37], True: [17, 17]}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from elasticlib import ElasticDistributedSampler, permutation
+from elasticlib import CheckpointManager, ElasticDistributedSampler, permutation
 from elasticlib.data.permuted import permuted
-from elasticlib.errors import ConfigError, StateMismatch
+from elasticlib.errors import CheckpointError, ConfigError, StateMismatch
 
 worlds = st.integers(1, 7)
 lengths = st.integers(0, 80)
@@ -312,3 +312,23 @@ def test_world_and_rank_come_from_the_process_group():
     finally:
         dist.destroy_process_group()
     assert list(sampler) == list(range(10))
+
+
+def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_path):
+    """As docs/checkpoints.md says of a sampler that refuses its state."""
+    sampler = ElasticDistributedSampler(range(10), 1, 0)
+    sampler.advance(4)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"weight": torch.ones(2), "sampler": sampler})
+    grown = ElasticDistributedSampler(range(12), 1, 0)
+    rest = {"weight": torch.zeros(2)}
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointError, match="length is 10 in the state, this dataset has 12"):
+            manager.restore({"before": {}, "sampler": grown}, strict=False)
+        with pytest.raises(StateMismatch, match="the state has no 'sampler'"):
+            manager.restore(rest)
+        assert rest["weight"].tolist() == [0, 0]
+        step = manager.restore(rest, strict=False)
+        grown.load_state_dict(manager.load(step)["sampler"], on_mismatch="keep")
+    assert rest["weight"].tolist() == [1, 1]
+    assert grown.position.consumed == 4

@@ -123,6 +123,29 @@ def test_an_epoch_named_in_the_midst_of_a_loaded_one_is_refused():
     assert [index for batch in drawn(resumed)[0] for index in batch] == order(0)[12:]
 
 
+@pytest.mark.parametrize("named", [0, 3])
+def test_an_epoch_that_does_not_follow_the_end_of_a_loaded_one_is_refused(named):
+    """It would train epoch 0 again, or pass over epoch 2."""
+    loader, sampler = sampled(1, 0)
+    sampler.set_epoch(1)
+    _, state = drawn(loader)
+    resumed, sampler = sampled(1, 0)
+    resumed.load_state_dict(state)
+    sampler.set_epoch(named)
+    sentence = rf"epoch is 1 in .* with 83 of 83 .* set_epoch\({named}\) was .* call set_epoch\(2\)"
+    with pytest.raises(StateMismatch, match=sentence):
+        next(iter(resumed))
+
+
+def test_an_iterator_that_is_moved_forgets_that_its_epoch_was_drawn_before():
+    sampler = ElasticDistributedSampler(range(N), 1, 0)
+    state = iter(sampler).state_dict()
+    list(sampler), next(running := iter(sampler))
+    running.load_state_dict(state)
+    sampler.advance(2)
+    assert list(sampler) == order()[2:]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_who_also_counts_is_put_right_by_the_loaders_state(workers):
     """The sampler's own state lags behind in it, by what was prefetched when it was taken."""

@@ -9,10 +9,10 @@ import pytest
 from elasticlib.examples.trace import Trace, TraceError, survey
 
 
-def play(prefix, generation, world, resumed, steps):
+def play(prefix, generation, world, resumed, steps, **launch):
     """One generation: at each step k, rank r uses sample k * 2 + r (or both, alone)."""
     for rank in range(world):
-        trace = Trace(str(prefix), generation, rank)
+        trace = Trace(str(prefix), generation, rank, **launch)
         trace.resumed(resumed)
         for step in steps:
             pair = [2 * step - 2, 2 * step - 1]
@@ -38,6 +38,18 @@ def test_a_restart_within_a_generation_counts_too(tmp_path):
     assert (told.steps, told.redone) == (9, 3)
 
 
+def test_generations_that_count_from_1_in_each_launch_are_told_apart(tmp_path):
+    """Launches are in the order of their clocks, whatever their names and worlds."""
+    prefix = tmp_path / "run"
+    for launch, began, world, resumed in (("f.1", 5, 2, 0), ("c.2", 7, 1, 4), ("e.1", 9, 2, 8)):
+        from_when = {"launch": launch, "clock": lambda began=began: began}
+        play(prefix, 1, world, resumed, range(resumed + 1, resumed + 5), **from_when)
+        play(prefix, 2, 1, resumed + 2, range(resumed + 3, resumed + 6), **from_when)
+    told = survey(prefix)
+    assert (told.steps, told.redone) == (13, 8)
+    assert told.exactly_once(26)
+
+
 def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 2, 0, range(1, 8))
@@ -60,16 +72,16 @@ def test_a_missing_step_and_a_missing_rank_are_errors(tmp_path):
     with pytest.raises(TraceError, match=r"need steps 1 to 3, got \[1, 2, 4\]"):
         survey(tmp_path / "gap")
     play(tmp_path / "rank", 1, 2, 0, [1])
-    (tmp_path / "rank.1.1.jsonl").unlink()
+    (tmp_path / "rank.0.1.1.jsonl").unlink()
     with pytest.raises(TraceError, match=r"step 1 has lines of 1 ranks, world \[2\]"):
         survey(tmp_path / "rank")
 
 
 def test_the_lines_are_plain_json(tmp_path):
-    play(tmp_path / "run", 3, 1, 0, [1])
-    lines = [json.loads(line) for line in (tmp_path / "run.3.0.jsonl").read_text().splitlines()]
+    play(tmp_path / "run", 3, 1, 0, [1], launch="a1", clock=lambda: 7.5)
+    lines = [json.loads(line) for line in (tmp_path / "run.a1.3.0.jsonl").read_text().splitlines()]
     assert lines == [
-        {"generation": 3, "resumed": 0},
+        {"generation": 3, "resumed": 0, "at": 7.5},
         {
             "generation": 3,
             "step": 1,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elasticlib import CheckpointManager
+from elasticlib.errors import ElasticError
 from elasticlib.examples import train_text
 from elasticlib.examples.trace import survey
 
@@ -97,7 +98,9 @@ def alone(monkeypatch, capfd):
         train_text.main(train_text.parse(flags(folder, **options)))
         return re.search(DONE, capfd.readouterr().out).groups()
 
-    return train
+    yield train
+    if dist.is_initialized():  # it raised
+        dist.destroy_process_group()
 
 
 @pytest.mark.faults
@@ -127,6 +130,29 @@ def test_ranks_with_less_than_others_or_nothing_change_no_gradient(tmp_path, alo
         other = three["optimizer"]["state"][weight]["exp_avg"]
         torch.testing.assert_close(adam["exp_avg"], other, rtol=1e-2, atol=1e-5)
     assert survey(folders[1] / "trace").exactly_once(9)
+
+
+def test_the_last_state_is_saved_though_the_batch_was_changed_on_the_way(tmp_path, alone):
+    alone(tmp_path, samples=8, global_batch=4, save_every=100)
+    _, steps, _ = alone(tmp_path, generation=2, samples=8, global_batch=8, epochs=2, save_every=100)
+    assert steps == "3"  # epochs of one step would be two
+    checkpoints = CheckpointManager(tmp_path / "checkpoints")
+    assert checkpoints.load()["progress"]["step"] == checkpoints.latest() == 3
+    assert checkpoints.load()["sampler"]["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        (3, 2, "count is 2 and 3: other weights would follow"),
+        (3, 0, "the state has no 'logical', which was saved"),
+        (0, 2, "nothing was saved under 'logical'"),
+    ],
+)
+def test_another_number_of_logical_workers_is_refused(tmp_path, alone, before, after, sentence):
+    alone(tmp_path, samples=8, logical_workers=before)
+    with pytest.raises(ElasticError, match=sentence):
+        alone(tmp_path, samples=8, logical_workers=after, epochs=2)
 
 
 LEFT = """

@@ -65,10 +65,10 @@ class Run:
         self.script = (PACED, str(self.pace), *options, *flags)
 
     def generations(self) -> dict[int, Generation]:
-        """By number, as far as they have come by now."""
+        """Of a run of one launch, by number, as far as they have come by now."""
         found: dict[int, Generation] = defaultdict(Generation)
         for path in self.folder.glob("trace.*.jsonl"):
-            generation = found[int(path.name.split(".")[1])]
+            generation = found[int(path.name.split(".")[-3])]
             lines = path.read_text().split("\n")[:-1]  # the last may be in the making
             for line in map(json.loads, (lines[:1] + lines[-1:])):
                 generation.resumed = max(generation.resumed, line.get("resumed", -1))
@@ -215,6 +215,9 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
     again = job.start("again", *LAUNCH, *place, *run.script)
     assert again.exit_code() == 0, again.text
     weights_of(again, run.steps)
+    told = survey(run.trace)  # of both launches, in each of which generations count from 1
+    assert told.exactly_once(SAMPLES)
+    assert told.steps == run.steps
 
 
 def check_nothing_is_lost(

@@ -5,6 +5,7 @@ What one process can show (semantics and refusals) is shown in this one, without
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -162,6 +163,28 @@ def test_parameters_may_be_frozen_and_thawed_between_steps():
     model[0].requires_grad_(True)
     run_step(logical, x, 2)
     assert model[0].weight.grad is not None
+
+
+def test_a_parameter_frozen_in_training_stays_as_it_is_also_through_a_resume():
+    def train(model, optimizer, steps):
+        logical = LogicalWorkers(model, 3)
+        for step in steps:
+            model[0].requires_grad_(step < 2)
+            run_step(logical, torch.ones(4, 3), step)
+            optimizer.step()
+            weights.append(model[0].weight.detach().clone())
+
+    weights = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(4))
+    resumed = copy.deepcopy(model)
+    again = torch.optim.AdamW(resumed.parameters())
+    again.load_state_dict(optimizer.state_dict())
+    train(resumed, again, [4])
+    train(model, optimizer, [4])
+    assert not torch.equal(weights[0], weights[1])
+    assert all(torch.equal(weights[1], later) for later in weights[2:])
 
 
 def test_random_numbers_follow_from_seed_step_and_worker_alone():
