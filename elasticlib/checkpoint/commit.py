@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..clock import wall
+from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
 from . import fence as fences
 from . import manifest as manifests
@@ -48,6 +48,8 @@ class Committer:
         self._folder = folder
         self._place = folder.place
         self._retention = retention
+        self.committed = float("-inf")
+        """When the last one became durable, on this machine's monotonic clock."""
         self._claimed = False
         self._count = 0
 
@@ -130,6 +132,7 @@ class Committer:
                 kind = ClearedAway if gone else CheckpointError
                 raise kind(f"{self._place.name}/{folder} was not committed: {reason}")
             self._place.put(f"{folder}/{manifests.NAME}", manifests.encode(manifest))
+            self.committed = monotonic()
             self._folder.know(manifest, Health.GOOD)
             if not self._beside:
                 self._clear_up_after(step)

@@ -286,7 +286,7 @@ class CheckpointManager:
         """Delete what `keep_last` and `keep_every` do not keep, if this rank writes.
 
         Raises:
-            CheckpointError: the disk failed.
+            CheckpointRefused: somebody newer has the folder. CheckpointError: the disk failed.
         """
         self._must_be_open()
         self._behind.settle()
@@ -297,7 +297,9 @@ class CheckpointManager:
     def _start(self, task: Callable[[], object], step: int, began: float) -> None:
         def run() -> None:
             task()
-            self.durable = monotonic() - began
+            committed = self._commits().committed
+            # Where another rank commits, it has when this one hears of it.
+            self.durable = (committed if committed > began else monotonic()) - began
             heres.worker_context().saved(step)
 
         if self._forget is None:
