@@ -64,11 +64,14 @@ class Run:
         self.pace = self.folder / "pace"
         self.script = (PACED, str(self.pace), *options, *flags)
 
-    def generations(self) -> dict[int, Generation]:
-        """Of a run of one launch, by number, as far as they have come by now."""
+    def generations(self, least: int = 0) -> dict[int, Generation]:
+        """Those from `least` on of a run of one launch, as far as they have come by now."""
         found: dict[int, Generation] = defaultdict(Generation)
         for path in self.folder.glob("trace.*.jsonl"):
-            generation = found[int(path.name.split(".")[-3])]
+            number = int(path.name.split(".")[-3])
+            if number < least:
+                continue
+            generation = found[number]
             lines = path.read_text().split("\n")[:-1]  # the last may be in the making
             for line in map(json.loads, (lines[:1] + lines[-1:])):
                 generation.resumed = max(generation.resumed, line.get("resumed", -1))
@@ -76,21 +79,18 @@ class Run:
                 generation.world = max(generation.world, line.get("world_size", 0))
         return dict(found)
 
-    def newest(self) -> int:
-        return max(self.generations(), default=0)
-
     def comes_to(self, step: int, after: int = 0, world: int = 1) -> int:
         """Waits until a generation past `after`, of `world` ranks at least, has begun `step`;
         returns its number."""
 
         def look() -> int:
-            found = self.generations()
+            found = self.generations(after + 1)
             newest = max(found, default=0)
-            if newest <= after or found[newest].world < world:
+            if not newest or found[newest].world < world:
                 return 0
             return newest if found[newest].last >= step else 0
 
-        return until(f"step {step} in a generation after {after}", look, 90.0)
+        return until(f"step {step} in a generation after {after}", look, 120.0)
 
     def committed(self) -> int:
         """The newest step that is on the disk."""
@@ -122,6 +122,7 @@ def kill_a_worker(node: Node, dice: random.Random) -> None:
     os.kill(dice.choice(until("workers to kill", lambda: workers_of(node))), signal.SIGKILL)
 
 
+@pytest.mark.timeout(300)
 def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
     calm, storm = Run(job, "calm", 2), Run(job, "storm", 2)
     place = ("--standalone", "--nproc-per-node", "2", *PATIENT)
@@ -169,17 +170,18 @@ class Nodes:
         return node
 
 
+@pytest.mark.timeout(400)
 def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(job: Job) -> None:
     """Worlds of one to five ranks, over which five logical workers are dealt."""
-    calm = Run(job, "calm", 8, "--logical-workers", "5")
-    storm = Run(job, "storm", 8, "--logical-workers", "5")
+    calm = Run(job, "calm", 4, "--logical-workers", "5")
+    storm = Run(job, "storm", 4, "--logical-workers", "5")
     undisturbed = job.start("calm", *LAUNCH, "--standalone", *calm.script)
     storm.pace.touch()
     nodes = Nodes(storm)
     dice = random.Random(5)
     committed, drained, step, generation = [], [], 0, 0
     for turn in range(20):
-        leaves = turn in (4, 7, 10, 13, 16)
+        leaves = turn in (5, 10, 15)
         # A node may be lost without its steps only where there is another that has them.
         world = 3 if leaves else 1
         generation = storm.comes_to(step + dice.randint(1, 6), generation, world)
@@ -187,7 +189,7 @@ def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
         committed.append((generation, storm.committed()))
         if not leaves:
             kill_a_worker(nodes.all[dice.choice(nodes.at_work())], dice)
-        elif turn in (7, 13):
+        elif turn == 10:
             node = nodes.replace(turn)
             node.signal(signal.SIGUSR2)
             assert node.exit_code() == 75, node.text
@@ -200,7 +202,7 @@ def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
     assert undisturbed.exit_code() == 0, undisturbed.text
     last = next(node for node in nodes.all.values() if re.search(DONE, node.text))
     assert weights_of(last, storm.steps) == weights_of(undisturbed, calm.steps)
-    check_nothing_is_lost(storm, kills=18, committed=committed, drained=drained)
+    check_nothing_is_lost(storm, kills=19, committed=committed, drained=drained)
 
 
 def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) -> None:

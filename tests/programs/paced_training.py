@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elasticlib.examples import train_text
 
-SECONDS = 0.1
+SECONDS = 0.15
 pace = Path(sys.argv.pop(1))
 finish_step = train_text.finish_step
 
