@@ -31,7 +31,8 @@ BACKENDS = ["tcp", "file", pytest.param("etcd", marks=needs_etcd)]
 
 # Reading ends when the test's process does, however that ends; nothing here outlives it for long.
 _HOLD = """
-hostname "$1" && mount --bind "$2" /etc/hosts && ip link set lo up && echo ready || exit
+hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit
+ip link set lo up && echo ready || exit
 read -r _
 mine=$(readlink /proc/$$/ns/net)
 for process in /proc/[0-9]*; do
@@ -43,7 +44,8 @@ _ENTER = 'cd "$1" && shift && exec "$@"'
 
 
 class Spaces:
-    """The namespaces of one host, held by one process for as long as it lives."""
+    """The namespaces of one host, held by one process for as long as it lives. A host's shared
+    memory is its own, and is lost with it."""
 
     def __init__(self, name: str, names_file: Path) -> None:
         command = ["unshare", *SPACES, "sh", "-c", _HOLD, "sh", name, str(names_file)]
@@ -182,28 +184,14 @@ class Host:
         return node
 
     def _end_processes(self, spaces: Spaces) -> None:
-        shared: set[str] = set()
-
         def none_left() -> bool:
             pids = spaces.processes()
             for pid in pids:
-                shared.update(_shared_folders(pid))
                 _send(pid, signal.SIGKILL)
             self._cluster.job.reap()
             return not pids
 
         until(f"all processes on {self.name} to be gone", none_left, 10.0)
-        # A host's memory is lost with it; this one's is this machine's.
-        for folder in shared:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _shared_folders(pid: int) -> set[str]:
-    """Where an agent and its workers share memory, as this process has it mapped."""
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        return set(re.findall(r"/dev/shm/elasticlib-\w+(?=/)", maps))
-    return set()
 
 
 def _send(pid: int, number: int) -> None:

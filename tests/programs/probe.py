@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -82,7 +83,7 @@ def state():
         "main is this": main.__dict__ is globals(),
         "cwd": os.getcwd(),
         "environment": dict(sorted(os.environ.items())),
-        "C environment": sorted(os.popen("env").read().split("\n")),
+        "C environment": sorted(subprocess.check_output("env", text=True).split("\n")),
         "signals": [str(signal.getsignal(number)).partition(" at ")[0] for number in numbers],
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "session": (os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()),
