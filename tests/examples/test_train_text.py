@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -75,19 +74,6 @@ def run(folder, world, generation=1, **options):
     return re.search(DONE, said[0]).groups()
 
 
-def killed_at(folder, step, world, generation=1, **options):
-    """Train until rank 0 says that `step` is done, then SIGKILL all ranks."""
-    with ranks(folder, world, generation, **options) as processes:
-        for line in processes[0].stdout:
-            if f" step {step}/" in line:
-                break
-        for process in reversed(processes):
-            process.kill()
-        codes = [process.wait(timeout=30) for process in processes]
-    # The other ranks may have noticed before their own signal came.
-    assert codes[0] == -signal.SIGKILL
-
-
 @pytest.fixture
 def alone(monkeypatch, capfd):
     """Trains in this process, without a launcher; gives what `run` does."""
@@ -101,20 +87,6 @@ def alone(monkeypatch, capfd):
     yield train
     if dist.is_initialized():  # it raised
         dist.destroy_process_group()
-
-
-@pytest.mark.faults
-def test_every_sample_is_used_once_through_a_kill_and_a_resize(tmp_path, alone):
-    killed_at(tmp_path, 18, 3, generation=1)
-    loss, steps, _ = alone(tmp_path, generation=2)
-    told = survey(tmp_path / "trace")
-    assert told.exactly_once(SAMPLES)
-    assert (told.steps, steps) == (26, "26")
-    assert told.redone >= 1
-    assert float(loss) < 5.5  # a uniform guess is worth ln 256 = 5.55
-    checkpoints = CheckpointManager(tmp_path / "checkpoints")
-    assert checkpoints.latest() == 26
-    assert checkpoints.load()["sampler"]["consumed"] == SAMPLES
 
 
 def test_ranks_with_less_than_others_or_nothing_change_no_gradient(tmp_path, alone):
