@@ -6,12 +6,13 @@ has its own part of them.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from .shards import is_sharded_kind
 
 Way = tuple[Any, ...]
 """Keys and indices, from the state's top."""
@@ -27,11 +28,9 @@ def values_of(state: object) -> Any:
 def take_shards(values: object) -> tuple[Any, dict[Way, Any]]:
     """The state with None in the places of its sharded tensors, and those by their ways."""
     shards: dict[Way, Any] = {}
-    # It takes its time to import, and who has none of them need not have imported it.
-    module = sys.modules.get("torch.distributed.tensor")
 
     def each(way: Way, value: object) -> object:
-        if module is None or not isinstance(value, module.DTensor):
+        if not is_sharded_kind(value):
             return value
         shards[way] = value
         return None

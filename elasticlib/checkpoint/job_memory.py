@@ -6,7 +6,6 @@ Where no agent keeps them there is no memory that outlives this process, so none
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from ..errors import CheckpointError
 from .choose import MEMORY
@@ -94,13 +93,3 @@ class JobMemory:
             folder=self._folder,
             shared=self._shared,
         )
-
-
-def check_names(state: object) -> dict[str, Any]:
-    """What `restore` can change in place. Raises CheckpointError."""
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"restore puts what was saved into a dict of names, got a {type(state).__qualname__}: "
-            'give {"model": model, ...}, and save the same'
-        )
-    return state

@@ -29,11 +29,12 @@ from .folder import CheckpointFolder, open_place
 from .gather import take_shards, values_of
 from .here import Here
 from .host import HostBuffer
-from .job_memory import JobMemory, check_names
+from .job_memory import JobMemory
 from .pack import lay_out
 from .part_saver import PartSaver
 from .place import Place
 from .prune import Retention, Selection
+from .put import check_names
 from .remote import RemotePlace
 from .shelf import Shelf
 

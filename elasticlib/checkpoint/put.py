@@ -16,6 +16,16 @@ from .shards import changed, is_stateful, local_of, rebuild, shape_of
 _PLAIN = (bool, int, float, complex, str, bytes, set, torch.Size, torch.dtype, torch.device)
 
 
+def check_names(state: object) -> dict[str, Any]:
+    """What `restore` can change in place. Raises CheckpointError."""
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"restore puts what was saved into a dict of names, got a {type(state).__qualname__}: "
+            'give {"model": model, ...}, and save the same'
+        )
+    return state
+
+
 def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None:
     """Whether `put` can put `found` into `state`; objects with `load_state_dict` are not asked.
 

@@ -11,6 +11,7 @@ import torch
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .folder import CheckpointFolder, Found
+from .gather import values_of
 from .manifest import Manifest
 from .pack import HEAD_BYTES, size_of, unpack
 from .prune import Health
@@ -83,7 +84,6 @@ class Shelf:
     def _state(self, manifest: Manifest, like: object, map_location: str | torch.device) -> Any:
         if manifest.parts:
             # It takes its time to import, and most states are not sharded.
-            from .gather import values_of
             from .sharded import Parts, load_parts
 
             parts = Parts(

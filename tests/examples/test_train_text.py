@@ -1,4 +1,4 @@
-"""The example with real processes, killed and resized: each sample once, the same weights."""
+"""The example with real processes: shares of batches, and how it ends (kills: tests/faults)."""
 
 from __future__ import annotations
 

@@ -48,6 +48,18 @@ def succeed(handlers: list[Handler]) -> None:
     assert [change(handler).kind for handler in handlers] == [ChangeKind.SUCCEEDED] * len(handlers)
 
 
+def crew_that_succeeded() -> Crew:
+    """Two nodes of a full job that is over, who are still there."""
+    crew = Crew()
+    crew.add(2, FULL)
+    roll = crew.settle().roll
+    for member in crew.members:
+        assert member.seen is not None
+        member.participant.report_done(member.seen, roll)
+    crew.turns()
+    return crew
+
+
 def leave(handlers: Sequence[RendezvousHandler]) -> None:
     assert all(handler.shutdown() for handler in handlers)
 
@@ -101,13 +113,7 @@ def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: C
 
 
 def test_who_finds_an_old_node_is_late_even_while_nobody_leads() -> None:
-    crew = Crew()
-    crew.add(2, FULL)
-    roll = crew.settle().roll
-    for member in crew.members:
-        assert member.seen is not None
-        member.participant.report_done(member.seen, roll)
-    crew.turns()
+    crew = crew_that_succeeded()
     crew.lose(crew.leader)
     (old,) = crew.members
     crew.add(1, FULL)
@@ -148,13 +154,7 @@ def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> Non
 
 
 def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back() -> None:
-    crew = Crew()
-    crew.add(2, FULL)
-    roll = crew.settle().roll
-    for member in crew.members:
-        assert member.seen is not None
-        member.participant.report_done(member.seen, roll)
-    crew.turns()
+    crew = crew_that_succeeded()
     old = list(crew.members)
     crew.members.clear()
     for _ in range(20):
