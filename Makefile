@@ -4,12 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# The frameworks have an environment of their own, as their versions are not ours to choose.
+VENV_INTEGRATIONS := .venv-integrations
+STAMP_INTEGRATIONS := $(VENV_INTEGRATIONS)/installed
+INTEGRATIONS := tests/integrations
 
-.PHONY: help demo test lint types notebooks docs clean
+.PHONY: help demo test test-integrations lint types notebooks docs clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
 	@echo "make test       all tests, four at a time: many of them wait"
+	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make notebooks  run the notebooks"
@@ -29,6 +34,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 --dist loadgroup
 
+$(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
+	@echo "setting up $(VENV_INTEGRATIONS)"
+	@$(PYTHON) -m venv $(VENV_INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint $(INTEGRATIONS)/constraints.txt --editable '.[integrations]'
+	@touch $@
+
+test-integrations: $(STAMP_INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q $(INTEGRATIONS)
+
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
@@ -43,5 +58,5 @@ docs: $(STAMP)
 	@$(BIN)/python tests/test_docs.py
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	@rm -rf $(VENV) $(VENV_INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

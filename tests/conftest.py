@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest_plugins = ["jobs", "hosts"]
@@ -30,6 +32,12 @@ def kills(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def save_seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--save-seconds"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/integrations needs an environment of its own, so it runs where it is named."""
+    named = any("integrations" in arg for arg in config.args)
+    return True if collection_path.name == "integrations" and not named else None
 
 
 @pytest.hookimpl(tryfirst=True)
