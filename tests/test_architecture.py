@@ -17,6 +17,7 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 LAYER_0 = {"errors.py", "clock.py", "_version.py"}
 PURE = {
     "endpoint.py",
+    "launch/settings.py",
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",
@@ -243,7 +244,7 @@ def test_a_suite_is_found_and_the_simulator_needs_none() -> None:
 
 def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
     code = (
-        "import sys; from elasticlib.launch.arguments import build_parser; build_parser(); "
+        "import sys; from elasticlib.launch.arguments import build_flags; build_flags(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -15,17 +15,19 @@ import attrs
 
 from ..errors import ConfigError
 from ..workers.spec import WorkerState
-from .arguments import parse
+from .arguments import read_launch
 from .first_process import stand_in
+
+log = logging.getLogger("elasticlib.launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     _open_streams()
     try:
-        config, entrypoint = parse(sys.argv[1:] if argv is None else argv)
+        launch = read_launch(sys.argv[1:] if argv is None else argv, os.environ)
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        config = attrs.evolve(config, log_line_prefix_template=template)
+        config = attrs.evolve(launch.config, log_line_prefix_template=template)
         reaped = stand_in()
         if reaped is not None:
             return reaped
@@ -34,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .report import told
 
         _start_logging(os.environ.get("LOGLEVEL", "INFO"))
-        result = run_node(config, entrypoint)
+        for note in launch.settings.notes:
+            log.warning("%s", note)
+        result = run_node(config, launch.entrypoint)
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
