@@ -95,6 +95,12 @@ def _add_job_flags(flags: FlagTable) -> None:
         help="one node by itself, with a store of its own on a free port",
     )
     flags.add(
+        "--dry-run",
+        action="store_true",
+        help="show each setting and where it is from, what workers would be told, and what checks "
+        "find, and start nothing; exit code 1 if a check fails",
+    )
+    flags.add(
         "--from-env",
         choices=CLUSTERS,
         metavar="NAME",
