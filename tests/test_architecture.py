@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -115,11 +116,13 @@ def layer(name: str) -> int:
     return 4 if name.startswith("launch/") or name == "__init__.py" else 3
 
 
+@functools.cache
 def tree(name: str) -> ast.Module:
     return ast.parse((PACKAGE / name).read_text())
 
 
-def imports(name: str) -> set[str]:
+@functools.cache
+def imports(name: str) -> frozenset[str]:
     """Dotted names of what a file imports, elasticlib's own as paths within the package."""
     found = set()
     package = [*Path(name).parent.parts]
@@ -136,7 +139,7 @@ def imports(name: str) -> set[str]:
                 found.add(f"{path}.py")
             else:
                 found.update("/".join([*module, alias.name]) + ".py" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def own(name: str) -> set[str]:
