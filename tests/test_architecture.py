@@ -19,6 +19,7 @@ LAYER_0 = {"errors.py", "clock.py", "_version.py"}
 PURE = {
     "endpoint.py",
     "launch/settings.py",
+    "observe/event.py",
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",

@@ -1,0 +1,150 @@
+"""What happened on one node, as one value and one line of JSON: the schema of `events.jsonl`.
+
+A line is an object. These keys are in each: v, the version of this schema; kind; run, the job's
+id; node, this node's id; generation, 0 before the first; wall, seconds since 1970 by the node's
+clock, to show to people; at, seconds by its monotonic clock, for differences within one node's
+file. rank is there where it is about one worker. All other keys are facts of the kind, in `KINDS`.
+Readers skip kinds and keys that they do not know: a new version only ever adds, or has another v.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+VERSION = 1
+LONGEST = 64 * 1024
+"""Bytes of a line, at most; longer texts in it are cut."""
+
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "run.began": {
+        "host": "the node's name",
+        "pid": "the agent's process",
+        "slots": "workers on this node",
+        "settings": "those that somebody gave, by name, as text",
+        "versions": "of elasticlib, torch and Python, by name",
+    },
+    "rendezvous.began": {"why": "what ended the generation before, or that the node is new"},
+    "generation.began": {
+        "seconds": "from the end of the last workers, or from the run's beginning",
+        "node_rank": "this node's, among the nodes",
+        "nodes": "how many there are",
+        "ranks": "first and last global rank of this node's workers",
+        "world": "workers in the job",
+        "restarts": "of the job so far",
+        "max_restarts": "its budget",
+        "cause": "why this generation was sought",
+    },
+    "worker.began": {"local_rank": "its place on the node", "name": "such as pid 123"},
+    "worker.ended": {
+        "local_rank": "its place on the node",
+        "code": "exit code; negative for a signal",
+        "ok": "whether it succeeded",
+        "stopped": "whether it had been told to end",
+        "how": "in words",
+        "uptime": "seconds since its generation's start",
+    },
+    "failure": {"reason": "in words", "failure": "its kind: ordinary, at start, or a hang"},
+    "stopping": {"why": "in words", "seconds": "for the workers to save, 0 if not asked"},
+    "stopped": {"seconds": "that it took", "left": "what would not die, empty if nothing"},
+    "drain.asked": {"signal": "its name", "why": "for the workers"},
+    "steps": {
+        "step": "the last that this node's workers told of, the smallest of them",
+        "per_second": "since the line before, null if not known",
+        "silent": "seconds since the quietest worker told of one",
+    },
+    "saved": {"step": "of the checkpoint that became durable"},
+    "run.ended": {
+        "state": "succeeded, failed, stopped or drained",
+        "reason": "in words",
+        "exit_code": "of the launcher",
+        "cause": "the first failure over all nodes: host, rank, what; null without",
+    },
+    "lost": {"events": "how many could not be written here, as the disk was full or too slow"},
+}
+"""Kind by kind the facts it comes with, and what each means."""
+
+COMMON = ("v", "kind", "run", "node", "generation", "wall", "at", "rank")
+
+
+@attrs.frozen
+class Event:
+    """One line; facts hold text, numbers, truth values, null, and lists and objects of these."""
+
+    kind: str
+    run: str
+    node: str
+    generation: int
+    wall: float
+    at: float
+    rank: int | None = None
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+def encode(event: Event) -> bytes:
+    """The event's line, with its end; long texts are cut so that it stays within bounds."""
+    head = {
+        "v": VERSION,
+        "kind": event.kind,
+        "run": event.run,
+        "node": event.node,
+        "generation": event.generation,
+        "wall": round(event.wall, 6),
+        "at": round(event.at, 6),
+    }
+    if event.rank is not None:
+        head["rank"] = event.rank
+    room = LONGEST
+    while True:
+        facts = {name: _cut(value, room) for name, value in event.facts.items()}
+        line = json.dumps({**head, **facts}, separators=(",", ":"), default=str).encode() + b"\n"
+        if len(line) <= LONGEST or room == 0:
+            return line
+        room //= 4
+
+
+def _cut(value: Any, room: int) -> Any:
+    if isinstance(value, str) and len(value) > room:
+        return value[:room] + "..."
+    if isinstance(value, Mapping):
+        return {str(key): _cut(item, room) for key, item in list(value.items())[: room + 1]}
+    if isinstance(value, (list, tuple)):
+        return [_cut(item, room) for item in value[: room + 1]]
+    return value
+
+
+def decode(line: bytes | str) -> Event:
+    """The event of one line.
+
+    Raises:
+        ValueError: it is none, or is of a version that this code does not read.
+    """
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"an event is a line of JSON, got {_shown(line)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"an event is a JSON object, got {_shown(line)}")
+    if found.get("v") != VERSION:
+        raise ValueError(f"events of version {VERSION} are read here, got {found.get('v')!r}")
+    types = {"kind": str, "run": str, "node": str, "generation": int, "wall": float, "at": float}
+    told = {}
+    for name, wanted in types.items():
+        value = found.get(name)
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ValueError(f"an event's {name} is a {wanted.__name__}, got {value!r}")
+        told[name] = value
+    rank = found.get("rank")
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
+        raise ValueError(f"an event's rank is a number, got {rank!r}")
+    facts = {name: value for name, value in found.items() if name not in COMMON}
+    return Event(**told, rank=rank, facts=facts)
+
+
+def _shown(line: bytes | str) -> str:
+    return repr(line[:60])
