@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..clock import Clock, monotonic
+from ..observe.interface import Journal
 from ..rendezvous.interface import RendezvousHandler
 from ..workers.beat import Beat
 from ..workers.exits import WorkerExit
@@ -41,6 +42,7 @@ class ElasticAgent(Workers):
         interval: seconds between looks at a handler that cannot push.
         options: which signals it heeds, and how long workers may save.
         memory: what is kept for the workers over all generations; nothing, if left out.
+        journal: is told what happens; nobody, if left out.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ElasticAgent(Workers):
         interval: float = 0.1,
         options: AgentOptions | None = None,
         memory: Memory | None = None,
+        journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
         # The one attribute, so that a subclass is free to name its own as it likes.
@@ -65,6 +68,7 @@ class ElasticAgent(Workers):
             interval=interval,
             options=options,
             memory=memory,
+            journal=journal,
             clock=clock,
         )
 
@@ -100,6 +104,7 @@ class LocalElasticAgent(ElasticAgent):
         interval: float = 0.1,
         options: AgentOptions | None = None,
         memory: Memory | None = None,
+        journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._workers = workers
@@ -112,6 +117,7 @@ class LocalElasticAgent(ElasticAgent):
             interval=interval,
             options=options,
             memory=memory,
+            journal=journal,
             clock=clock,
         )
         self.agrees = workers.agrees

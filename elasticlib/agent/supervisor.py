@@ -17,6 +17,7 @@ import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe
+from ..observe.interface import Journal, NoJournal
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
@@ -60,6 +61,7 @@ from .policy import (
 )
 from .stop import GroupStop
 from .summary import summary
+from .telling import Telling
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -90,6 +92,7 @@ class Supervisor:
         interval: float = 0.1,
         options: AgentOptions | None = None,
         memory: Memory | None = None,
+        journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._spec = spec
@@ -117,7 +120,8 @@ class Supervisor:
         self._own_restarts = 0
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
-        self._idle_since = self._started_at = clock()
+        self._started_at = clock()
+        self._telling = Telling(journal or NoJournal(), clock)
         self._account = Account(socket.gethostname(), clock)
         self._hang = self._watched(workers)
 
@@ -139,7 +143,7 @@ class Supervisor:
 
     def run(self) -> RunResult:
         """Take part in the job until it is over for this node."""
-        self._idle_since = self._clock()
+        self._telling.began()
         with self._signals:
             self._observer.start()
             try:
@@ -160,7 +164,9 @@ class Supervisor:
             finally:
                 self._clean_up()
         unexpected = Outcome(OutcomeKind.FAILED, "the agent ended unexpectedly")
-        return self._account.result(self._now.outcome or unexpected, self._group)
+        result = self._account.result(self._now.outcome or unexpected, self._group)
+        self._telling.over(result)
+        return result
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
@@ -187,6 +193,7 @@ class Supervisor:
     def _turn(self) -> None:
         stopped = self._stop.climb()
         if stopped is not None:
+            self._telling.stopped(stopped)
             self._react(stopped)
             return
         try:
@@ -203,7 +210,7 @@ class Supervisor:
         self._now, actions = react(self._now, event)
         if self._now.state is not before:
             if before in (State.RUNNING, State.FINISHED):
-                self._idle_since = self._clock()
+                self._telling.idle(summary(event))
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         for action in actions:
             self._do(action)
@@ -213,11 +220,13 @@ class Supervisor:
     def _do(self, action: Action) -> None:
         if isinstance(action, Join):
             self._attempt += 1
+            self._telling.joining()
             self._observer.join(self._attempt)
         elif isinstance(action, StartWorkers):
             self._start()
         elif isinstance(action, StopWorkers):
             notice = self._options.notice(action.notice) if action.notice else None
+            self._telling.stopping(notice)
             self._stop.begin(notice)
         elif isinstance(action, StopSooner):
             self._stop.sooner(self._options.notice(action.notice) if action.notice else None)
@@ -258,7 +267,7 @@ class Supervisor:
             incarnation=info.incarnation,
         )
         self._started += 1
-        self._tell_start(info, self._group)
+        self._telling.starting(info, self._group)
         attempt = self._attempt
         self._memory.begin(info, self._group)
         try:
@@ -266,6 +275,7 @@ class Supervisor:
         except ElasticError as error:
             self._account.no_exit(str(error), info)
             self._put(attempt, StartFailed(str(error)))
+        self._telling.started(self._group, self._workers.running())
         if self._hang is not None:
             self._hang.begin(info, self._group, attempt)
 
@@ -273,24 +283,9 @@ class Supervisor:
         """The job's where its rendezvous keeps one, else our own."""
         return self._max_restarts if info.max_restarts is None else info.max_restarts
 
-    def _tell_start(self, info: RendezvousInfo, group: WorkerGroup) -> None:
-        ranks = f"{group.workers[0].rank}-{group.workers[-1].rank}"
-        log.info(
-            "generation %d after %.2f s: node %d of %d, ranks %s of %d, %d of %d restarts; %s",
-            info.generation,
-            self._clock() - self._idle_since,
-            info.rank,
-            info.world_size,
-            ranks,
-            group.workers[0].world_size,
-            group.restarts,
-            group.max_restarts,
-            info.cause,
-        )
-
     def _report_failure(self, failure: ReportFailure) -> None:
         reason, at_start = failure.reason, failure.kind is FailureKind.AT_START
-        log.warning("%s", reason)
+        self._telling.failure(failure.kind, reason)
         if self._handler.report_failure_as(failure.kind, reason):
             return
         self._own_restarts += 1
@@ -338,6 +333,7 @@ class Supervisor:
         if local_rank not in self._workers.running():
             return None
         exit_ = self._workers.collect(local_rank)
+        self._telling.ended(exit_)
         unsaved = self._stop.noticing and not exit_.ok
         if unsaved:
             log.warning("while it was to save and end: %s", exit_.describe())
@@ -363,6 +359,7 @@ class Supervisor:
         if number in options.drain_signals or (
             number in options.save_signals and self._listens(why)
         ):
+            self._telling.draining(name, why)
             return DrainAsked(number, name, why)
         return SignalArrived(number, name)
 

@@ -131,7 +131,7 @@ def decode(line: bytes | str) -> Event:
     if found.get("v") != VERSION:
         raise ValueError(f"events of version {VERSION} are read here, got {found.get('v')!r}")
     types = {"kind": str, "run": str, "node": str, "generation": int, "wall": float, "at": float}
-    told = {}
+    told: dict[str, Any] = {}
     for name, wanted in types.items():
         value = found.get(name)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
