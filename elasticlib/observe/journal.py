@@ -17,10 +17,7 @@ from .event import Event, encode
 from .interface import Journal
 
 FILE = "events.jsonl"
-WAITING = 10_000
-"""So many events may wait to be written; more of them are lost, and counted."""
 CLOSE_SECONDS = 2.0
-RETRY_SECONDS = 1.0
 
 
 class FileJournal(Journal):
@@ -29,16 +26,26 @@ class FileJournal(Journal):
     Args:
         path: the file; its folder is there.
         run, node: whose events these are.
+        waiting: so many may wait to be written; more of them are lost, and counted.
+        retry: seconds before another try where a disk takes nothing.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], run: str, node: str, *, clock: Clock = monotonic
+        self,
+        path: str | os.PathLike[str],
+        run: str,
+        node: str,
+        *,
+        waiting: int = 10_000,
+        retry: float = 1.0,
+        clock: Clock = monotonic,
     ) -> None:
         self.path = os.fspath(path)
         self._run = run
         self._node = node
         self._clock = clock
-        self._queue: queue.Queue[Event | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[Event | None] = queue.Queue(waiting)
+        self._retry = retry
         self._lost = 0
         self._lost_lock = threading.Lock()
         self._closing = threading.Event()
@@ -70,7 +77,7 @@ class FileJournal(Journal):
         while (event := self._queue.get()) is not None:
             while not self._written(event):
                 # An event is worth the wait, as long as there is room for those behind it.
-                if self._closing.wait(RETRY_SECONDS) or self._queue.full():
+                if self._closing.wait(self._retry) or self._queue.full():
                     self._lose(1)
                     break
 

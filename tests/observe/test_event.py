@@ -1,0 +1,72 @@
+"""One event is one line, whatever is told; and a line that is none is refused by what it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.observe.event import COMMON, KINDS, LONGEST, Event, decode, encode
+
+seconds = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
+plain = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
+names = st.text(min_size=1, max_size=9).filter(lambda name: name not in COMMON)
+facts = st.dictionaries(names, plain | st.lists(plain, max_size=3), max_size=4)
+events = st.builds(
+    Event,
+    kind=st.sampled_from(sorted(KINDS)),
+    run=st.text(max_size=9),
+    node=st.text(max_size=9),
+    generation=st.integers(0, 10**9),
+    wall=seconds,
+    at=seconds,
+    rank=st.none() | st.integers(0, 10**6),
+    facts=facts,
+)
+
+
+@given(events)
+def test_what_is_written_is_what_is_read(event: Event) -> None:
+    line = encode(event)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert decode(line) == event
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10**6, ["y" * 10**5] * 50, {str(n): "z" * 999 for n in range(999)}]
+)
+def test_a_line_stays_within_bounds_and_is_still_one(value: Any) -> None:
+    line = encode(Event("failure", "j", "n", 1, 0.0, 0.0, None, {"reason": value}))
+    assert len(line) <= LONGEST
+    assert decode(line).kind == "failure"
+
+
+def test_what_json_cannot_hold_is_told_in_words() -> None:
+    event = decode(encode(Event("failure", "j", "n", 1, 0.0, 0.0, None, {"reason": {1, 2}})))
+    assert event.facts["reason"] == "{1, 2}"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"v": 2}, "events of version 1 are read here, got 2"),
+        ({"kind": 3}, "an event's kind is a str, got 3"),
+        ({"generation": True}, "an event's generation is a int"),
+        ({"rank": "0"}, "an event's rank is a number"),
+        ({"at": None}, "an event's at is a float"),
+    ],
+)
+def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: str) -> None:
+    line = json.loads(encode(Event("failure", "j", "n", 1, 0.0, 0.0)))
+    with pytest.raises(ValueError, match=sentence):
+        decode(json.dumps({**line, **change}))
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "null", b"\xff\xfe", "1"])
+def test_noise_is_refused(line: str | bytes) -> None:
+    with pytest.raises(ValueError, match="an event is a"):
+        decode(line)

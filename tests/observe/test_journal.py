@@ -1,0 +1,89 @@
+"""A journal is felt by nobody: not when its disk is full, nor when it never answers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from elasticlib.clock import monotonic
+from elasticlib.observe.event import Event, decode
+from elasticlib.observe.journal import CLOSE_SECONDS, FileJournal, _appended
+
+
+def read(path: Path) -> list[Event]:
+    return [decode(line) for line in path.read_bytes().splitlines()]
+
+
+def await_lines(path: Path, count: int) -> list[Event]:
+    deadline = monotonic() + 20
+    while not path.exists() or len(read(path)) < count:
+        assert monotonic() < deadline
+        threading.Event().wait(0.01)
+    return read(path)
+
+
+def test_events_stand_in_the_file_in_the_order_in_which_they_were_told(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = FileJournal(path, "job", "node")
+    assert not path.exists()
+    for number in range(50):
+        journal.tell("worker.began", generation=2, rank=number, local_rank=number, name="pid 1")
+    journal.close()
+    found = read(path)
+    assert [event.rank for event in found] == list(range(50))
+    assert {(e.run, e.node, e.generation) for e in found} == {("job", "node", 2)}
+    assert [e.at for e in found] == sorted(e.at for e in found)
+
+
+def test_two_journals_of_one_file_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    journals = [FileJournal(path, "job", f"node{n}") for n in range(2)]
+    for _ in range(200):
+        for journal in journals:
+            journal.tell("failure", reason="x" * 300)
+    for journal in journals:
+        journal.close()
+    assert len(read(path)) == 400
+
+
+def test_a_disk_that_never_answers_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    # Nobody reads at its other end, so whoever opens it to write stands still.
+    os.mkfifo(path)
+    journal = FileJournal(path, "job", "node", waiting=8)
+    began = monotonic()
+    for _ in range(1000):
+        journal.tell("failure", reason="x")
+    journal.close()
+    assert monotonic() - began < CLOSE_SECONDS + 5
+    # Let its thread go.
+    with path.open("rb"):
+        pass
+
+
+def test_what_a_full_disk_did_not_take_is_counted_when_it_takes_again(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "away"
+    journal = FileJournal(folder / "events.jsonl", "job", "node", waiting=8, retry=0.05)
+    for number in range(100):
+        journal.tell("failure", reason=str(number))
+    folder.mkdir()
+    journal.tell("failure", reason="the last")
+    await_lines(folder / "events.jsonl", 2)
+    journal.close()
+    found = read(folder / "events.jsonl")
+    lost = sum(event.facts["events"] for event in found if event.kind == "lost")
+    assert lost > 0
+    assert lost + sum(event.kind == "failure" for event in found) == 101
+
+
+def test_a_line_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    full = Path("/dev/full")
+    assert not _appended(str(full), b"x\n")
+    assert _appended(str(path), b"x\n")
+    assert path.read_bytes() == b"x\n"
