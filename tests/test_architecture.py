@@ -20,6 +20,7 @@ PURE = {
     "endpoint.py",
     "launch/settings.py",
     "observe/event.py",
+    "observe/pace.py",
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",
