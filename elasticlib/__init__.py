@@ -52,6 +52,7 @@ _HOMES = {
         "worker_environment",
     ),
     "workers.exits": ("WorkerExit",),
+    "workers.failures": ("ChildFailedError", "ProcessFailure", "SignalException"),
     "workers.interface": ("Workers",),
     "workers.ladder": ("Ladder",),
     "workers.notice": ("Notice",),
@@ -67,10 +68,7 @@ _HOMES = {
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig",),
     "launch.supervision_flags": ("SupervisionOptions",),
-    "launch.elastic_launch": (
-        "elastic_launch",
-        "ChildFailedError",
-    ),
+    "launch.elastic_launch": ("elastic_launch",),
     "data.sampler": ("ElasticDistributedSampler",),
     "logical.workers": (
         "LogicalWorkers",
@@ -124,7 +122,6 @@ if TYPE_CHECKING:
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
-    from .launch.elastic_launch import ChildFailedError as ChildFailedError
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
     from .logical.workers import LogicalWorker as LogicalWorker
@@ -154,6 +151,9 @@ if TYPE_CHECKING:
     from .workers.context import Stop as Stop
     from .workers.context import context as context
     from .workers.exits import WorkerExit as WorkerExit
+    from .workers.failures import ChildFailedError as ChildFailedError
+    from .workers.failures import ProcessFailure as ProcessFailure
+    from .workers.failures import SignalException as SignalException
     from .workers.interface import Workers as Workers
     from .workers.ladder import Ladder as Ladder
     from .workers.local import LocalWorkers as LocalWorkers

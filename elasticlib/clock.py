@@ -30,3 +30,8 @@ def today() -> str:
 def date_of(wall_seconds: float) -> str:
     """What `wall` answered, as a date and time in UTC, for people to read."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_seconds))
+
+
+def local_date_of(wall_seconds: float) -> str:
+    """The same in this machine's time zone, as torch writes it: 2026-01-31_23:59:59."""
+    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(wall_seconds))

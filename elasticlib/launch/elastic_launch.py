@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,8 +24,8 @@ from ..agent.options import AgentOptions
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
-from ..errors import ConfigError, ElasticError
-from ..workers.exits import WorkerExit
+from ..errors import ConfigError
+from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
@@ -32,48 +33,41 @@ from ..workers.local import LocalWorkers
 from ..workers.processors import bindings
 from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
 from . import report
-from .config import TCP_BACKENDS, LaunchConfig
+from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .meeting import open_meeting
 from .secret import read_secret
+from .torch_fields import check_shutdown, may_go_unbound, ours
 
 log = logging.getLogger("elasticlib.launch")
 
-
-class ChildFailedError(ElasticError):
-    """The job failed, or this node was stopped or drained.
-
-    `failures` holds this node's own, by global rank; `cause` is the first one over all nodes, and
-    None where no worker's failure was the reason.
-    """
-
-    def __init__(self, name: str, result: RunResult) -> None:
-        self.name = name
-        self.result = result
-        self.failures = result.failures
-        self.cause = result.cause
-        trace = "" if self.cause is None else self.cause.traceback
-        super().__init__(f"{name}: {result.reason}" + (f"\n{trace}" if trace else ""))
-
-    def get_first_failure(self) -> WorkerExit | None:
-        """The first worker of this node that failed; None where another node's did."""
-        found = next(iter(self.failures.values()), None)
-        return None if found is None else found.root
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_SECONDS = 30.0
 
 
 class elastic_launch:
     """`elastic_launch(config, entrypoint)(*args)` returns `{global rank: value}` of this node.
 
-    entrypoint is a picklable function (args are its arguments, and it may return a value), the
-    name of a program, or an entry point of `elasticlib.workers.spec` (args are strings).
+    config: a `LaunchConfig`, torch's too. entrypoint is a picklable function (args are its
+    arguments, and it may return a value), the name of a program, or an entry point of
+    `elasticlib.workers.spec` (args are strings).
 
     Raises:
-        ChildFailedError: the job failed, or this node was stopped or drained; it carries the
-            first failure.
+        ChildFailedError: the job failed; it carries the first failure.
+        SignalException: a signal stopped this node, or had it save and leave.
         ConfigError: it cannot be started as configured.
     """
 
-    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | Entrypoint):
-        self._config = config
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | Entrypoint,
+        health_check_server: None = None,
+    ) -> None:
+        if health_check_server is not None:
+            raise ConfigError(
+                "health_check_server is torch's, for its own agent, which is not here: leave it out"
+            )
+        self._config = ours(config, LaunchConfig)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -81,12 +75,23 @@ class elastic_launch:
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
         result = run_node(self._config, entrypoint)
+        name = _name(entrypoint)
+        if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+            number = signal.Signals(result.signal)
+            raise SignalException(f"{name}: {result.state.value}: {result.reason}", number, result)
         if result.state is not WorkerState.SUCCEEDED:
-            raise ChildFailedError(_name(entrypoint), result)
+            raise failed(name, result)
         return result.values
 
 
+def failed(name: str, result: RunResult) -> ChildFailedError:
+    """The error that tells of this result."""
+    return ChildFailedError(name, failures_of(result.failures), result)
+
+
 def _with_args(entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[Any, ...]) -> Any:
+    if not isinstance(entrypoint, Entrypoint | str) and not callable(entrypoint):
+        raise ConfigError(f"what is to be run is a function or a program, got {entrypoint!r}")
     if isinstance(entrypoint, str):
         return Command(entrypoint, tuple(str(arg) for arg in args))
     if isinstance(entrypoint, Entrypoint):
@@ -132,7 +137,7 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=Ladder(grace=config.shutdown_timeout),
+            ladder=Ladder(grace=_shutdown_timeout(config)),
             interval=config.monitor_interval,
             options=options,
             memory=memory,
@@ -194,7 +199,28 @@ def _processors(config: LaunchConfig) -> Sequence[frozenset[int]]:
     if config.numa_binding is None:
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return bindings(config.numa_binding, config.nproc_per_node, visible)
+    try:
+        return bindings(config.numa_binding, config.nproc_per_node, visible)
+    except ConfigError as error:
+        if not may_go_unbound(config):
+            raise
+        log.warning("workers run on any processors: %s", error)
+        return ()
+
+
+def _shutdown_timeout(config: LaunchConfig) -> float:
+    """Seconds; torch's variable counts where the config says nothing."""
+    if config.shutdown_timeout is not None:
+        return config.shutdown_timeout
+    text = os.environ.get(SHUTDOWN_VARIABLE)
+    if text is None:
+        return SHUTDOWN_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}", LONGEST)
+    return seconds
 
 
 def _write_report(folder: Path | None, result: RunResult) -> None:

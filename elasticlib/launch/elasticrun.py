@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reaped is not None:
             return reaped
         # After the command line was read, so that --help and mistakes are answered at once.
-        from .elastic_launch import run_node
+        from ..workers.record import pass_on
+        from .elastic_launch import failed, run_node
         from .report import told
 
         _start_logging(os.environ.get("LOGLEVEL", "INFO"))
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
+    if result.state is WorkerState.FAILED:
+        # To whoever runs this as a worker of its own, as torchrun does.
+        pass_on(failed("elasticrun", result))
     _show(told(result))
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code

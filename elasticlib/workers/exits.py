@@ -6,6 +6,7 @@ A signal is told apart from an exit code, and what the worker itself wrote about
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -46,7 +47,8 @@ class WorkerExit:
     value that a function returned cannot be had here; empty if it can. stopped: it ended after
     this agent had told it to. out_of_memory: while it ran, the kernel killed for lack of memory
     in its cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
-    at which its end was seen; to compare with other workers of this machine alone.
+    at which its end was seen; to compare with other workers of this machine alone. error_file:
+    where its error.json is, empty if that goes with the run; error_data: what that holds.
     """
 
     local_rank: int
@@ -64,6 +66,8 @@ class WorkerExit:
     at: float = 0.0
     ending: bool = False
     after: WorkerExit | None = None
+    error_file: str = ""
+    error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:

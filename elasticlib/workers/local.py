@@ -25,7 +25,7 @@ from . import session, stacks
 from .beat import Beat
 from .channel import VARIABLE as CHANNEL
 from .channels import Channels
-from .error_file import ends_process, read_failure
+from .error_file import ends_process, read_failure, read_record
 from .exits import WorkerExit
 from .function import read_result
 from .guardian import Guardian
@@ -44,6 +44,7 @@ log = logging.getLogger("elasticlib.workers")
 
 REAP_SECONDS = 5.0
 DRAIN_SECONDS = 5.0
+ERROR_FILE = "error.json"
 LONGEST_RECORD = 1 << 20
 """Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
 
@@ -193,7 +194,7 @@ class LocalWorkers(Workers):
             group,
             worker,
             self._environment,
-            error_file=str(folder / "error.json"),
+            error_file=str(folder / ERROR_FILE),
             cores=count_cores(),
         )
         environment[CHANNEL] = self._channels.open(worker.local_rank)
@@ -226,7 +227,8 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
         """With all that is known of why it failed."""
-        message, trace, wrote_at, _ = _read_error(process.folder)
+        data, wrote_at = _read_error(process.folder)
+        message, trace = read_failure(data)
         at = min(wrote_at, process.ended_at)
         return attrs.evolve(
             found,
@@ -236,6 +238,8 @@ class LocalWorkers(Workers):
             log=str(process.folder) if self._kept else "",
             out_of_memory=killed_for_memory(self._kills, oom_kills()),
             at=at,
+            error_file=str(process.folder / ERROR_FILE) if data and self._kept else "",
+            error_data=read_record(data),
             after=None if self._stopped else self._failing(before=at),
         )
 
@@ -244,8 +248,9 @@ class LocalWorkers(Workers):
         which others notice that their peer is gone, and may end first."""
         found = []
         for local_rank, process in self._processes.items():
-            message, trace, at, ends = _read_error(process.folder)
-            if ends and at < before:
+            data, at = _read_error(process.folder)
+            if ends_process(data) and at < before:
+                message, trace = read_failure(data)
                 who = (local_rank, process.worker.rank, process.popen.pid)
                 found.append(
                     WorkerExit(
@@ -255,6 +260,8 @@ class LocalWorkers(Workers):
                         traceback=trace,
                         log=str(process.folder) if self._kept else "",
                         at=at,
+                        error_file=str(process.folder / ERROR_FILE) if self._kept else "",
+                        error_data=read_record(data),
                         ending=True,
                     )
                 )
@@ -327,14 +334,13 @@ class LocalWorkers(Workers):
         self._guardian.close()
 
 
-def _read_error(folder: Path) -> tuple[str, str, float, bool]:
-    """Message, traceback and time of a worker's error.json, and whether it tells of its end."""
+def _read_error(folder: Path) -> tuple[bytes, float]:
+    """What is in a worker's error.json, and when that was written; nothing, and never."""
     try:
-        with (folder / "error.json").open("rb") as file:
-            data, at = file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
+        with (folder / ERROR_FILE).open("rb") as file:
+            return file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
     except OSError:
-        return "", "", float("inf"), False
-    return *read_failure(data), at, ends_process(data)
+        return b"", float("inf")
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 
-from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
+from elasticlib import (
+    ChildFailedError,
+    LaunchConfig,
+    SignalException,
+    WorkerState,
+    elastic_launch,
+)
 from elasticlib.errors import ConfigError
 
 pytestmark = pytest.mark.faults
@@ -43,11 +51,17 @@ def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
         ChildFailedError, match=r"fail_on_rank_1: .*ValueError: not today"
     ) as caught:
         elastic_launch(config, fail_on_rank_1)("not today")
-    first = caught.value.get_first_failure()
-    assert first is not None
-    assert (first.rank, first.message) == (1, "ValueError: not today")
-    assert "in fail_on_rank_1" in first.traceback
-    assert list(caught.value.failures) == [1]
+    error = caught.value
+    rank, failure = error.get_first_failure()
+    assert (rank, failure.local_rank, failure.exitcode, failure.error_file) == (1, 1, 1, "<N/A>")
+    assert failure.message["message"] == failure.text == "ValueError: not today"
+    assert "in fail_on_rank_1" in failure.message["extraInfo"]["py_callstack"]
+    assert error.failures == {1: failure}
+    assert error.cause is not None
+    assert error.cause.rank == 1
+    assert str(error).endswith("ValueError: not today")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.failures) == (str(error), error.failures)
 
 
 def test_a_restart_is_counted_and_the_second_try_gives_the_value(tmp_path: Path) -> None:
@@ -63,6 +77,7 @@ def import_nothing() -> None:
 def test_a_missing_module_is_told_once_and_not_tried_again() -> None:
     with pytest.raises(ChildFailedError, match="No module named 'no_such_module'") as caught:
         elastic_launch(LaunchConfig(max_restarts=5), import_nothing)()
+    assert caught.value.result is not None
     assert caught.value.result.generation == 1
     assert "(not retried: they failed at start)" in caught.value.result.reason
 
@@ -75,6 +90,36 @@ def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
 def test_what_cannot_be_sent_to_a_worker_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be picklable"):
         elastic_launch(LaunchConfig(), lambda: 1)()
+
+
+def signal_the_launcher(number: int) -> None:
+    os.kill(int(os.environ["LAUNCHER"]), number)
+    threading.Event().wait(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(signal.SIGTERM, WorkerState.STOPPED), (signal.SIGUSR2, WorkerState.DRAINED)],
+)
+def test_a_signal_ends_a_launch_by_the_exception_that_names_it(
+    number: signal.Signals, state: WorkerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    config = LaunchConfig(max_restarts=0, start_method="spawn")
+    with pytest.raises(SignalException, match=f"received {number.name}") as caught:
+        elastic_launch(config, signal_the_launcher)(number)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.sigval, error.result.state, error.result.signal) == (number, state, number)
+    assert not isinstance(error, ChildFailedError)
+
+
+def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is a function or a program, got None"):
+        elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="config is a LaunchConfig, got 3"):
+        elastic_launch(3, rank_times)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="health_check_server is torch's"):
+        elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
 
 
 class Unreadable:
