@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +123,38 @@ def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
         elastic_launch(3, rank_times)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="health_check_server is torch's"):
         elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
+
+
+class Thing:
+    """An argument may be of a prompt as well, however deep in others."""
+
+
+@pytest.mark.parametrize("path", [None, "<stdin>"])
+@pytest.mark.parametrize("what", [rank_times, Thing])
+def test_what_is_of_a_notebook_or_a_prompt_is_refused_before_anything_starts(
+    path: str | None, what: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = types.ModuleType("__main__")
+    if path is not None:
+        main.__file__ = path
+    main.__dict__[what.__name__] = what
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(what, "__module__", "__main__")
+    given = (rank_times, 1) if what is rank_times else (len, [{"deep": Thing()}])
+    with pytest.raises(ConfigError, match=f"{what.__name__} of a notebook or a prompt cannot be"):
+        elastic_launch(LaunchConfig(), given[0])(given[1])
+
+
+def double(tensor: Any) -> Any:
+    return tensor * 2
+
+
+def test_a_tensor_is_sent_and_comes_back() -> None:
+    # Not at the top, where each worker that looks for its function here would import it.
+    import torch
+
+    config = LaunchConfig(max_restarts=0, start_method="spawn")
+    assert elastic_launch(config, double)(torch.ones(2))[0].tolist() == [2, 2]
 
 
 class Unreadable:
