@@ -46,10 +46,10 @@ def test_the_defaults_are_torchs_but_for_those_that_are_named_here() -> None:
     }
     mine = LaunchConfig(1, 1, 1)
     theirs = TorchConfig(1, 1, 1, DefaultLogsSpecs(os.devnull), rdzv_backend="c10d")
-    for field in dataclasses.fields(TorchConfig):
-        if field.name not in other | {"min_nodes", "max_nodes", "nproc_per_node"}:
-            default = field.default_factory() if field.default is dataclasses.MISSING else None  # type: ignore[misc]
-            assert getattr(mine, field.name) == (default if default is not None else field.default)
+    for field in dataclasses.fields(TorchConfig)[3:]:
+        if field.name not in other:
+            drawn = field.default is dataclasses.MISSING
+            assert getattr(mine, field.name) == ({} if drawn else field.default), field.name
     assert ours(theirs, LaunchConfig).supervision == mine.supervision
 
 
