@@ -188,18 +188,20 @@ class ChildFailedError(ElasticError):
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """What stands in the error: why, all that failed, and the first failure with its traceback
         at the end. The delimiters are those of torch's, and make up the lines between."""
-        told: list[str] = []
+        told = [f"{self.name}: {self._reason}"]
         try:
             rank, first = self.get_first_failure()
         except NoFailure:
-            return f"{self.name}: {self._reason}"
+            return told[0]
+        told.append(boarder_delim * 60)
         others = {r: f for r, f in self.failures.items() if r != rank}
         if others:
-            told += [section_delim * 60, "Other failures:"]
+            told.append("Other failures:")
             told += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
-        told += [section_delim * 60, "Root cause (first failure):"]
+            told.append(section_delim * 60)
+        told.append("Root cause (first failure):")
         told += [f"  {line}" for line in _explained(rank, first)]
-        return "\n".join([f"{self.name}: {self._reason}", boarder_delim * 60, *told])
+        return "\n".join(told)
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:

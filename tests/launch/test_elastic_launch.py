@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -77,9 +78,13 @@ def import_nothing() -> None:
     import no_such_module  # noqa: F401
 
 
-def test_a_missing_module_is_told_once_and_not_tried_again() -> None:
+def test_a_missing_module_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+    config = LaunchConfig(max_restarts=5, log_dir=str(tmp_path))
     with pytest.raises(ChildFailedError, match="No module named 'no_such_module'") as caught:
-        elastic_launch(LaunchConfig(max_restarts=5), import_nothing)()
+        elastic_launch(config, import_nothing)()
+    _, failure = caught.value.get_first_failure()
+    assert Path(failure.error_file).is_relative_to(tmp_path)
+    assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
     assert caught.value.result is not None
     assert caught.value.result.generation == 1
     assert "(not retried: they failed at start)" in caught.value.result.reason
