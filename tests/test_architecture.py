@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 LAYER_0 = {"errors.py", "clock.py", "_version.py"}
 PURE = {
     "endpoint.py",
+    "launch/settings.py",
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",
@@ -114,11 +116,13 @@ def layer(name: str) -> int:
     return 4 if name.startswith("launch/") or name == "__init__.py" else 3
 
 
+@functools.cache
 def tree(name: str) -> ast.Module:
     return ast.parse((PACKAGE / name).read_text())
 
 
-def imports(name: str) -> set[str]:
+@functools.cache
+def imports(name: str) -> frozenset[str]:
     """Dotted names of what a file imports, elasticlib's own as paths within the package."""
     found = set()
     package = [*Path(name).parent.parts]
@@ -135,7 +139,7 @@ def imports(name: str) -> set[str]:
                 found.add(f"{path}.py")
             else:
                 found.update("/".join([*module, alias.name]) + ".py" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def own(name: str) -> set[str]:
@@ -243,7 +247,7 @@ def test_a_suite_is_found_and_the_simulator_needs_none() -> None:
 
 def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
     code = (
-        "import sys; from elasticlib.launch.arguments import build_parser; build_parser(); "
+        "import sys; from elasticlib.launch.arguments import build_flags; build_flags(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -1,25 +1,28 @@
 """torchrun's command line, read into a `LaunchConfig` and an entry point.
 
-The grammar is torchrun's, dash and underscore spellings alike; a flag that has no meaning beside
-the others is refused by name.
+The grammar is torchrun's, dash and underscore spellings alike; PET_* variables and a scheduler's
+stand in for flags that are not given. What has no meaning beside the rest is refused or passed
+over by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import uuid
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+import attrs
 
 from .._version import __version__
-from ..endpoint import join_endpoint
 from ..errors import ConfigError
 from ..workers.spec import Command, Entrypoint, Module, Script
 from .backends import BACKENDS
+from .cluster import CLUSTERS, read_cluster
 from .config import MASTER_PORT, LaunchConfig
+from .flags import FlagTable
 from .output_flags import add_output_flags, read_output_flags
+from .place_flags import read_place, settle_place
+from .settings import Settings, Source
 from .supervision_flags import add_supervision_flags, read_supervision
 
 _EPILOG = """\
@@ -33,7 +36,21 @@ exit codes:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+@attrs.frozen
+class Launch:
+    """What a command line and its environment ask for.
+
+    cluster: the scheduler whose variables were read, or none.
+    """
+
+    config: LaunchConfig
+    entrypoint: Entrypoint
+    settings: Settings
+    cluster: str
+
+
+def build_flags() -> FlagTable:
+    """elasticrun's flags, and the parser of its command line."""
     parser = argparse.ArgumentParser(
         prog="elasticrun",
         description="Run a training script on each worker of an elastic job.",
@@ -42,56 +59,58 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"elasticlib {__version__}")
-    _add_job_flags(parser)
-    _add_rendezvous_flags(parser)
-    _add_worker_flags(parser)
-    add_output_flags(partial(_flag, parser))
-    add_supervision_flags(partial(_flag, parser))
+    flags = FlagTable(parser)
+    _add_job_flags(flags)
+    _add_rendezvous_flags(flags)
+    _add_worker_flags(flags)
+    add_output_flags(flags.add)
+    add_supervision_flags(flags.add)
     parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-    return parser
+    return flags
 
 
-def _flag(parser: argparse.ArgumentParser, name: str, *short: str, **settings: object) -> None:
-    """A flag in its dash and underscore spellings."""
-    twin = "--" + name.removeprefix("--").replace("-", "_")
-    names = [*short, name] if twin == name else [*short, name, twin]
-    parser.add_argument(*names, **settings)  # type: ignore[arg-type]
-
-
-def _add_job_flags(parser: argparse.ArgumentParser) -> None:
-    _flag(parser, "--nnodes", default="1:1", help="N, or MIN:MAX (default 1)")
-    _flag(
-        parser,
+def _add_job_flags(flags: FlagTable) -> None:
+    flags.add("--nnodes", default="1:1", help="N, or MIN:MAX (default 1)")
+    flags.add(
         "--nproc-per-node",
         default="1",
         help="workers a node: a number, cpu, gpu, or auto (default 1)",
     )
-    _flag(
-        parser,
+    flags.add(
         "--max-restarts",
         type=int,
         default=0,
         help="restarts after a failure, over the whole job (default 0)",
     )
-    _flag(
-        parser,
+    flags.add(
         "--spares",
         type=int,
         help="how many nodes beyond MAX may wait to take a lost one's place (default any)",
     )
-    _flag(parser, "--role", default="default", help="the workers' role, a name")
-    _flag(
-        parser,
+    flags.add("--role", default="default", help="the workers' role, a name")
+    flags.add(
         "--standalone",
         action="store_true",
         help="one node by itself, with a store of its own on a free port",
     )
+    flags.add(
+        "--dry-run",
+        action="store_true",
+        help="show each setting and where it is from, what workers would be told, and what checks "
+        "find, and start nothing; exit code 1 if a check fails",
+    )
+    flags.add(
+        "--from-env",
+        choices=CLUSTERS,
+        metavar="NAME",
+        default="none",
+        help="take what is not given from a scheduler's variables: %(choices)s (default none)",
+    )
 
 
-def _add_rendezvous_flags(parser: argparse.ArgumentParser) -> None:
-    _flag(
-        parser,
+def _add_rendezvous_flags(flags: FlagTable) -> None:
+    flags.add(
         "--rdzv-backend",
         choices=BACKENDS,
         # Without it argparse reads through the choices, and so all metadata, on every start.
@@ -99,79 +118,114 @@ def _add_rendezvous_flags(parser: argparse.ArgumentParser) -> None:
         help="where nodes meet: %(choices)s (c10d is another name for tcp, and etcd-v2 for etcd, "
         "which speaks its version 3); static with --master-addr",
     )
-    _flag(
-        parser,
+    flags.add(
         "--rdzv-endpoint",
         default="",
         help="HOST[:29400], a folder (file), HOST[:2379],HOST... (etcd), or what else NAME takes",
     )
-    _flag(parser, "--rdzv-id", default="none", help="the job's name, the same on all nodes")
-    _flag(
-        parser,
+    flags.add("--rdzv-id", default="none", help="the job's name, the same on all nodes")
+    flags.add(
         "--rdzv-conf",
         action="append",
         default=[],
         help="k=v,k=v: join_timeout, last_call_timeout, ...; may be given again",
     )
-    _flag(parser, "--node-rank", type=int, help="this node's rank (static), or a wish (others)")
-    _flag(
-        parser,
+    flags.add("--node-rank", type=int, help="this node's rank (static), or a wish (others)")
+    flags.add(
         "--topology",
         default="",
         help="where this node is, such as its rack: those with the same get adjacent ranks",
     )
-    _flag(
-        parser,
+    flags.add(
         "--store-grace",
         type=float,
         default=300.0,
         help="seconds for which workers go on while the store is away (default 300)",
     )
-    _flag(parser, "--master-addr", help="static: where node 0 is (default 127.0.0.1)")
-    _flag(parser, "--master-port", type=int, help=f"static: its port (default {MASTER_PORT})")
-    _flag(parser, "--local-addr", help="the address at which others reach this node")
+    flags.add("--master-addr", help="static: where node 0 is (default 127.0.0.1)")
+    flags.add("--master-port", type=int, help=f"static: its port (default {MASTER_PORT})")
+    flags.add("--local-addr", help="the address at which others reach this node")
 
 
-def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
-    _flag(
-        parser,
+def _add_worker_flags(flags: FlagTable) -> None:
+    flags.add(
         "--monitor-interval",
         type=float,
         default=0.1,
         help="seconds between looks at a rendezvous that cannot tell of changes itself",
     )
-    _flag(
-        parser,
+    flags.add(
         "--shutdown-timeout",
         type=float,
         default=30.0,
         help="seconds between SIGTERM and SIGKILL when workers are stopped (default 30)",
     )
-    _flag(parser, "--module", "-m", action="store_true", help="run a module, as python -m")
-    _flag(parser, "--no-python", action="store_true", help="run a program, not a Python script")
-    _flag(
-        parser,
+    flags.add("--module", "-m", action="store_true", help="run a module, as python -m")
+    flags.add("--no-python", action="store_true", help="run a program, not a Python script")
+    flags.add(
         "--start-method",
         help="warm: fork Python workers from a process that has torch imported (default); spawn: "
         "start an interpreter for each",
     )
-    _flag(
-        parser,
+    flags.add(
         "--preload",
         default="",
         help="modules that the warm process imports besides torch: a,b.c",
     )
 
 
-def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
-    """The launch that a command line asks for.
+def parse(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[LaunchConfig, Entrypoint]:
+    """The launch that a command line asks for, with variables in place of flags if they are given.
 
     Raises:
         ConfigError: it asks for what cannot work. SystemExit: argparse's own usage errors.
     """
-    given = build_parser().parse_args(argv)
+    launch = read_launch(argv, environment or {})
+    return launch.config, launch.entrypoint
+
+
+def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
+    """The same, and where each setting is from.
+
+    Raises:
+        ConfigError: it asks for what cannot work. SystemExit: argparse's own usage errors.
+    """
+    flags = build_flags()
+    told, rest = flags.read_flags(argv)
+    variables, notes = flags.read_variables(environment)
+    layers = [told, variables]
+    where = Settings.layered(layers, flags.defaults)["from_env"]
+    cluster, said = read_cluster(where, environment)
+    settings = Settings.layered([*layers, flags.read_cluster(said)], flags.defaults, notes)
+    settings = settle_place(settings)
+    given = argparse.Namespace(**{name: settings[name] for name in flags.options}, **_script(rest))
+    try:
+        return Launch(_config(given, settings), _entrypoint(given), settings, cluster)
+    except ConfigError as error:
+        raise _with_origins(error, settings) from error.__cause__
+
+
+def _script(rest: argparse.Namespace) -> dict[str, object]:
+    return {name: getattr(rest, name) for name in ("training_script", "training_script_args")}
+
+
+def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
+    """The error speaks of flags; what its user has set may be a variable."""
+    sentence = str(error)
+    from_elsewhere = [
+        f"--{name.replace('_', '-')} is from {setting.origin}"
+        for name, setting in settings.found.items()
+        if setting.source in (Source.VARIABLE, Source.CLUSTER)
+        and f"--{name.replace('_', '-')}" in sentence
+    ]
+    return ConfigError(f"{sentence} ({', '.join(from_elsewhere)})") if from_elsewhere else error
+
+
+def _config(given: argparse.Namespace, settings: Settings) -> LaunchConfig:
     low, high = _node_range(given.nnodes)
-    config = LaunchConfig(
+    return LaunchConfig(
         min_nodes=low,
         max_nodes=high,
         nproc_per_node=_worker_count(given.nproc_per_node),
@@ -188,9 +242,8 @@ def parse(argv: Sequence[str]) -> tuple[LaunchConfig, Entrypoint]:
         preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),
         rdzv_configs=_pairs(",".join(given.rdzv_conf)),
         **read_output_flags(given),
-        **_meeting_place(given, high),
+        **read_place(settings, high),
     )
-    return config, _entrypoint(given)
 
 
 def _start_method(given: argparse.Namespace) -> str:
@@ -216,66 +269,6 @@ def _entrypoint(given: argparse.Namespace) -> Entrypoint:
             "a module needs -m, another program --no-python"
         )
     return Script(given.training_script, args)
-
-
-def _meeting_place(given: argparse.Namespace, nodes: int) -> dict[str, Any]:
-    """Backend, endpoint, run id and rank, from flags that speak of the same things."""
-    master = [
-        flag
-        for flag, value in (
-            ("--master-addr", given.master_addr),
-            ("--master-port", given.master_port),
-        )
-        if value is not None
-    ]
-    if given.standalone:
-        _refuse(given, "--standalone", ("rdzv_endpoint", "master_addr", "master_port", "node_rank"))
-        if nodes > 1 or given.rdzv_backend not in (None, "tcp", "c10d"):
-            raise ConfigError("--standalone is one node with a tcp store of its own")
-        return {"run_id": _own_id(given), "rdzv_backend": "tcp"}
-    static = given.rdzv_backend == "static" or (
-        given.rdzv_backend is None
-        and not given.rdzv_endpoint
-        and (master or given.node_rank is not None)
-    )
-    if static:
-        return _static_place(given)
-    if master:
-        raise ConfigError(
-            f"{' and '.join(master)} belong to the static backend; "
-            "the others meet at --rdzv-endpoint"
-        )
-    alone = not given.rdzv_endpoint and nodes == 1
-    return {
-        "run_id": _own_id(given) if alone else given.rdzv_id,
-        "rdzv_backend": given.rdzv_backend or "tcp",
-        "rdzv_endpoint": given.rdzv_endpoint,
-        "node_rank": given.node_rank,
-    }
-
-
-def _static_place(given: argparse.Namespace) -> dict[str, Any]:
-    address = given.master_addr or "127.0.0.1"
-    port = MASTER_PORT if given.master_port is None else given.master_port
-    if given.rdzv_endpoint and (given.master_addr or given.master_port is not None):
-        raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
-    return {
-        "run_id": given.rdzv_id,
-        "rdzv_backend": "static",
-        "rdzv_endpoint": given.rdzv_endpoint or join_endpoint(address, port),
-        "node_rank": given.node_rank or 0,
-    }
-
-
-def _refuse(given: argparse.Namespace, beside: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        if getattr(given, name) not in (None, ""):
-            raise ConfigError(f"--{name.replace('_', '-')} has no meaning beside {beside}")
-
-
-def _own_id(given: argparse.Namespace) -> str:
-    """A job that nobody can join still has a name of its own."""
-    return str(uuid.uuid4()) if given.rdzv_id == "none" else given.rdzv_id
 
 
 def _node_range(text: str) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """The command `elasticrun`: torchrun's command line, carried out by elasticlib.
 
 Exit codes: 0 success, 1 failure, 2 a command line that cannot work (nothing was started), 75 or
-what --drain-exit-code says after a drain, 128 + n after signal n.
+what --drain-exit-code says after a drain, 128 + n after signal n. --dry-run: 0, or 1 where a check
+fails.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import attrs
 
 from ..errors import ConfigError
 from ..workers.spec import WorkerState
-from .arguments import parse
+from .arguments import Launch, read_launch
 from .first_process import stand_in
+
+log = logging.getLogger("elasticlib.launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     _open_streams()
     try:
-        config, entrypoint = parse(sys.argv[1:] if argv is None else argv)
+        launch = read_launch(sys.argv[1:] if argv is None else argv, os.environ)
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        config = attrs.evolve(config, log_line_prefix_template=template)
+        config = attrs.evolve(launch.config, log_line_prefix_template=template)
+        if launch.settings["dry_run"]:
+            return _show_plan(attrs.evolve(launch, config=config))
         reaped = stand_in()
         if reaped is not None:
             return reaped
@@ -35,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .report import told
 
         _start_logging(os.environ.get("LOGLEVEL", "INFO"))
-        result = run_node(config, entrypoint)
+        for note in launch.settings.notes:
+            log.warning("%s", note)
+        result = run_node(config, launch.entrypoint)
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
@@ -46,6 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
+
+
+def _show_plan(launch: Launch) -> int:
+    # Here, as it takes as long again as reading the command line.
+    from .checks import check_launch
+    from .dry_run import show
+
+    findings = check_launch(launch.config, launch.entrypoint, os.environ)
+    print(show(launch, findings, os.environ), end="")
+    return 1 if any(finding.good is False for finding in findings) else 0
 
 
 def _open_streams() -> None:

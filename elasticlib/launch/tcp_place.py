@@ -75,7 +75,7 @@ class TcpMeetingPlace:
         )
 
     def _reach_at(self, host: str, port: int) -> TcpStore:
-        found = _resolve(host, port)
+        found = resolve(host, port)
         # A name that means this machine, where another of its processes serves at its address.
         return self._reach(found[0] if _is_own_name(host, found) else host, port)
 
@@ -88,7 +88,7 @@ class TcpMeetingPlace:
             return None
         endpoint = join_endpoint(host, port)
         tried: list[str] = []
-        for address in _resolve(host, port):
+        for address in resolve(host, port):
             try:
                 server = self._serve(address, port)
             except OSError as error:
@@ -127,7 +127,7 @@ def outward_address() -> str:
     return "127.0.0.1"
 
 
-def _resolve(host: str, port: int) -> list[str]:
+def resolve(host: str, port: int) -> list[str]:
     """The addresses of a host, each once.
 
     Debian lets a machine's own name mean 127.0.1.1, where no other machine can reach it: such a

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import build_parser, parse
+from elasticlib.launch.arguments import build_flags, parse
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elasticrun import main
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
@@ -23,7 +23,7 @@ def script(tmp_path: Path) -> str:
 
 
 def test_every_two_word_flag_has_both_spellings() -> None:
-    options = set(build_parser()._option_string_actions)
+    options = set(build_flags().parser._option_string_actions)
     twins = {o for o in options if o.startswith("--") and "-" in o[2:]}
     assert {"--" + twin[2:].replace("-", "_") for twin in twins} <= options
 

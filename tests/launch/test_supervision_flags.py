@@ -10,7 +10,7 @@ import pytest
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import build_parser, parse
+from elasticlib.launch.arguments import build_flags, parse
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.supervision_flags import SupervisionOptions
 from elasticlib.workers.notice import DRAIN, RESIZE, Notice
@@ -72,7 +72,7 @@ def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
 
 
 def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
-    text = " ".join(build_parser().format_help().split())
+    text = " ".join(build_flags().parser.format_help().split())
     assert "75 after a drain (--drain-exit-code), 128 + n after signal n" in text
     assert "(default 75)" in text
     assert f"job's size changes (default {AgentOptions().resize_grace:g})" in text

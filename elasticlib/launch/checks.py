@@ -1,0 +1,196 @@
+"""What can be found out before a launch starts: looks at this machine, and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import PathFinder
+
+import attrs
+
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
+from ..errors import ConfigError, ElasticError
+from ..workers.processors import count_cores
+from ..workers.spec import Command, Entrypoint, Module, own_device
+from .config import TCP_BACKENDS, LaunchConfig
+from .secret import read_secret
+from .tcp_place import resolve
+
+CONNECT_SECONDS = 2.0
+
+
+@attrs.frozen
+class Finding:
+    """What one check found. good: whether the launch can work so; None where it is for its user
+    to say."""
+
+    check: str
+    good: bool | None
+    sentence: str
+
+
+def check_launch(
+    config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
+) -> list[Finding]:
+    """All findings on this machine as it is now; an endpoint is tried for some seconds at most."""
+    found = [_program(entrypoint), _processors(config)]
+    found += _logs(config)
+    found += _modules(config)
+    found += _refusals(config, environment)
+    found += _place(config)
+    return found
+
+
+def _program(entrypoint: Entrypoint) -> Finding:
+    if isinstance(entrypoint, Command):
+        path = shutil.which(entrypoint.program)
+        where = f"is {path}" if path else "is not on the PATH, or not to be executed"
+        return Finding("program", path is not None, f"{entrypoint.program} {where}")
+    if isinstance(entrypoint, Module):
+        good = _importable(entrypoint.name)
+        return Finding("module", good, f"{entrypoint.name} {_FOUND[good]}")
+    return Finding("script", True, f"{getattr(entrypoint, 'path', entrypoint)} is there")
+
+
+_FOUND = {True: "is found", False: "is not found from here or on Python's path"}
+
+
+def _importable(name: str) -> bool:
+    """By its outermost package: looking further would import it."""
+    return PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is not None
+
+
+def _modules(config: LaunchConfig) -> Iterator[Finding]:
+    for name in config.preload:
+        good = _importable(name)
+        yield Finding("--preload", good, f"{name} {_FOUND[good]}")
+
+
+def _processors(config: LaunchConfig) -> Finding:
+    cores, workers = count_cores(), config.nproc_per_node
+    good = True if workers <= cores else None
+    return Finding("processors", good, f"{workers} workers, and {cores} to use")
+
+
+def _logs(config: LaunchConfig) -> Iterator[Finding]:
+    if config.log_dir is not None:
+        yield _writable("--log-dir", config.log_dir)
+
+
+def _writable(check: str, path: str) -> Finding:
+    """Whether a folder can be written to, or made."""
+    nearest = os.path.abspath(path)
+    while not os.path.exists(nearest):
+        nearest = os.path.dirname(nearest)
+    try:
+        # Permissions alone do not tell: the file system may be full, or take no files at all.
+        with tempfile.NamedTemporaryFile(dir=nearest) as file:
+            file.write(b"elasticrun --dry-run")
+            file.flush()
+        good = True
+    except OSError:
+        good = False
+    made = "" if nearest == os.path.abspath(path) else f", as it would be made in {nearest}"
+    return Finding(check, good, f"{path} can{'' if good else 'not'} be written to{made}")
+
+
+def _refusals(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What a launch would be refused for."""
+    if config.virtual_local_rank:
+        yield from _tried(
+            "--virtual-local-rank",
+            lambda: own_device(config.nproc_per_node - 1, environment),
+            "the last worker's GPU is {}",
+        )
+    path = config.options.secret_file
+    yield from _tried(
+        "secret",
+        lambda: read_secret(environment, path, "--rdzv-conf secret_file"),
+        "nodes must prove to know it",
+    )
+
+
+def _tried(check: str, do: Callable[[], object], sentence: str) -> Iterator[Finding]:
+    try:
+        result = do()
+    except ConfigError as error:
+        yield Finding(check, False, str(error))
+    else:
+        if result is not None:
+            yield Finding(check, True, sentence.format(result))
+
+
+def _place(config: LaunchConfig) -> Iterator[Finding]:
+    if config.alone:
+        yield Finding("meeting place", True, "this node is alone, with a store of its own")
+    elif config.rdzv_backend in TCP_BACKENDS:
+        for name in config.endpoints:
+            host, port = split_endpoint(name, STORE_PORT)
+            yield _endpoint(config, host, port)
+    elif config.rdzv_backend == "file":
+        yield _writable("meeting place", config.rdzv_endpoint)
+    elif config.etcd is not None:
+        yield _etcd(config)
+    else:
+        yield Finding("meeting place", None, f"only {config.rdzv_backend} itself can try it")
+
+
+def _etcd(config: LaunchConfig) -> Finding:
+    place = config.etcd
+    assert place is not None
+    try:
+        store = place.open(CONNECT_SECONDS)
+        try:
+            store.get("elasticlib/dry-run")
+        finally:
+            store.close()
+    except ElasticError as error:
+        return Finding("meeting place", False, f"etcd does not answer: {error}")
+    return Finding("meeting place", True, f"etcd at {place.endpoints} answers")
+
+
+def _endpoint(config: LaunchConfig, host: str, port: int) -> Finding:
+    """Who would serve a TCP store at an endpoint, as the launch decides it."""
+    check, endpoint = "meeting place", join_endpoint(host, port)
+    addresses = resolve(host, port)
+    if not addresses:
+        return Finding(check, False, f"{endpoint}: the name resolves to nothing here")
+    shown = f"{endpoint} ({', '.join(addresses)})"
+    asked = config.options.is_host
+    if asked is None and config.rdzv_backend == "static":
+        asked = config.node_rank == 0
+    if asked is not False:
+        bound = _bind(addresses, port)
+        if bound is None:
+            return Finding(check, True, f"{shown}: this node would serve the store")
+        if asked:
+            return Finding(check, False, f"{shown}: this node is to serve the store: {bound}")
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        return Finding(check, None, f"{shown}: nobody answers there yet ({why})")
+    return Finding(check, True, f"{shown}: somebody answers there")
+
+
+def _bind(addresses: list[str], port: int) -> str | None:
+    """Why none of these can be served here, or None if one can; it is free again on return."""
+    why = "no address"
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                why = f"{address}: {error.strerror}"
+                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                    return why
+            else:
+                return None
+    return why

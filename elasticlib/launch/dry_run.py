@@ -1,0 +1,174 @@
+"""What `elasticrun --dry-run` shows: every setting and its origin, what workers would find in their
+environment, and what can be checked. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+
+import attrs
+
+from ..rendezvous.document import Node
+from ..rendezvous.ranks import deal_seats
+from ..workers.processors import count_cores
+from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
+from .arguments import Launch
+from .checks import Finding
+from .settings import Source
+
+_MET = "settled when the nodes meet"
+_PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}
+_OWN = {
+    "TORCHELASTIC_ERROR_FILE": "LOGS/attempt_N/LOCAL_RANK/error.json",
+    "ELASTICLIB_INCARNATION": _MET,
+}
+_OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
+_OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
+
+
+def show(launch: Launch, findings: Iterable[Finding], inherited: Mapping[str, str]) -> str:
+    """The whole answer, as text of several lines."""
+    findings = list(findings)
+    bad = sum(finding.good is False for finding in findings)
+    sections = [
+        "elasticrun --dry-run: nothing is started",
+        _section("settings", "the flag or variable each is from", _settings(launch)),
+        _section(
+            "environment of the workers", "beside what they inherit", _told(launch, inherited)
+        ),
+        _section("checks", "on this machine, now", map(_finding, findings)),
+    ]
+    notes = launch.settings.notes
+    if notes:
+        sections.append(_section("passed over", "", ((note,) for note in notes)))
+    sections.append(f"{bad} of {len(findings)} checks failed" if bad else "all checks passed")
+    return "\n\n".join(sections) + "\n"
+
+
+def _section(title: str, remark: str, rows: Iterable[tuple[str, ...]]) -> str:
+    table = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    return "\n".join([f"{title} ({remark})" if remark else title, *lines])
+
+
+def _settings(launch: Launch) -> Iterator[tuple[str, ...]]:
+    """Those that somebody gave come first, and where nodes meet says what became of several."""
+    config, settings = launch.config, launch.settings
+    yield ("job", f"{config.run_id}, {_nodes(launch)}, {config.nproc_per_node} workers a node", "")
+    place = config.rdzv_endpoint or "this node alone"
+    yield ("meet", f"{config.rdzv_backend}: {place}", "")
+    yield ("run", _run(launch), "")
+    if launch.cluster != "none":
+        yield ("scheduler", launch.cluster, "")
+    for name, setting in sorted(
+        settings.found.items(), key=lambda item: (item[1].source is Source.DEFAULT, item[0])
+    ):
+        origin = setting.origin
+        if setting.source is Source.CLUSTER:
+            origin = f"{origin} ({launch.cluster})"
+        if name != "dry_run":
+            yield (f"--{name.replace('_', '-')}", _value(launch, name), origin)
+
+
+def _nodes(launch: Launch) -> str:
+    low, high = launch.config.min_nodes, launch.config.max_nodes
+    return f"{low} to {high} nodes" if low < high else f"{low} node{'s' if low > 1 else ''}"
+
+
+def _run(launch: Launch) -> str:
+    name, args = attrs.astuple(launch.entrypoint, recurse=False)
+    kind = type(launch.entrypoint).__name__.lower()
+    start = "" if kind == "command" else f", started {launch.config.start_method}"
+    return f"{kind} {' '.join([str(name), *args])}{start}"
+
+
+def _value(launch: Launch, name: str) -> str:
+    """What was said, or what stands in the launch where nobody said anything."""
+    value = launch.settings[name]
+    if value in (None, "", []):
+        value = _meant(launch, name)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value)) or "-"
+    return "-" if value in (None, "") or isinstance(value, Mapping) else str(value)
+
+
+def _meant(launch: Launch, name: str) -> object:
+    config, supervision = launch.config, launch.config.supervision
+    if name in _SIGNALS:
+        numbers = getattr(supervision.agent, _SIGNALS[name])
+        return [signal.Signals(number).name for number in numbers] or "none"
+    for holder in (config, supervision, supervision.agent):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return None
+
+
+_SIGNALS = {"signals_to_handle": "signals", "drain_signals": "drain_signals"}
+
+
+def _finding(finding: Finding) -> tuple[str, ...]:
+    words = {True: "ok", False: "BAD", None: "note"}
+    return (words[finding.good], finding.check, finding.sentence)
+
+
+def _told(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """What each worker would be told; one row for all that are told the same."""
+    environments = _environments(launch, inherited)
+    ranks = range(len(environments))
+    for name in sorted(environments[0]):
+        values = [environment[name] for environment in environments]
+        if values[0] == inherited.get(name) and len(set(values)) == 1:
+            continue
+        if len(set(values)) == 1:
+            yield (name, values[0])
+        else:
+            yield (name, ", ".join(f"{values[rank]} (local rank {rank})" for rank in ranks))
+
+
+def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str, str]]:
+    """By local rank; what only a rendezvous can tell is said so."""
+    config = launch.config
+    fixed = config.alone or config.rdzv_backend == "static"
+    spec = WorkerSpec(
+        launch.entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank
+    )
+    nodes = [
+        Node(id=str(n), host="", address="", slots=config.nproc_per_node, role=config.role)
+        for n in range(config.max_nodes)
+    ]
+    here = (config.node_rank or 0) if fixed else 0
+    seat = deal_seats(nodes)[here]
+    group = WorkerGroup(
+        spec=spec,
+        workers=deal_ranks(seat),
+        run_id=config.run_id,
+        generation=1,
+        group_rank=here,
+        group_world_size=config.max_nodes,
+        master_addr="",
+        master_port=0,
+        max_restarts=config.max_restarts,
+    )
+    told = []
+    for worker in group.workers:
+        environment = worker_environment(
+            group, worker, inherited, error_file="", cores=count_cores()
+        )
+        told.append({**environment, **_PLACE, **_OWN, **({} if fixed else _unsettled(launch))})
+    return told
+
+
+def _unsettled(launch: Launch) -> dict[str, str]:
+    """The job's size is known where it cannot change."""
+    config = launch.config
+    place = _OF_PLACE | {"ELASTICLIB_GENERATION"}
+    names = place if config.min_nodes == config.max_nodes else place | _OF_SIZE
+    return dict.fromkeys(names, _MET)

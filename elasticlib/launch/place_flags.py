@@ -1,0 +1,152 @@
+"""Where nodes meet, from settings that speak of the same thing and may contradict each other.
+
+`--standalone`, a rendezvous endpoint and a master address are three answers to one question. What
+was said more directly goes before the rest, which is named; what the command line itself says
+twice is refused.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import attrs
+
+from ..endpoint import join_endpoint
+from ..errors import ConfigError
+from .config import MASTER_PORT
+from .settings import Setting, Settings, Source
+
+_MASTER = ("master_addr", "master_port")
+_TCP = (None, "tcp", "c10d")
+
+
+def settle_place(settings: Settings) -> Settings:
+    """These settings with one answer, as far as it does not take a user to choose."""
+    if settings.source("standalone") is not Source.DEFAULT:
+        settings = _settle_standalone(settings)
+    if settings["standalone"] or settings.source(*_MASTER) is Source.DEFAULT:
+        return settings
+    if settings["rdzv_backend"] == "static":
+        return _settle_static(settings)
+    return _settle_master(settings)
+
+
+def _settle_standalone(settings: Settings) -> Settings:
+    ours = settings.source("standalone")
+    rivals = ["rdzv_endpoint", *_MASTER]
+    if settings["rdzv_backend"] not in _TCP:
+        rivals.append("rdzv_backend")
+    if settings.source(*rivals) < ours:
+        where = settings.origins(*(n for n in rivals if settings.source(n) < ours))
+        return settings.without("standalone", because=f"nodes meet where {where} says")
+    because = f"{settings.origins('standalone')} is one node by itself"
+    if settings.source("nnodes") > ours and settings["nnodes"] not in ("1", "1:1"):
+        rivals.append("nnodes")
+    weaker = [n for n in (*rivals, "node_rank") if _gives_way(settings.source(n), ours)]
+    return settings.without(*weaker, because=because)
+
+
+def _gives_way(theirs: Source, ours: Source) -> bool:
+    """What a variable says beside another is nobody's slip: an operator sets more than it needs."""
+    return theirs > ours or (theirs == ours and ours is not Source.FLAG)
+
+
+def _settle_static(settings: Settings) -> Settings:
+    master, endpoint = settings.source(*_MASTER), settings.source("rdzv_endpoint")
+    if endpoint is Source.DEFAULT or (master is Source.FLAG and endpoint is Source.FLAG):
+        return settings
+    if master < endpoint:
+        because = f"nodes meet where {settings.origins(*_MASTER)} says"
+        return settings.without("rdzv_endpoint", because=because)
+    because = f"nodes meet where {settings.origins('rdzv_endpoint')} says"
+    return settings.without(*_MASTER, because=because)
+
+
+def _settle_master(settings: Settings) -> Settings:
+    """A master address is the static backend's; it may do as the endpoint of another."""
+    master = settings.source(*_MASTER)
+    others = settings.source("rdzv_endpoint", "rdzv_backend")
+    if others is Source.DEFAULT:
+        least, colon, most = str(settings["nnodes"]).partition(":")
+        elastic = bool(colon) and least != most
+        return _as_endpoint(settings) if elastic and master is not Source.FLAG else settings
+    if master < others:
+        because = f"nodes meet where {settings.origins(*_MASTER)} says"
+        return settings.without("rdzv_endpoint", "rdzv_backend", because=because)
+    if not _gives_way(master, others):
+        return settings
+    if not settings["rdzv_endpoint"] and settings["rdzv_backend"] in _TCP:
+        return _as_endpoint(settings)
+    because = f"nodes meet where {settings.origins('rdzv_endpoint', 'rdzv_backend')} says"
+    return settings.without(*_MASTER, because=because)
+
+
+def _as_endpoint(settings: Settings) -> Settings:
+    address, port = settings["master_addr"] or "127.0.0.1", settings["master_port"]
+    endpoint = Setting(
+        join_endpoint(address, MASTER_PORT if port is None else port),
+        settings.source(*_MASTER),
+        settings.origins(*_MASTER),
+    )
+    found = dict(settings.with_setting("rdzv_endpoint", endpoint).found)
+    for name in _MASTER:
+        found[name] = Setting(settings.defaults[name], Source.DEFAULT, "default")
+    return attrs.evolve(settings, found=found)
+
+
+def read_place(settings: Settings, nodes: int) -> dict[str, Any]:
+    """Backend, endpoint, run id and rank, of a job of at most so many nodes.
+
+    Raises:
+        ConfigError: the settings name two places.
+    """
+    master = [f"--{n.replace('_', '-')}" for n in _MASTER if settings[n] is not None]
+    if settings["standalone"]:
+        _refuse_beside_standalone(settings)
+        if nodes > 1 or settings["rdzv_backend"] not in _TCP:
+            raise ConfigError("--standalone is one node with a tcp store of its own")
+        return {"run_id": _own_id(settings), "rdzv_backend": "tcp"}
+    backend, endpoint = settings["rdzv_backend"], settings["rdzv_endpoint"]
+    ranked = master or settings["node_rank"] is not None
+    if backend == "static" or (backend is None and not endpoint and ranked):
+        return _static_place(settings)
+    if master:
+        raise ConfigError(
+            f"{' and '.join(master)} belong to the static backend; "
+            "the others meet at --rdzv-endpoint"
+        )
+    if nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
+        # torchrun's way to say that the port does not matter, as nobody else comes.
+        endpoint = ""
+    alone = not endpoint and nodes == 1
+    return {
+        "run_id": _own_id(settings) if alone else settings["rdzv_id"],
+        "rdzv_backend": backend or "tcp",
+        "rdzv_endpoint": endpoint,
+        "node_rank": settings["node_rank"],
+    }
+
+
+def _static_place(settings: Settings) -> dict[str, Any]:
+    address, port = settings["master_addr"], settings["master_port"]
+    if settings["rdzv_endpoint"] and (address or port is not None):
+        raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
+    master = join_endpoint(address or "127.0.0.1", MASTER_PORT if port is None else port)
+    return {
+        "run_id": settings["rdzv_id"],
+        "rdzv_backend": "static",
+        "rdzv_endpoint": settings["rdzv_endpoint"] or master,
+        "node_rank": settings["node_rank"] or 0,
+    }
+
+
+def _refuse_beside_standalone(settings: Settings) -> None:
+    for name in ("rdzv_endpoint", *_MASTER, "node_rank"):
+        if settings[name] not in (None, ""):
+            raise ConfigError(f"--{name.replace('_', '-')} has no meaning beside --standalone")
+
+
+def _own_id(settings: Settings) -> str:
+    """A job that nobody can join still has a name of its own."""
+    return str(uuid.uuid4()) if settings["rdzv_id"] == "none" else str(settings["rdzv_id"])

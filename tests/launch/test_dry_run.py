@@ -1,0 +1,142 @@
+"""`elasticrun --dry-run`: what it says is what a launch would do, and nothing is started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticlib.launch.elasticrun import main
+
+ELASTICRUN = [sys.executable, "-m", "elasticlib.launch"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import json, os, sys\n"
+        "json.dump(dict(os.environ), open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w'))\n"
+    )
+    return str(path)
+
+
+def dry(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, list[str]]]:
+    """The exit code, and each line's cells by its first."""
+    code = main(["--dry-run", *args])
+    rows: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.strip().split("  ") if cell.strip()]
+        if line.startswith("  ") and cells:
+            key = cells[1] if cells[0] in ("ok", "BAD", "note") else cells[0]
+            # A check's row bears the name of the flag that it is about.
+            rows[key if key not in rows else f"check {key}"] = cells
+    return code, rows
+
+
+def test_each_setting_stands_beside_its_origin(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "4")
+    monkeypatch.setenv("PET_STANDALONE", "")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "elsewhere")
+    code, rows = dry(capsys, "--nproc-per-node", "2", script, "--max-restarts", "9")
+    assert code == 0
+    assert rows["--max-restarts"][1:] == ["4", "PET_MAX_RESTARTS"]
+    assert rows["--standalone"][1:] == ["yes", "PET_STANDALONE"]
+    assert rows["--nproc-per-node"][1:] == ["2", "--nproc-per-node"]
+    assert rows["--drain-exit-code"][1:] == ["75", "default"]
+    assert rows["--drain-signals"][1:] == ["SIGUSR2", "default"]
+    assert rows["run"][1] == f"script {script} --max-restarts 9, started warm"
+    assert (
+        "PET_RDZV_ENDPOINT=elsewhere is passed over: PET_STANDALONE is one node by itself" in rows
+    )
+
+
+def test_workers_find_in_their_environment_what_was_foretold(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--standalone", "--nproc-per-node", "2", "--start-method", "spawn", "--rdzv-id", "j"]
+    code, rows = dry(capsys, *flags, script)
+    assert code == 0
+    subprocess.run(
+        [*ELASTICRUN, *flags, script, str(tmp_path)], check=True, timeout=60, env=os.environ
+    )
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / str(rank)).read_text())
+        told = {name for name, text in seen.items() if os.environ.get(name) != text}
+        # Where its agent's own files are, which no user has a use for.
+        missing = told - rows.keys() - {"ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS"}
+        assert not missing
+        for name in told & rows.keys():
+            value = rows[name][1]
+            if name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
+                continue
+            if value != "settled when the nodes meet":
+                assert value == seen[name] or f"{seen[name]} (local rank {rank})" in value, name
+
+
+def test_an_elastic_job_says_what_only_the_meeting_can_tell(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", place, script)
+        assert code == 0
+        assert rows["RANK"][1] == rows["WORLD_SIZE"][1] == "settled when the nodes meet"
+        assert "somebody answers there" in rows["meeting place"][2]
+    code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", place, script)
+    assert "this node would serve the store" in rows["meeting place"][2]
+    _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
+    assert rows["RANK"][1] == "1"
+    assert rows["meeting place"][0] == "note"
+
+
+@pytest.mark.parametrize(
+    ("flags", "check", "words"),
+    [
+        ("--log-dir /proc/1/no", "--log-dir", "cannot be written to"),
+        ("--preload no_such_module_here", "--preload", "is not found"),
+        ("--no-python", "program", "not to be executed"),
+        ("-m", "module", "is not found"),
+        ("--nnodes 2 --rdzv-endpoint host.invalid", "meeting place", "resolves to nothing"),
+        (
+            "--nnodes 2 --rdzv-endpoint 127.0.0.1:1 --rdzv-backend etcd --rdzv-id j",
+            "meeting place",
+            "etcd does not answer",
+        ),
+        ("--nnodes 2 --rdzv-backend file --rdzv-endpoint /proc/no --rdzv-id j", "meeting", "not"),
+        ("--rdzv-conf secret_file=/no/such", "secret", "cannot be read"),
+    ],
+)
+def test_what_would_fail_is_found_and_is_in_the_exit_code(
+    flags: str, check: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "nothing.here"
+    program.touch()
+    named = "nothing_here" if flags == "-m" else str(program)
+    code, rows = dry(capsys, *flags.split(), named)
+    row = [cells for key, cells in rows.items() if check in key][-1]
+    assert (code, row[0]) == (1, "BAD")
+    assert words in row[2]
+
+
+def test_a_command_line_that_cannot_work_is_refused_as_ever(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--dry-run", "--nnodes", "3:1", script]) == 2
+    assert "--nnodes needs 1 <= MIN <= MAX" in capsys.readouterr().err
+
+
+def test_it_imports_no_torch(script: str) -> None:
+    code = (
+        "import sys; from elasticlib.launch.elasticrun import main\n"
+        f"assert main(['--dry-run', '--standalone', {script!r}]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

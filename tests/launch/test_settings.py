@@ -1,0 +1,161 @@
+"""Flags, PET_* variables and a scheduler's: which goes first, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from distributions import install
+
+from elasticlib.errors import ConfigError
+from elasticlib.launch.arguments import Launch, build_flags, read_launch
+from elasticlib.launch.settings import Source
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def launch(script: str, line: str = "", **variables: str) -> Launch:
+    return read_launch([*line.split(), script], variables)
+
+
+def test_a_variable_stands_in_for_a_flag_and_the_flag_goes_before_it(script: str) -> None:
+    told = launch(script, "--max-restarts 2", PET_MAX_RESTARTS="7", PET_NPROC_PER_NODE="3")
+    assert (told.config.max_restarts, told.config.nproc_per_node) == (2, 3)
+    origins = {name: told.settings.found[name].origin for name in ("max_restarts", "role")}
+    assert origins == {"max_restarts": "--max-restarts", "role": "default"}
+    assert told.settings.found["nproc_per_node"].origin == "PET_NPROC_PER_NODE"
+    assert not told.settings.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "on"), [("", True), ("1", True), ("2", True), ("0", False), ("false", False)]
+)
+def test_a_switch_may_be_set_to_nothing_as_kubeflow_does(text: str, on: bool, script: str) -> None:
+    assert launch(script, PET_STANDALONE=text).settings["standalone"] is on
+
+
+def test_an_empty_variable_says_nothing(script: str) -> None:
+    told = launch(script, PET_NNODES="", PET_RDZV_ENDPOINT="", PET_MAX_RESTARTS="")
+    assert (told.config.max_nodes, told.config.max_restarts) == (1, 0)
+
+
+def test_kubeflows_old_spelling_counts_workers_too(script: str) -> None:
+    assert launch(script, PET_N_PROC_PER_NODE="2").config.nproc_per_node == 2
+    both = launch(script, PET_N_PROC_PER_NODE="2", PET_NPROC_PER_NODE="3")
+    assert both.config.nproc_per_node == 3
+
+
+def test_torchs_variable_for_the_shutdown_is_read(script: str) -> None:
+    assert launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").config.shutdown_timeout == 7.0
+    both = launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7", PET_SHUTDOWN_TIMEOUT="8")
+    assert both.config.shutdown_timeout == 8.0
+
+
+def test_every_flag_has_a_variable(script: str) -> None:
+    switches = {o.dest for o in build_flags().options.values() if o.switch}
+    assert switches >= {"standalone", "module", "no_python", "virtual_local_rank"}
+    assert launch(script, PET_SPARES="1", PET_NNODES="1:2", PET_RDZV_ENDPOINT="h").config.spares
+
+
+def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
+    (note,) = launch(script, PET_NNODE="4").settings.notes
+    assert note == "PET_NNODE is passed over: it stands for no flag of elasticrun"
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"PET_MAX_RESTARTS": "x"}, "PET_MAX_RESTARTS stands for --max-restarts and is a whole"),
+        ({"PET_STANDALONE": "maybe"}, "PET_STANDALONE is a switch: 1 or 0, got 'maybe'"),
+        ({"PET_RDZV_BACKEND": "zeus"}, "PET_RDZV_BACKEND stands for --rdzv-backend: one of tcp"),
+        ({"PET_NNODES": "4:1"}, r"--nnodes needs 1 <= MIN <= MAX.*\(--nnodes is from PET_NNODES\)"),
+        ({"PET_NPROC_PER_NODE": "0"}, r"--nproc-per-node is from PET_NPROC_PER_NODE"),
+        # Two nodes, each by itself, would train the same twice and say nothing.
+        ({"PET_STANDALONE": "", "PET_NNODES": "2"}, "--standalone is one node.*PET_STANDALONE"),
+    ],
+)
+def test_a_variable_that_cannot_work_is_named(
+    variables: Mapping[str, str], sentence: str, script: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        launch(script, **variables)
+
+
+STATIC = {"PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "7", "PET_NODE_RANK": "1"}
+PLACES = [
+    # What the variables of an operator say is what torchrun would do.
+    ("--nnodes 2", STATIC, ("static", "m:7", 1), 0),
+    # The rank stays, as a wish.
+    ("--nnodes 2 --rdzv-endpoint h:9 --rdzv-id j", STATIC, ("tcp", "h:9", 1), 2),
+    ("--nnodes 1:4 --rdzv-backend c10d", STATIC, ("c10d", "m:7", 1), 0),
+    ("--nnodes 1:4", STATIC, ("tcp", "m:7", 1), 0),
+    (
+        "",
+        {**STATIC, "PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h"},
+        ("c10d", "h", 1),
+        2,
+    ),
+    ("--nnodes 2 --rdzv-backend file --rdzv-endpoint /x --rdzv-id j", STATIC, ("file", "/x", 1), 2),
+    (
+        "--nnodes 2 --master-addr f --node-rank 0",
+        {"PET_RDZV_ENDPOINT": "h", "PET_RDZV_BACKEND": "etcd"},
+        ("static", "f:29500", 0),
+        2,
+    ),
+    ("--standalone", {**STATIC, "PET_NNODES": "4", "PET_RDZV_ENDPOINT": "h"}, ("tcp", "", None), 5),
+    ("--nnodes 2 --rdzv-endpoint h", {"PET_STANDALONE": ""}, ("tcp", "h", None), 1),
+    ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {}, ("c10d", "", None), 0),
+    (
+        "--nnodes 2 --rdzv-backend static --rdzv-endpoint h:1 --node-rank 0",
+        {"PET_MASTER_ADDR": "m"},
+        ("static", "h:1", 0),
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "variables", "place", "passed_over"), PLACES)
+def test_what_is_said_more_directly_tells_where_nodes_meet_and_the_rest_is_named(
+    line: str, variables: dict[str, str], place: tuple[object, ...], passed_over: int, script: str
+) -> None:
+    told = launch(script, line, **variables)
+    config = told.config
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == place
+    assert len(told.settings.notes) == passed_over
+    assert all("is passed over: " in note for note in told.settings.notes)
+
+
+def test_two_flags_that_contradict_each_other_are_refused_as_before(script: str) -> None:
+    with pytest.raises(ConfigError, match="has no meaning beside --standalone"):
+        launch(script, "--standalone --rdzv-endpoint h")
+    with pytest.raises(ConfigError, match="belong to the static backend"):
+        launch(script, "--master-addr m --rdzv-endpoint h --nnodes 2")
+
+
+def test_a_scheduler_says_what_nobody_else_does(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "def detect(environment):\n"
+        "    if 'FARM_JOB' not in environment: return None\n"
+        "    return {'rdzv_id': (environment['FARM_JOB'], 'FARM_JOB'),\n"
+        "            'max_restarts': ('3', 'FARM_TRIES'), 'nproc_per_node': ('2', 'FARM_CORES')}\n"
+    )
+    farm = install(tmp_path / "d", "farms", code, group="elasticlib.cluster", farm="farms:detect")
+    monkeypatch.syspath_prepend(farm)
+    told = launch(script, "--from-env farm", FARM_JOB="j9", PET_MAX_RESTARTS="1")
+    assert told.cluster == "farm"
+    assert (told.config.run_id, told.config.max_restarts) == ("j9", 1)
+    assert told.settings.source("nproc_per_node") is Source.CLUSTER
+    assert told.settings.found["nproc_per_node"].origin == "FARM_CORES"
+    assert launch(script, "--from-env auto", FARM_JOB="j9").cluster == "farm"
+    assert launch(script, "--from-env auto").cluster == "none"
+    assert launch(script, FARM_JOB="j9").cluster == "none"
+    with pytest.raises(ConfigError, match="--from-env farm: nothing in the environment is of farm"):
+        launch(script, "--from-env farm")
