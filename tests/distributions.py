@@ -8,15 +8,17 @@ from pathlib import Path
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
 
 
-def install(folder: Path, name: str, code: str, **entry_points: str) -> Path:
-    """A distribution of one module of that name, with entry points of our group."""
+def install(
+    folder: Path, name: str, code: str, group: str = "elasticlib.rendezvous", **entry_points: str
+) -> Path:
+    """A distribution of one module of that name, with entry points of one group."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(code)
     told = folder / f"{name}-1.0.dist-info"
     told.mkdir()
     (told / "METADATA").write_text(METADATA.format(name=name))
     lines = [f"{point} = {target}" for point, target in entry_points.items()]
-    text = "\n".join(["[elasticlib.rendezvous]", *lines, ""])
+    text = "\n".join([f"[{group}]", *lines, ""])
     (told / "entry_points.txt").write_text(text)
     return folder
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+import socket
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from distributions import install, path_with
 from etcd_server import BINARY, EtcdServer
-from jobs import Job
-from torchruns import need_our_entry_points, place_flags, torchrun, world
+from jobs import Job, Node
+from pages import blocks_of
+from torchruns import ALLREDUCE, need_our_entry_points, place_flags, torchrun, world
 
 BACKENDS = ("el-tcp", "el-file", "el-etcd")
 
@@ -35,6 +40,12 @@ def endpoint(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterat
             yield server.endpoint
 
 
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        return int(chosen.getsockname()[1])
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -57,3 +68,85 @@ def test_under_torchrun_a_job_survives_its_workers_and_nodes_and_grows_again(
     assert not set(last.values()) & set(second.values())
     job.finish()
     assert [node.exit_code() for node in (a, c)] == [0, 0]
+
+
+def test_a_job_that_cannot_go_on_without_it_ends_for_all_with_the_reason(
+    job: Job, tmp_path: Path
+) -> None:
+    flags = place_flags("el-file", tmp_path / "meeting", "2")
+    a = torchrun(job, "a", *flags, "--max-restarts", "3")
+    script = "import os, sys; sys.exit(3)"
+    b = torchrun(job, "b", *flags, "--no-python", worker=(sys.executable, "-c", script))
+    assert [b.exit_code(), a.exit_code()] == [1, 1]
+    a.says(r"RendezvousClosedError: failed: .*exit code 3, its node's last restart")
+
+
+def test_who_comes_late_to_a_job_that_succeeded_is_told_so(job: Job, tmp_path: Path) -> None:
+    flags = (*place_flags("el-file", tmp_path / "meeting", "1", "launch=one"), "--no-python")
+    assert torchrun(job, "a", *flags, worker=("true",)).exit_code() == 0
+    late = torchrun(job, "late", *flags, worker=("touch", str(tmp_path / "ran")))
+    assert late.exit_code() == 1
+    late.says("RendezvousClosedError: succeeded: 1 nodes done; nothing was run here")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_who_fails_for_good_leaves_and_serves_the_store_until_the_others_are_done(
+    job: Job, free_port: int
+) -> None:
+    flags = (*place_flags("el-tcp", f"127.0.0.1:{free_port}", "1:2"), "--max-restarts", "3")
+    host = torchrun(job, "host", *flags[:-1], "0")
+    first = world(job, 1)
+    other = torchrun(job, "other", *flags)
+    both = world(job, 2, but=first.values())
+    kill(both[0])
+    alone = world(job, 1, but=both.values())
+    assert host.process.poll() is None
+    kill(alone[0])
+    world(job, 1, but=alone.values())
+    job.finish()
+    assert [other.exit_code(), host.exit_code()] == [0, 1]
+
+
+def elasticrun(job: Job, name: str, *flags: str, **extra: str) -> Node:
+    return job.start(name, *job.agent("--max-restarts", "3", *flags, program=ALLREDUCE), **extra)
+
+
+def test_under_elasticrun_torchs_own_rendezvous_lets_a_latecomer_in_and_recovers(
+    job: Job, free_port: int
+) -> None:
+    place = ("--rdzv-endpoint", f"127.0.0.1:{free_port}", "--rdzv-id", "job", "--nnodes", "1:2")
+    flags = ("--rdzv-backend", "torch-c10d", *place, "--rdzv-conf", "last_call_timeout=1")
+    a = elasticrun(job, "a", *flags)
+    first = world(job, 1)
+    b = elasticrun(job, "b", *flags)
+    second = world(job, 2, but=first.values())
+    kill(second[0])
+    third = world(job, 2, but=(*first.values(), *second.values()))
+    said = [json.loads(f.read_text()) for f in job.folder.glob("place.*.json")]
+    generations = {s["pid"]: int(s["ELASTICLIB_GENERATION"]) for s in said}
+    assert generations[first[0]] == 1
+    assert {generations[pid] for pid in second.values()} == {2}
+    (now,) = {generations[pid] for pid in third.values()}
+    assert now > 2
+    job.finish()
+    assert [node.exit_code() for node in (a, b)] == [0, 0]
+
+
+@pytest.mark.parametrize("launcher", [elasticrun, torchrun])
+def test_a_handler_that_is_registered_for_torchrun_is_used_by_its_name(
+    job: Job, tmp_path: Path, launcher: Callable[..., Node]
+) -> None:
+    (code,) = [code for language, code in blocks_of("plugs.md")[1] if language == "python"]
+    site = install(
+        tmp_path / "site",
+        "mycorp_rendezvous",
+        code,
+        "torchrun.handlers",
+        mycorp="mycorp_rendezvous:get_handler",
+    )
+    place = ("--rdzv-endpoint", str(tmp_path / "file"), "--rdzv-id", "job", "--nnodes", "2")
+    flags = ("--rdzv-backend", "mycorp", *place)
+    nodes = [launcher(job, name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
+    world(job, 2)
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
