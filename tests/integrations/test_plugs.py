@@ -8,14 +8,20 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from distributions import install, path_with
 from etcd_server import BINARY, EtcdServer
-from jobs import Job, Node
+from jobs import Job, Node, until
 from pages import blocks_of
 from torchruns import ALLREDUCE, need_our_entry_points, place_flags, torchrun, world
+
+import elasticlib
+from elasticlib.errors import RendezvousClosed
+from elasticlib.launch.from_torch import HandlerFromTorch, open_from_torch
+from elasticlib.rendezvous.change import ChangeKind
 
 BACKENDS = ("el-tcp", "el-file", "el-etcd")
 
@@ -150,3 +156,58 @@ def test_a_handler_that_is_registered_for_torchrun_is_used_by_its_name(
     world(job, 2)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def opened(port: int, slots: int, role: str, nodes: tuple[int, int]) -> HandlerFromTorch:
+    node = elasticlib.Node("id", "host", "127.0.0.1", slots, role)
+    request = elasticlib.BackendRequest(
+        endpoint=f"127.0.0.1:{port}",
+        run_id="job",
+        options={"last_call_timeout": "1"},
+        timeout=5.0,
+        node=node,
+        limits=elasticlib.Limits(*nodes),
+        timing=elasticlib.Timing(),
+    )
+    return open_from_torch("torch-c10d", request)
+
+
+def test_what_torch_leaves_to_agents_the_nodes_of_ours_tell_one_another(free_port: int) -> None:
+    with ThreadPoolExecutor() as threads:
+        a = opened(free_port, 2, "trainer", (1, 2))
+        first = a.next_rendezvous()
+        assert (first.generation, first.seat.world_size, first.max_restarts) == (1, 2, None)
+        assert a.wait_for_change(0.0) is None
+        b = opened(free_port, 1, "reader", (1, 2))
+        joining = threads.submit(b.next_rendezvous)
+        change = until("the newcomer to be seen", lambda: a.wait_for_change(0.0))
+        assert change.kind is ChangeKind.RESIZE
+        infos = sorted([a.next_rendezvous(), joining.result(60.0)], key=lambda info: info.rank)
+    assert [info.generation for info in infos] == [2, 2]
+    assert {info.incarnation for info in infos} == {first.incarnation}
+    assert {info.bootstrap_store_info for info in infos} != {first.bootstrap_store_info}
+    assert sorted(info.seat.slots for info in infos) == [1, 2]
+    assert infos[1].seat.first_rank == infos[0].seat.slots
+    assert [info.seat.first_role_rank for info in infos] == [0, 0]
+    assert a.report_done()
+    assert a.wait_for_change(0.0) is None
+    assert b.report_done()
+    assert [h.wait_for_change(0.0).kind for h in (a, b)] == [ChangeKind.SUCCEEDED] * 2
+    # A node that is done ends the rendezvous for all, as torchrun does.
+    assert b.shutdown()
+    until("the end to be seen, which torch's handler reads once a second", a.is_closed)
+    assert a.shutdown()
+
+
+def test_a_node_that_is_told_to_go_leaves_torchs_rendezvous_open(free_port: int) -> None:
+    with ThreadPoolExecutor() as threads:
+        a, b = (opened(free_port, 1, "trainer", (2, 2)) for _ in range(2))
+        joining = [threads.submit(handler.next_rendezvous) for handler in (a, b)]
+        assert [future.result(60.0).world_size for future in joining] == [2, 2]
+        assert b.shutdown()
+        # One that has read nothing yet.
+        assert not opened(free_port, 1, "trainer", (2, 2)).is_closed()
+        waiting = threads.submit(a.next_rendezvous)
+        assert a.shutdown()
+        with pytest.raises(RendezvousClosed, match="this node has left"):
+            waiting.result(60.0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import pytest
+from distributions import install
 from jobs import Job
 from pages import blocks_of
 from torch.distributed.elastic.rendezvous import (
@@ -26,7 +27,9 @@ from torchruns import need_our_entry_points, torchrun
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
+from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
 from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.meeting import open_meeting
 from elasticlib.launch.torch_names import TORCH_C10D
 from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
 from elasticlib.launch.torchrun_store import GenerationEnded
@@ -260,6 +263,26 @@ def test_restarts_that_only_our_rendezvous_can_hold_back_are_refused_beside_torc
 def test_who_changes_from_torchrun_to_elasticrun_may_leave_the_backends_name() -> None:
     assert LaunchConfig(rdzv_backend="el-tcp").rdzv_backend == "tcp"
     assert torchs(rdzv_backend="el-etcd").rdzv_backend == "etcd"
+
+
+def test_a_name_registered_for_torchrun_is_taken_where_nobody_registered_it_with_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {"mycorp": "no_such_module:get", "both": "no_such_module:get", "tcp": "no:get"}
+    folder = install(tmp_path / "site", "corp", "", "torchrun.handlers", **points)
+    install(folder, "other", "", both="no_such_module:open")
+    monkeypatch.syspath_prepend(folder)
+    assert [is_torchs(name) for name in ("mycorp", "both", "tcp")] == [True, False, False]
+    assert [name for name in BACKENDS if name not in OUR_BACKENDS][-3:] == [
+        "both",
+        "torch-c10d",
+        "mycorp",
+    ]
+    assert torchs(rdzv_backend="mycorp", rdzv_endpoint="", rdzv_configs={"any": 1}).of_torch
+    config = torchs(rdzv_backend="mycorp", rdzv_configs={"join_timeout": "soon"})
+    assert config.foreign_options == {"join_timeout": "soon"}
+    with pytest.raises(ConfigError, match=r"mycorp = no_such_module:get \(corp\) failed: ValueErr"):
+        open_meeting(config)
 
 
 # The page.
