@@ -14,7 +14,6 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -28,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import RendezvousHandler as TorchHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ..clock import duration
 from ..errors import (
     ElasticError,
     RendezvousClosed,
@@ -228,7 +228,7 @@ class HandlerFromTorch(RendezvousHandler):
         store.set(f"{PREFIX}{rank}", json.dumps(said))
         keys = [f"{PREFIX}{number}" for number in range(nodes)]
         try:
-            store.wait(keys, timedelta(seconds=MEET_SECONDS))
+            store.wait(keys, duration(MEET_SECONDS))
         except RuntimeError as error:
             raise RendezvousError(
                 f"not all of the {nodes} nodes that torch's rendezvous has settled with have said "

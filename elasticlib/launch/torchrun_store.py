@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from ..clock import duration
 from ..errors import RendezvousError
 
 LOOK_SECONDS = 0.05
@@ -87,7 +87,7 @@ class AgentStore(PrefixStore):
                 port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
+                timeout=duration(timeout),
             )
 
         store = watched(connect, ended, patience)
@@ -117,7 +117,7 @@ class AgentStore(PrefixStore):
                 raise
             return [self._own_role for _ in keys]
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
         self._asked("wait", list(keys), *(() if timeout is None else (timeout,)))
 
     def add(self, key: str, amount: int) -> int:

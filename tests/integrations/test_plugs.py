@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from distributions import install, path_with
 from etcd_server import BINARY, EtcdServer
 from jobs import Job, Node, until
 from pages import blocks_of
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torchruns import ALLREDUCE, need_our_entry_points, place_flags, torchrun, world
 
 import elasticlib
@@ -211,3 +214,28 @@ def test_a_node_that_is_told_to_go_leaves_torchs_rendezvous_open(free_port: int)
         assert a.shutdown()
         with pytest.raises(RendezvousClosed, match="this node has left"):
             waiting.result(60.0)
+
+
+LEAVING = """
+import sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+conf = {"keep_alive_interval": "60"}
+params = RendezvousParameters("el-file", sys.argv[1], "job", 2, 2, "127.0.0.1", **conf)
+get_rendezvous_handler(params).next_rendezvous()
+sys.exit(1)
+"""
+
+
+def test_an_agent_that_torch_ends_without_a_word_still_leaves_at_once(tmp_path: Path) -> None:
+    # As after a signal, when torchrun does not shut handlers down; the lease is of 5 minutes.
+    conf = {"keep_alive_interval": "60"}
+    place = ("el-file", str(tmp_path / "meeting"), "job", 2, 2, "127.0.0.1")
+    handler = get_rendezvous_handler(RendezvousParameters(*place, **conf))
+    command = [sys.executable, "-c", LEAVING, str(tmp_path / "meeting")]
+    with subprocess.Popen(command) as process:
+        assert handler.next_rendezvous().world_size == 2
+        assert process.wait(60.0) == 1
+    assert until("the other to be missed", handler.num_nodes_waiting) > 0
+    handler._leave()  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from jobs import Job
 from pages import blocks_of
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -25,7 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.run import config_from_args, parse_args
 from torchruns import need_our_entry_points, torchrun
 
-from elasticlib.errors import ConfigError
+from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
 from elasticlib.launch.config import LaunchConfig
@@ -33,6 +35,7 @@ from elasticlib.launch.meeting import open_meeting
 from elasticlib.launch.torch_names import TORCH_C10D
 from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
 from elasticlib.launch.torchrun_store import GenerationEnded
+from elasticlib.stores.tcp import TcpStore
 
 QUICK = {
     "keep_alive_interval": "0.1",
@@ -171,6 +174,29 @@ def test_a_job_that_is_closed_is_over_for_torchs_agents_in_torchs_words(make: Ma
 def test_who_waits_for_too_long_is_told_in_torchs_words(make: Make) -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"join_timeout=0\.3 s"):
         make(nodes=(2, 2), join_timeout="0.3").next_rendezvous()
+
+
+def test_nodes_with_the_secret_meet_and_no_other_gets_in_nor_one_of_elasticrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port = chosen.getsockname()[1]
+    asked = params(f"127.0.0.1:{port}", nodes=(2, 2), join_timeout="9", **QUICK)
+    monkeypatch.setenv("ELASTICLIB_SECRET", "of the job")
+    handlers = [open_for_torchrun("tcp", asked) for _ in range(2)]
+    joining = [Joining(handler) for handler in handlers]
+    assert sorted(j.result().rank for j in joining) == [0, 1]
+    with (
+        TcpStore("127.0.0.1", port, job="job", secret=b"of the job") as elasticruns,
+        pytest.raises(StoreRefused, match="job@torchrun"),
+    ):
+        elasticruns.get("key")
+    monkeypatch.delenv("ELASTICLIB_SECRET")
+    stranger = open_for_torchrun("tcp", asked)
+    with pytest.raises(RendezvousConnectionError, match="secret"):
+        stranger.next_rendezvous()
+    for handler in (stranger, handlers[1], handlers[0]):
+        handler._leave()
 
 
 def test_nodes_that_end_well_end_the_job_well(make: Make) -> None:
