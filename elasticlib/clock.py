@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 Clock = Callable[[], float]
 
@@ -15,6 +16,11 @@ Clock = Callable[[], float]
 def monotonic() -> float:
     """Seconds since an arbitrary origin, never going back."""
     return time.monotonic()
+
+
+def duration(seconds: float) -> timedelta:
+    """So many seconds, as torch's stores take them."""
+    return timedelta(seconds=seconds)
 
 
 def wall() -> float:

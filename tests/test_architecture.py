@@ -86,6 +86,10 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",
+    # The launch is torchrun's, which knows nothing of our secret.
+    "launch/torchrun_handler.py",
+    # It tells torch's handler, which asks the environment alone, how to let latecomers in.
+    "launch/from_torch.py",
     # Between two execs: it takes out what Python put in, and reads nothing.
     "workers/enter.py",
     # In a worker, or in a script under another launcher: it looks where to leave its error.json.

@@ -16,12 +16,13 @@ from ..rendezvous.timing import Timing
 from ..workers.output_plan import OutputPlan
 from ..workers.spec import check_start
 from ..workers.streams import StreamChoice
-from .backends import BACKENDS, OUR_BACKENDS
+from .backends import BACKENDS, OUR_BACKENDS, is_torchs
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions, check_replicas
 from .tcp_endpoints import check_endpoints, parts_of
 from .torch_fields import check_shutdown, plain_values, texts
+from .torch_names import check_beside_torchs, our_name
 
 MASTER_PORT = 29500
 LONGEST = 1e6
@@ -169,7 +170,7 @@ class LaunchConfig:
     run_id: str = "none"
     role: str = "default_role"
     rdzv_endpoint: str = ""
-    rdzv_backend: str = "tcp"
+    rdzv_backend: str = attrs.field(default="tcp", converter=our_name)
     rdzv_configs: Mapping[str, Any] = attrs.field(factory=dict)
     rdzv_timeout: float = -1
     max_restarts: int = 3
@@ -248,6 +249,8 @@ class LaunchConfig:
             )
         if self.rdzv_backend == "static":
             self._check_static()
+        if self.of_torch:
+            check_beside_torchs(self)
         if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
             raise ConfigError(
                 f"the {self.rdzv_backend} backend may hold several jobs: name each job with an "
@@ -313,7 +316,7 @@ class LaunchConfig:
     @property
     def alone(self) -> bool:
         """Whether this node needs nobody, and no place to meet."""
-        return not self.rdzv_endpoint
+        return not self.rdzv_endpoint and not self.of_torch
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -326,9 +329,14 @@ class LaunchConfig:
         return self.rdzv_backend not in OUR_BACKENDS
 
     @property
+    def of_torch(self) -> bool:
+        """Whether the handler is of torch's kind, to which all of --rdzv-conf belongs."""
+        return is_torchs(self.rdzv_backend)
+
+    @property
     def foreign_options(self) -> dict[str, str]:
         """The keys of --rdzv-conf that are not ours to read."""
-        ours = {*_READERS, "timeout"}
+        ours: set[str] = set() if self.of_torch else {*_READERS, "timeout"}
         return {key: str(value) for key, value in self.rdzv_configs.items() if key not in ours}
 
     @property

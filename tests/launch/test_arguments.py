@@ -215,7 +215,7 @@ def test_a_quorum_counts_where_the_store_may_move(
 
 def test_an_unknown_backend_is_refused_by_the_config_too() -> None:
     with pytest.raises(
-        ConfigError, match="one of tcp, c10d, file, static, etcd, etcd-v2, got 'zk'"
+        ConfigError, match="one of tcp, c10d, file, static, etcd, etcd-v2, torch-c10d, got 'zk'"
     ):
         LaunchConfig(rdzv_backend="zk")
 
