@@ -12,7 +12,7 @@ import signal
 import threading
 
 
-def ignore_signals_worker_init(worker_id: int) -> None:
+def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch gives it
     """A `worker_init_fn`: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 do not end this loader's workers.
 
     ::

@@ -1,4 +1,4 @@
-"""Loader workers under real signals: they outlive those to everybody, and obey their own process."""
+"""Loader workers under real signals: they outlive what all are sent, and obey their own process."""
 
 from __future__ import annotations
 
