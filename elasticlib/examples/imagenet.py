@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from elasticlib import (
@@ -94,7 +96,9 @@ def learning_rate(args: argparse.Namespace, epochs_done: float) -> float:
     return float(args.lr * 0.1 ** (int(epochs_done) // args.lr_step))
 
 
-def loader(images: Images, batches: ElasticBatchSampler, args: argparse.Namespace) -> DataLoader:  # type: ignore[type-arg]
+def loader(
+    images: Images, batches: ElasticBatchSampler, args: argparse.Namespace
+) -> DataLoader[tuple[Tensor, int, int]]:
     """This rank's share of each batch that is left: images, labels, and their numbers."""
     return DataLoader(
         images,
@@ -313,4 +317,9 @@ def add_folder_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    main(parse())
+    try:
+        main(parse())
+    except ConfigError as wrong:
+        # As of wrong arguments: by this code a launcher knows that another try is no use.
+        print(f"imagenet.py: {wrong}", file=sys.stderr)
+        sys.exit(2)

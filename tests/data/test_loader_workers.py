@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 TRAINING = """
     import os, signal, sys
@@ -34,7 +35,7 @@ RAISES = TRAINING + "    raise ValueError('a broken step, while the iterator is 
 
 
 @contextmanager
-def training(code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that trains, in a group of its own, and the pids of its loader's workers."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -43,6 +44,8 @@ def training(code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # In which multiprocessing's sockets stay behind with workers that had to be ended.
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
         assert process.stdout
@@ -53,8 +56,10 @@ def training(code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         process.communicate(timeout=30)
 
 
-def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader_worker() -> None:
-    with training(LOADS_ON) as (process, workers):
+def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader_worker(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path, LOADS_ON) as (process, workers):
         assert len(workers) == 2
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM):
             os.killpg(process.pid, number)
@@ -63,8 +68,8 @@ def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader
     assert (out.split(), process.returncode) == (["4", "400"], 0), err
 
 
-def test_a_training_process_that_raises_with_an_iterator_in_hand_ends() -> None:
-    with training(RAISES) as (process, workers):
+def test_a_training_process_that_raises_with_an_iterator_in_hand_ends(tmp_path: Path) -> None:
+    with training(tmp_path, RAISES) as (process, workers):
         ended = [os.pidfd_open(pid) for pid in workers]
         _, err = process.communicate("\n", timeout=20)
         assert process.returncode == 1
