@@ -35,7 +35,7 @@ def build_model(arch: str, classes: int) -> nn.Module:
             f"whose names begin with {', '.join(FAMILIES)}"
         )
     models = _torchvision_models(arch)
-    known = models.list_models(module=models.resnet)
+    known = models.list_models(include=[f"{family}*" for family in FAMILIES])
     if arch not in known:
         raise ConfigError(f"--arch is {arch!r}, torchvision has {', '.join(known)}")
     model: nn.Module = models.get_model(arch, weights=None, num_classes=classes)
