@@ -261,12 +261,12 @@ def say(text: str) -> None:
 
 
 def at_least(least: int) -> Any:
-    def read(text: str) -> int:
+    def number(text: str) -> int:
         if int(text) < least:
             raise argparse.ArgumentTypeError(f"need at least {least}, got {text}")
         return int(text)
 
-    return read
+    return number
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -145,6 +145,8 @@ def test_chance_depends_on_seed_epoch_and_number_alone(shapes: Path) -> None:
     assert torch.equal(whole, seen(0, 3, forward[::-1], workers=2))
     assert torch.equal(whole[20:], seen(0, 3, forward[20:]))
     # No two images or epochs have the same chances.
+    augment, image = Augment(8, 0, 3), images.open(0)
+    assert not torch.equal(augment(image, 0), augment(image, 1))
     assert not any(torch.equal(*pair) for pair in zip(whole, seen(0, 4, forward), strict=True))
     assert not any(torch.equal(*pair) for pair in zip(whole, seen(1, 3, forward), strict=True))
 
