@@ -75,6 +75,7 @@ _HOMES = {
         "LogicalWorker",
     ),
     "data.batches": ("ElasticBatchSampler", "CollateOrEmpty"),
+    "data.loader_workers": ("ignore_signals_worker_init",),
     "data.batch": (
         "BatchPlan",
         "MicroBatch",
@@ -113,6 +114,7 @@ if TYPE_CHECKING:
     from .data.batches import CollateOrEmpty as CollateOrEmpty
     from .data.batches import ElasticBatchSampler as ElasticBatchSampler
     from .data.deal import Position as Position
+    from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
     from .data.permute import Permutation as Permutation
     from .data.permute import permutation as permutation
     from .data.ranges import Shards as Shards

@@ -102,8 +102,9 @@ MAY_READ_THE_ENVIRONMENT = {
     "checkpoint/here.py",
     # In a worker: where its agent's memory is, and which run and generation it is of.
     "checkpoint/told.py",
-    # A training script, which is what the variables are for.
+    # Training scripts, which is what the variables are for.
     "examples/train_text.py",
+    "examples/imagenet.py",
 }
 # Where a training script's checkpoints meet its agent: what is saved is told, and stops are heard.
 MEETS_ITS_AGENT = {("checkpoint/here.py", "workers/context.py")}
