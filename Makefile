@@ -42,7 +42,7 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@touch $@
 
 test-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q $(INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 2 --dist loadfile $(INTEGRATIONS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
