@@ -46,6 +46,7 @@ PURE = {
     "workers/error_file.py",
     "workers/exits.py",
     "workers/output_plan.py",
+    "workers/places.py",
     "workers/streams.py",
     "data/deal.py",
     "data/state.py",
