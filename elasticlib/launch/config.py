@@ -21,6 +21,7 @@ from .backends import BACKENDS, OUR_BACKENDS
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions, check_replicas
+from .torchrun_options import TorchrunOptions
 
 MASTER_PORT = 29500
 LONGEST = 1e6
@@ -154,8 +155,9 @@ class LaunchConfig:
     shown, None for all; log_line_prefix_template: what stands before each line of `tee`, with
     `${role_name}`, `${rank}` and `${local_rank}`. virtual_local_rank: each worker sees its own GPU
     alone, as device 0. numa_binding: which processors near its GPU a worker is bound to.
-    start_method: `warm` or `spawn`. preload: what workers that are started warm have imported
-    besides torch.
+    start_method: `warm` (also `fork` and `forkserver`) or `spawn`. preload: what workers that are
+    started warm have imported besides torch. torchrun: what else it takes from its variables and
+    plug-ins.
     """
 
     min_nodes: int = 1
@@ -186,6 +188,7 @@ class LaunchConfig:
     numa_binding: str | None = None
     start_method: str = "warm"
     preload: tuple[str, ...] = ()
+    torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions)
 
     def __attrs_post_init__(self) -> None:
         if self.rdzv_backend not in BACKENDS:

@@ -29,10 +29,13 @@ from ..workers.function import pickled
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
+from ..workers.output_plan import OutputPlan
 from ..workers.processors import bindings
 from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
 from . import report
 from .config import TCP_BACKENDS, LaunchConfig
+from .events import RecordingAgent, entry_name
+from .logs_specs import open_logs_specs
 from .meeting import open_meeting
 from .secret import read_secret
 
@@ -82,7 +85,7 @@ class elastic_launch:
             pickled(entrypoint)
         result = run_node(self._config, entrypoint)
         if result.state is not WorkerState.SUCCEEDED:
-            raise ChildFailedError(_name(entrypoint), result)
+            raise ChildFailedError(entry_name(entrypoint), result)
         return result.values
 
 
@@ -92,12 +95,6 @@ def _with_args(entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[An
     if isinstance(entrypoint, Entrypoint):
         return attrs.evolve(entrypoint, args=(*entrypoint.args, *args))
     return Function(entrypoint, args)
-
-
-def _name(entrypoint: Entrypoint) -> str:
-    if isinstance(entrypoint, Function):
-        return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
-    return str(attrs.astuple(entrypoint, recurse=False)[0])
 
 
 def run_node(
@@ -127,7 +124,9 @@ def run_node(
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     try:
-        agent = LocalElasticAgent(
+        told = config.torchrun.event_log_handler == "console"
+        kind = RecordingAgent if told else LocalElasticAgent
+        agent = kind(
             spec,
             meeting.handler,
             runners,
@@ -156,15 +155,26 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
     """Processes of this machine, as a launch has them."""
     return LocalWorkers(
         os.environ,
-        output=config.output,
+        output=_output(config),
         log_dir=config.log_dir,
         run_id=config.run_id,
-        python=sys.executable,
+        python=config.torchrun.python or sys.executable,
         processors=_processors(config),
         ignored=options.kept_from_workers,
         start_method=config.start_method,
         preload=config.preload,
     )
+
+
+def _output(config: LaunchConfig) -> OutputPlan:
+    specs = open_logs_specs(
+        config.torchrun.logs_specs,
+        log_dir=config.log_dir,
+        redirects=config.redirects,
+        tee=config.tee,
+        ranks=config.local_ranks_filter,
+    )
+    return attrs.evolve(config.output, specs=specs)
 
 
 def _memory(
