@@ -48,6 +48,7 @@ PURE = {
     "workers/output_plan.py",
     "workers/places.py",
     "workers/streams.py",
+    "workers/timers.py",
     "data/deal.py",
     "data/state.py",
     "data/progress.py",

@@ -153,7 +153,7 @@ def run_node(
 
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
     """Processes of this machine, as a launch has them."""
-    return LocalWorkers(
+    found = LocalWorkers(
         os.environ,
         output=_output(config),
         log_dir=config.log_dir,
@@ -164,6 +164,9 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
         start_method=config.start_method,
         preload=config.preload,
     )
+    if config.torchrun.timer_file is not None:
+        found.serve_timers(config.torchrun.timer_file)
+    return found
 
 
 def _output(config: LaunchConfig) -> OutputPlan:

@@ -69,8 +69,14 @@ def read_torchrun_variables(
         found["python"] = _interpreter(environment["PYTHON_EXEC"])
     # As torch reads it: whatever is not 1 asks for the other server.
     found["use_libuv"] = environment.get("USE_LIBUV", "1") == "1"
+    pipe = environment.get("TORCHELASTIC_TIMER_FILE", "")
     if environment.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
-        found["timer_file"] = environment.get("TORCHELASTIC_TIMER_FILE", "")
+        found["timer_file"] = pipe
+    elif pipe:
+        notes.append(
+            f"TORCHELASTIC_TIMER_FILE={pipe} has no effect, and workers do not see it: nobody "
+            "listens there without TORCHELASTIC_ENABLE_FILE_TIMER=1"
+        )
     return found, tuple(notes)
 
 

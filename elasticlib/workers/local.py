@@ -39,6 +39,8 @@ from .run_folder import RunFolder
 from .shared_folder import SharedFolder
 from .spec import SNAPSHOTS, Worker, WorkerGroup, WorkerSpec, worker_environment
 from .starting import Starter, program
+from .timer_server import VARIABLE as TIMERS
+from .timer_server import TimerServer
 from .warm import Warm
 
 log = logging.getLogger("elasticlib.workers")
@@ -111,6 +113,17 @@ class LocalWorkers(Workers):
         self._channels.begin()
         self._kills: int | None = None
         self._late: list[Output] = []
+        self._timers: TimerServer | None = None
+
+    def serve_timers(self, path: str) -> None:
+        """Before the first start: workers may set timers by torch's `FileTimerClient`, and are sent
+        the signal they asked for when one runs out. path: of the pipe, empty for one of its own,
+        which it has as well where somebody else listens.
+        """
+        self._timers = TimerServer(path, self._guardian, self._leaders)
+
+    def _leaders(self) -> list[int]:
+        return [process.popen.pid for process in dict(self._processes).values()]
 
     @property
     def folder(self) -> Path:
@@ -136,6 +149,8 @@ class LocalWorkers(Workers):
         self._channels.begin()
         self._kills = oom_kills()
         worker = group.workers[0]
+        if self._timers is not None:
+            self._timers.open()
         try:
             environments, places = self._lay_out(group)
             for worker in group.workers:
@@ -197,6 +212,8 @@ class LocalWorkers(Workers):
         self._guardian.open()
         folder = self._folder.of(group.attempt, worker.local_rank)
         environment[CHANNEL] = self._channels.open(worker.local_rank)
+        if self._timers is not None:
+            environment[TIMERS] = self._timers.path
         environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         what = program(group.spec.entrypoint, worker.local_rank, folder)
         output = Output(self._output, worker, group.spec.role, places).open()
@@ -323,6 +340,8 @@ class LocalWorkers(Workers):
             output.drain(deadline)
         self._late.clear()
         self._channels.close_all()
+        if self._timers is not None:
+            self._timers.close()
         self.memory.remove()
         self._starter.close()
         self._folder.remove()
