@@ -10,13 +10,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
+from ..clock import wall
 from ..errors import ConfigError
 from ..workers.spec import WorkerState
 from .arguments import read_launch
 from .first_process import stand_in
+
+if TYPE_CHECKING:
+    from ..agent.interface import RunResult
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -43,9 +48,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
     _show(told(result))
+    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        _leave_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
+
+
+def _leave_error(path: str | None, result: RunResult) -> None:
+    """Whoever started this launcher may ask it for its error, as torchx and an outer launcher do.
+
+    Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.
+    """
+    from .report import as_error_file
+
+    if not path:
+        return
+    try:
+        with open(path, "wb") as file:
+            file.write(as_error_file(result, wall()))
+    except OSError as error:
+        log.warning("TORCHELASTIC_ERROR_FILE=%s cannot be written: %s", path, error.strerror)
 
 
 def _open_streams() -> None:

@@ -20,6 +20,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "TORCHELASTIC_HEALTH_CHECK_PORT": "elasticrun answers no health checks",
     "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "workers in the kernel's uninterruptible sleep "
     "are not looked for; --hang-timeout finds those that make no steps",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "workers never share a store with the rendezvous, and "
+    "theirs is served by their agent",
 }
 """Variables that torchrun heeds and elasticrun does not, and why; none of them is an error."""
 
@@ -63,7 +65,7 @@ def read_torchrun_variables(
     notes = [
         f"{name}={environment[name]} has no effect: {why}"
         for name, why in WITHOUT_EFFECT.items()
-        if environment.get(name)
+        if environment.get(name, "") not in ("", "0")
     ]
     if environment.get("PYTHON_EXEC") and python:
         found["python"] = _interpreter(environment["PYTHON_EXEC"])

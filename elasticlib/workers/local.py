@@ -305,7 +305,7 @@ class LocalWorkers(Workers):
         # A number that has passed to another process is in another session.
         return stacks.dump(
             {
-                local: (pid, processes[local].folder)
+                local: (pid, processes[local].error_file.parent)
                 for local, pid in asked.items()
                 if local in processes and session.holds(processes[local].popen.pid, pid)
             }
