@@ -93,7 +93,8 @@ class LocalWorkers(Workers):
         self._environment = dict(environment)
         self._output = output or OutputPlan()
         self._guardian = Guardian()
-        # Whoever says where output goes has people look there.
+        # Whoever else says where output goes has a folder for it, and ours is our own affair.
+        log_dir = log_dir if self._output.specs is None else None
         kept = log_dir is not None or (self._output.any and self._output.specs is None)
         self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
         self._starter = Starter(

@@ -11,7 +11,7 @@ from ..errors import ConfigError, describe
 from .output_plan import OutputPlan
 from .places import NOWHERE, Places, reified
 
-VARIABLE = "TORCHELASTIC_VARIABLE"
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 class LogsSpecs(Protocol):

@@ -12,12 +12,10 @@ timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
 with timer.expires(after=60.0, scope="long enough"):
     pass
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-with timer.expires(after=0.3 if first else 60.0, scope="a step"):
-    if first and rank == "1":
+hangs = first and rank == "1"
+with timer.expires(after=0.3 if hangs else 60.0, scope="a step"):
+    if hangs:
         threading.Event().wait(60.0)
-    elif first:
-        # Let go of in time: it is not this one that is ended.
-        pass
 (folder / f"{rank}.{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
 if first:
     threading.Event().wait(60.0)
