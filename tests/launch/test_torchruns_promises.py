@@ -79,6 +79,7 @@ def restarted(place: Path) -> Ran:
         *("--start-method", "fork", PROGRAM),
         args=("0:1:raise", "1:0:3", "--rank=${local_rank}", "--nproc-per-node=9"),
         PYTHON_EXEC=str(place / "python"),
+        STUB_TORCH_TOLD=str(place / "with"),
     ).end()
 
 
@@ -94,6 +95,8 @@ def spent(place: Path) -> Ran:
         TORCHELASTIC_ERROR_FILE=str(place / "error.json"),
         OMP_NUM_THREADS="3",
         LOGLEVEL="ERROR",
+        USE_LIBUV="0",
+        STUB_TORCH_TOLD=str(place / "without"),
     ).end()
 
 
@@ -181,6 +184,14 @@ def test_omp_num_threads_is_kept_and_otherwise_shared_out(restarted: Ran, spent:
     assert spent.told("OMP_NUM_THREADS") == ["3", "3"]
     shared = max(1, len(os.sched_getaffinity(0)) // 2)
     assert restarted.told("OMP_NUM_THREADS") == [str(shared)] * 2
+
+
+def test_the_workers_store_is_served_without_libuv_if_asked(
+    restarted: Ran, spent: Ran, place: Path
+) -> None:
+    assert (restarted.code, spent.code) == (0, 1)
+    told = [json.loads((place / name).read_text())["use_libuv"] for name in ("with", "without")]
+    assert told == [True, False]
 
 
 def test_events_on_the_console_tell_of_every_attempt_in_torchs_shape(restarted: Ran) -> None:
