@@ -30,28 +30,30 @@ def worker_count(text: str) -> int:
         raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
     import torch
 
-    found = _accelerators(torch)
     if text == "auto":
-        return max(found.values(), default=0) or count_cores()
+        return _accelerators(torch) or count_cores()
+    own = torch._C._get_privateuse1_backend_name()
     kind = "cuda" if text == "gpu" else text
-    if found.get(kind):
-        return found[kind]
-    names = ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
-    if kind not in names:
+    counts = {name: _count(torch, name) for name in ("cuda", "xpu", own)}
+    if kind not in counts:
         raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
-    here = ", ".join(f"{count} {name}" for name, count in found.items()) or "no accelerator"
+    if counts[kind]:
+        return counts[kind]
+    here = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     raise ConfigError(
         f"--nproc-per-node {text}: torch {torch.__version__} sees no {text.upper()} on this "
-        f"machine; it sees {here} and {count_cores()} processors (cpu)"
+        f"machine; it sees {here or 'no accelerator'} and {count_cores()} processors (cpu)"
     )
 
 
-def _accelerators(torch: Any) -> dict[str, int]:
-    """By kind, as torch calls it. A torch has one kind at a time."""
+def _accelerators(torch: Any) -> int:
+    """Those of the kind that this torch prefers."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:  # older than 2.6
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return {"cuda": count} if count else {}
-    if not accelerator.is_available():
-        return {}
-    return {accelerator.current_accelerator().type: accelerator.device_count()}
+        return _count(torch, "cuda")
+    return int(accelerator.device_count()) if accelerator.is_available() else 0
+
+
+def _count(torch: Any, kind: str) -> int:
+    devices = getattr(torch, kind, None)
+    return int(devices.device_count()) if devices is not None and devices.is_available() else 0

@@ -27,6 +27,7 @@ log = logging.getLogger("elasticlib.workers")
 
 VARIABLE = "TORCHELASTIC_TIMER_FILE"
 CHUNK = 1 << 16
+JOIN_SECONDS = 5.0
 
 
 class TimerServer:
@@ -117,7 +118,10 @@ class TimerServer:
         if self._thread is None or self._wake is None:
             return
         os.write(self._wake[1], b"x")
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            # It stands before a console that takes nothing, and may still look at these.
+            return
         self._thread = None
         for number in (self._pipe, *self._wake):
             os.close(number)
