@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from distributions import install, path_with
 from jobs import PROGRAMS
+from torch.distributed.elastic.events import Event, EventSource
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
@@ -83,6 +84,7 @@ def test_logs_specs_of_torchrun_and_timers_of_torch_work_as_they_are(
     script.write_text(TRAIN.format(program=str(PROGRAMS / "timed_worker.py")))
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--logs-specs", "flat")
     output = ("--log-dir", str(logs), "-r", "3", "-t", "1:1", "--duplicate-stdout-filters", "loss")
+    flags = (*flags, "--event-log-handler", "console")
     done = subprocess.run(
         [sys.executable, "-m", "elasticlib.launch", *flags, *output, str(script), str(seen)],
         env={
@@ -102,6 +104,9 @@ def test_logs_specs_of_torchrun_and_timers_of_torch_work_as_they_are(
     # The second fails for good, where the specs have it told.
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].endswith("ValueError: in the end (1 of 1 restarts used)")
+    events = [Event.deserialize(line) for line in done.stderr.splitlines() if line[:1] == "{"]
+    assert events[-1].metadata["state"] == "FAILED"
+    assert events[-1].source is EventSource.AGENT
     ranked = [f"{restart}.{rank}" for restart in (0, 1) for rank in (0, 1)]
     files = {f"{name}.{kind}" for name in ranked for kind in ("out", "err")}
     assert {path.name for path in logs.iterdir()} == {*files, "1.0.json", "loss"}
