@@ -68,6 +68,7 @@ _HOMES = {
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig",),
     "launch.supervision_flags": ("SupervisionOptions",),
+    "launch.torchrun_options": ("TorchrunOptions",),
     "launch.elastic_launch": ("elastic_launch",),
     "data.sampler": ("ElasticDistributedSampler",),
     "logical.workers": (
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
+    from .launch.torchrun_options import TorchrunOptions as TorchrunOptions
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .rendezvous.document import FailureKind as FailureKind

@@ -23,6 +23,7 @@ from .supervision_flags import SupervisionOptions, check_replicas
 from .tcp_endpoints import check_endpoints, parts_of
 from .torch_fields import check_shutdown, plain_values, texts
 from .torch_names import check_beside_torchs, our_name
+from .torchrun_options import TorchrunOptions
 
 MASTER_PORT = 29500
 LONGEST = 1e6
@@ -149,9 +150,11 @@ class LaunchConfig:
     lost; a folder for the file backend, `host:port,host:port` for etcd, what a backend of another
     distribution takes, or empty for one node alone. rdzv_configs: the keys of --rdzv-conf;
     rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
-    an empty one. start_method: `warm` (or `forkserver`) or `spawn`. log_line_prefix_template: what
+    an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`. log_line_prefix_template: what
     stands before each line of `tee`, with `${role_name}`, `${rank}` and `${local_rank}`. What
-    logs_specs, numa_options and signals_to_handle say is found in our own fields, too.
+    torch's DefaultLogsSpecs, numa_options and signals_to_handle say is found in our own fields, too;
+    logs_specs may be another of torch's kind, or the name of an entry point of
+    `torchrun.logs_specs`. event_log_handler: `null`, or `console` to write an event a line.
     virtual_local_rank: each worker sees its own GPU alone, as device 0. shutdown_timeout: seconds
     between SIGTERM and SIGKILL; None: what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
 
@@ -160,7 +163,8 @@ class LaunchConfig:
     store_grace: seconds for which the store may be away. local_ranks_filter: those whose output is
     shown, None for all. supervision: signals, drains, resizes and what else there is to the budget
     of restarts. numa_binding: which processors near its GPU a worker is bound to. preload: what
-    workers that are started warm have imported besides torch.
+    workers that are started warm have imported besides torch. torchrun: what else torchrun takes
+    from its variables.
     """
 
     min_nodes: int = 1
@@ -197,6 +201,7 @@ class LaunchConfig:
     local_ranks_filter: frozenset[int] | None = attrs.field(default=None, kw_only=True)
     numa_binding: str | None = attrs.field(default=None, kw_only=True)
     preload: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         for name, value in plain_values(self).items():

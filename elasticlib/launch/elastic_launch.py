@@ -30,10 +30,13 @@ from ..workers.function import pickled
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
+from ..workers.output_plan import OutputPlan
 from ..workers.processors import bindings
 from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
+from .events import RecordingAgent, entry_name
+from .logs_specs import open_logs_specs
 from .meeting import open_meeting
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
@@ -75,7 +78,7 @@ class elastic_launch:
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
         result = run_node(self._config, entrypoint)
-        name = _name(entrypoint)
+        name = entry_name(entrypoint)
         if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
             number = signal.Signals(result.signal)
             raise SignalException(f"{name}: {result.state.value}: {result.reason}", number, result)
@@ -97,12 +100,6 @@ def _with_args(entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[An
     if isinstance(entrypoint, Entrypoint):
         return attrs.evolve(entrypoint, args=(*entrypoint.args, *args))
     return Function(entrypoint, args)
-
-
-def _name(entrypoint: Entrypoint) -> str:
-    if isinstance(entrypoint, Function):
-        return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
-    return str(attrs.astuple(entrypoint, recurse=False)[0])
 
 
 def run_node(
@@ -132,7 +129,9 @@ def run_node(
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     try:
-        agent = LocalElasticAgent(
+        told = config.event_log_handler == "console"
+        kind = RecordingAgent if told else LocalElasticAgent
+        agent = kind(
             spec,
             meeting.handler,
             runners,
@@ -159,17 +158,31 @@ def run_node(
 
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
     """Processes of this machine, as a launch has them."""
-    return LocalWorkers(
+    found = LocalWorkers(
         os.environ,
-        output=config.output,
+        output=_output(config),
         log_dir=config.log_dir,
         run_id=config.run_id,
-        python=sys.executable,
+        python=config.torchrun.python or sys.executable,
         processors=_processors(config),
         ignored=options.kept_from_workers,
         start_method=config.start_method,
         preload=config.preload,
     )
+    if config.torchrun.timer_file is not None:
+        found.serve_timers(config.torchrun.timer_file)
+    return found
+
+
+def _output(config: LaunchConfig) -> OutputPlan:
+    specs = open_logs_specs(
+        config.logs_specs,
+        log_dir=config.log_dir,
+        redirects=config.redirects,
+        tee=config.tee,
+        ranks=config.local_ranks_filter,
+    )
+    return attrs.evolve(config.output, specs=specs)
 
 
 def _memory(

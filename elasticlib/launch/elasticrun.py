@@ -11,13 +11,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
+from ..clock import wall
 from ..errors import ConfigError
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
 from .first_process import stand_in
+
+if TYPE_CHECKING:
+    from ..agent.interface import RunResult
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -35,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reaped is not None:
             return reaped
         # After the command line was read, so that --help and mistakes are answered at once.
-        from ..workers.record import pass_on
-        from .elastic_launch import failed, run_node
+        from .elastic_launch import run_node
         from .report import told
 
         _start_logging(os.environ.get("LOGLEVEL", "INFO"))
@@ -46,10 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
-    if result.state is WorkerState.FAILED:
-        # To whoever runs this as a worker of its own, as torchrun does.
-        pass_on(failed("elasticrun", result))
     _show(told(result))
+    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        _leave_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
@@ -63,6 +66,22 @@ def _show_plan(launch: Launch) -> int:
     findings = check_launch(launch.config, launch.entrypoint, os.environ)
     print(show(launch, findings, os.environ), end="")
     return 1 if any(finding.good is False for finding in findings) else 0
+
+
+def _leave_error(path: str | None, result: RunResult) -> None:
+    """Whoever started this launcher may ask it for its error, as torchx and an outer launcher do.
+
+    Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.
+    """
+    from .report import as_error_file
+
+    if not path:
+        return
+    try:
+        with open(path, "wb") as file:
+            file.write(as_error_file(result, wall()))
+    except OSError as error:
+        log.warning("TORCHELASTIC_ERROR_FILE=%s cannot be written: %s", path, error.strerror)
 
 
 def _open_streams() -> None:

@@ -13,6 +13,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ElasticError, StoreError
+from ..rendezvous.bootstrap import open_threaded_torch_store, open_torch_store
 from ..rendezvous.document import Node, Phase
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
@@ -139,6 +140,9 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
+        open_bootstrap=(
+            open_torch_store if config.torchrun.use_libuv else open_threaded_torch_store
+        ),
     )
     return Meeting(handler, store, server, config.run_id, node.id)
 

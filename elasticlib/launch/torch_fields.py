@@ -18,8 +18,10 @@ from ..agent.options import DRAIN_SIGNALS, SIGNALS
 from ..errors import ConfigError
 from ..workers.processors import BINDINGS
 from ..workers.streams import StreamChoice, Streams
+from .logs_specs import check_name
 from .supervision_flags import _numbers
 from .tcp_endpoints import is_any_port_here
+from .torchrun_options import check_event_log_handler
 
 if TYPE_CHECKING:
     from .config import LaunchConfig
@@ -48,8 +50,6 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
         **_logs(config),
         **_binding(config),
         **_signals(config),
-        # Forked from a clean process that serves for nothing else: that is what warm does.
-        "start_method": "warm" if config.start_method == "forkserver" else config.start_method,
     }
 
 
@@ -59,11 +59,7 @@ def _refuse_torchs_own(config: LaunchConfig) -> None:
             "metrics_cfg configures the metrics of torch's agent, which are not here: leave it "
             f"empty, got {dict(config.metrics_cfg)!r}"
         )
-    if config.event_log_handler != "null":
-        raise ConfigError(
-            "event_log_handler is null: the events of torch's agent are not here, got "
-            f"{config.event_log_handler!r}"
-        )
+    check_event_log_handler(config.event_log_handler)
 
 
 def _meeting(config: LaunchConfig) -> dict[str, Any]:
@@ -96,11 +92,16 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
     specs = config.logs_specs
     if specs is None:
         return {}
+    if isinstance(specs, str):
+        check_name(specs)
+        return {}
     # By name, as torch is not imported for this. A subclass may do anything with the files.
     if (type(specs).__module__, type(specs).__qualname__) != LOGS_SPECS:
+        if callable(getattr(specs, "reify", None)):
+            return {}
         raise ConfigError(
-            "logs_specs is torch's DefaultLogsSpecs, or say it with log_dir, redirects, tee and "
-            f"local_ranks_filter, got {specs!r}"
+            "logs_specs is one of torch's LogsSpecs, or the name of an entry point of "
+            f"torchrun.logs_specs, got {specs!r}"
         )
     found = {
         "log_dir": specs.root_log_dir,
@@ -112,7 +113,8 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
         if found["redirects"].any or found["tee"].any:
             raise ConfigError(f"logs_specs sends output to files, and its log_dir is {os.devnull}")
         found["log_dir"] = None
-    return _once(config, "logs_specs", found)
+    # From here on it is ours to say where output goes.
+    return {"logs_specs": None, **_once(config, "logs_specs", found)}
 
 
 def _choice(streams: int | Mapping[int, int]) -> StreamChoice:

@@ -80,10 +80,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             job = None
         if job is not None:
             _name(name)
-            # A Python in a bare locale gives itself one, which the template did for its workers;
-            # and modules may set variables for those that they are imported with.
-            own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
-            return _enter(job, own, changed)
+            return _enter(job, before, changed)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -194,9 +191,20 @@ def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str
     return job
 
 
-def _enter(job: dict[str, object], own: dict[str, str], changed: dict[str, str]) -> list[str]:
-    """Leave nothing in this process by which it could be told from a fresh interpreter."""
+def _enter(job: dict[str, object], before: dict[str, str], changed: dict[str, str]) -> list[str]:
+    """Leave nothing in this process by which it could be told from a fresh interpreter.
+
+    before: the template's variables as its interpreter began. changed: those that modules have set
+    since, for whoever imports them.
+    """
     environment, what, processors = job["environment"], job["what"], job["processors"]
+    told = job["template"]
+    assert isinstance(told, dict)
+    # A Python in a bare locale gives itself one, which the template did for its workers.
+    own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
+    # What starts the interpreter (PYTHON_EXEC may be a script) has its own say.
+    wrapped = {k: text for k, text in before.items() if told.get(k) != text and k not in own}
+    unset = told.keys() - before.keys()
     os.chdir(str(job["folder"]))
     assert isinstance(processors, list)
     if set(processors) != os.sched_getaffinity(0):
@@ -204,7 +212,9 @@ def _enter(job: dict[str, object], own: dict[str, str], changed: dict[str, str])
     assert isinstance(environment, dict)
     assert isinstance(what, list)
     os.environ.clear()
-    os.environ.update({**own, **environment, **changed})
+    os.environ.update({**own, **environment, **wrapped, **changed})
+    for name in unset:
+        os.environ.pop(name, None)
     _draw_anew()
     return what
 

@@ -62,6 +62,7 @@ class Template:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._environment = dict(environment)
         self._said = ""
         self._heard = threading.Event()
         self._ear = threading.Thread(target=self._listen, name="worker-template", daemon=True)
@@ -112,6 +113,7 @@ class Template:
             job = {
                 "what": list(what),
                 "environment": dict(environment),
+                "template": self._environment,
                 "folder": os.getcwd(),
                 "processors": sorted(os.sched_getaffinity(0)),
             }

@@ -77,8 +77,16 @@ REFUSED = [
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
     ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id names the job"),
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
-    ("--nproc-per-node many SCRIPT", "a number, cpu, gpu or auto, got 'many'"),
-    ("--nproc-per-node gpu SCRIPT", "torch sees no GPU"),
+    ("--nproc-per-node many SCRIPT", "a backend that torch was given, got 'many'"),
+    ("--nproc-per-node gpu SCRIPT", "sees no GPU on this machine; it sees no accelerator and"),
+    ("--nproc-per-node xpu SCRIPT", "sees no XPU on this machine; it sees no accelerator and"),
+    ("--nproc-per-node privateuseone SCRIPT", "sees no PRIVATEUSEONE on this machine"),
+    ("--nproc-per-node 2.5 SCRIPT", "a backend that torch was given, got '2.5'"),
+    ("--event-log-handler file SCRIPT", "--event-log-handler is null or console, got 'file'"),
+    (
+        "--logs-specs mine SCRIPT",
+        "an entry point of the group torchrun.logs_specs: default; got 'mine'",
+    ),
     ("--max-restarts=-1 SCRIPT", "max_restarts >= 0, got -1"),
     ("--monitor-interval 0 SCRIPT", "--monitor-interval is positive"),
     ("--shutdown-timeout=-1 SCRIPT", "--shutdown-timeout is seconds from 0 to 1e+06, got -1.0"),
@@ -124,6 +132,7 @@ REFUSED = [
         "ca_cert in two spellings",
     ),
     ("-m --no-python x", "give one of them"),
+    ("-m --run-path x", "--run-path a script by its path: give one of them"),
     ("no-such-script.py", "no script 'no-such-script.py' here"),
 ]
 
@@ -265,10 +274,11 @@ def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--start-method=fork",), "--start-method is warm or spawn, got 'fork'; warm forks"),
+        (("--start-method=threads",), "is one of warm, spawn, fork, forkserver, got 'threads'"),
         (("--start-method=spawn", "--preload=json"), "--preload is for --start-method warm"),
         (("--preload=a b",), "--preload takes the names of modules, a,b.c, got 'a b'"),
         (("--no-python", "--start-method=warm"), "--no-python runs another program"),
+        (("--no-python", "--start-method=fork"), "--start-method fork is for Python"),
     ],
 )
 def test_a_start_that_cannot_be_is_refused(flags: tuple[str, ...], sentence: str) -> None:
