@@ -23,6 +23,11 @@ from .launch import run_job
 from .options import ENDPOINT, RayOptions
 
 _NAME = "elasticlib.integrations.ray"
+_HELP = {"-h", "--help"}
+_OWN = {
+    *_HELP,
+    *("--address", "--num-cpus", "--num-gpus", "--memory", "--resources", "--working-dir"),
+}
 
 
 def _flags() -> argparse.ArgumentParser:

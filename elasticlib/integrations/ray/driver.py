@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import sys
 import uuid
 from collections.abc import Callable
@@ -158,7 +159,7 @@ class Driver:
         self._fleet.end()
 
     def _heed(self, number: int) -> None:
-        log.warning("signal %d: told to all agents", number)
+        log.warning("%s: told to all agents", signal.Signals(number).name)
         self._asked = number
         options = self._config.supervision.agent
         self._fleet.tell(number)
