@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from jobs import WORKER, Job, Node, alive, check_one_world, generation_of, until
+from pages import blocks_of
 
 pytest.importorskip("ray", reason="Ray is not installed here: make test-integrations has it")
 from ray.cluster_utils import Cluster
@@ -271,3 +272,26 @@ def test_a_job_for_which_there_is_no_room_is_given_up_with_the_reason(job: Job, 
     outcome = said(drive(job, rays, "starve", "2:2"))
     assert outcome["state"] == "failed"
     assert re.search(r"of 2 to 2 agents run|join_timeout", outcome["says"])
+
+
+def test_the_page_on_ray_runs_as_it_stands(job: Job, rays: Rays) -> None:
+    text, blocks = blocks_of("ray.md")
+    [program] = [code for language, code in blocks if language == "python"]
+    train = str(job.folder / "train.py")
+    Path(train).write_text(program)
+    [command] = [code for language, code in blocks if language == "bash"]
+    script = job.folder / "script.py"
+    script.write_text("import os, sys; print(sys.argv[1:], 'rank', os.environ['RANK'])")
+    node = rays.add(num_cpus=2, num_gpus=2)
+    try:
+        ran = job.start("page", sys.executable, train, RAY_ADDRESS=rays.address)
+        assert ran.exit_code() == 0, ran.text
+        assert "{0: 1.0, 1: 1.0}" in ran.text
+        words = command.replace("\\\n", " ").replace("train.py", str(script)).split()
+        assert words.pop(0) == "python"
+        ran = job.start("command", sys.executable, *words, RAY_ADDRESS=rays.address)
+        assert ran.exit_code() == 0, ran.text
+        assert len(re.findall(r"\['--epochs', '3'\] rank [01]", ran.text)) == 2
+    finally:
+        rays.kill(node)
+    assert "ray 2.60" in text

@@ -1,4 +1,4 @@
-"""What a launch on Ray takes and refuses, and what it makes of its nodes' ends; no Ray is needed."""
+"""What a launch on Ray takes and refuses, and what its nodes' ends come to; without Ray."""
 
 from __future__ import annotations
 

@@ -78,15 +78,15 @@ class RayOptions:
 def check(config: LaunchConfig) -> None:
     """Raises ConfigError for what has no meaning where Ray places and the driver hosts."""
     refused = {
-        "--rdzv-backend": config.rdzv_backend not in ("tcp", "c10d") and config.rdzv_backend,
-        "--rdzv-endpoint": config.rdzv_endpoint not in ("", ENDPOINT) and config.rdzv_endpoint,
-        "--node-rank": config.node_rank,
-        "--local-addr": config.local_addr,
-        "--topology": config.topology,
-        "--spares": config.spares,
+        "--rdzv-backend": (config.rdzv_backend, ("tcp", "c10d")),
+        "--rdzv-endpoint": (config.rdzv_endpoint, ("", ENDPOINT)),
+        "--node-rank": (config.node_rank, (None,)),
+        "--local-addr": (config.local_addr, (None,)),
+        "--topology": (config.topology, ("",)),
+        "--spares": (config.spares, (None,)),
     }
-    for flag, value in refused.items():
-        if value not in (None, "", False):
+    for flag, (value, taken) in refused.items():
+        if value not in taken:
             raise ConfigError(f"{flag} has no meaning on Ray, got {value!r}: {_WHY[flag]}")
     for key in ("is_host", "secret_file", "launch"):
         if key in config.rdzv_configs:
