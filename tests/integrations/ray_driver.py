@@ -40,7 +40,7 @@ def train(folder: Path) -> Trained:
     torch.distributed.destroy_process_group()
     print(f"trained on rank {os.environ['RANK']} under {folder.name}", flush=True)
     devices, threads = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_NUM_THREADS"]
-    main = "ray._private.workers.default_worker" in sys.modules
+    main = "__mp_main__" in sys.modules  # what multiprocessing calls another process's
     return Trained(total.item(), devices, threads, os.getcwd(), sys.argv, main)
 
 

@@ -32,8 +32,9 @@ SMALL = {"object_store_memory": 78 * 1024 * 1024}
 QUICK = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
+    # Who is killed refuses the connection at once, and a machine with much to do is slow to answer.
+    "health_check_timeout_ms": 10_000,
+    "health_check_failure_threshold": 5,
 }
 
 
