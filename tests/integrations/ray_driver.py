@@ -40,8 +40,11 @@ def train(folder: Path) -> Trained:
     torch.distributed.destroy_process_group()
     print(f"trained on rank {os.environ['RANK']} under {folder.name}", flush=True)
     devices, threads = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_NUM_THREADS"]
-    main = "__mp_main__" in sys.modules  # what multiprocessing calls another process's
-    return Trained(total.item(), devices, threads, os.getcwd(), sys.argv, main)
+    # Where multiprocessing puts the script of the process that sent this function.
+    main = str(getattr(sys.modules.get("__mp_main__"), "__file__", ""))
+    return Trained(
+        total.item(), devices, threads, os.getcwd(), sys.argv, main.endswith("default_worker.py")
+    )
 
 
 def fail(folder: Path) -> None:
