@@ -69,6 +69,7 @@ PURE = {
     "checkpoint/slot.py",
     "checkpoint/buddies.py",
     "checkpoint/replica_wire.py",
+    "integrations/ray/placement.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
 NEVER_IN_PURE = {
@@ -107,6 +108,10 @@ MAY_READ_THE_ENVIRONMENT = {
     # Training scripts, which is what the variables are for.
     "examples/train_text.py",
     "examples/imagenet.py",
+    # In a Ray actor, which is the agent's process; in a worker; and the command line's LOGLEVEL.
+    "integrations/ray/agent.py",
+    "integrations/ray/function.py",
+    "integrations/ray/__main__.py",
 }
 # Where a training script's checkpoints meet its agent: what is saved is told, and stops are heard.
 MEETS_ITS_AGENT = {("checkpoint/here.py", "workers/context.py")}
@@ -120,7 +125,8 @@ def layer(name: str) -> int:
         return 1
     if name in INTERFACES:
         return 2
-    return 4 if name.startswith("launch/") or name == "__init__.py" else 3
+    composes = name.startswith(("launch/", "integrations/")) or name == "__init__.py"
+    return 4 if composes else 3
 
 
 @functools.cache
@@ -165,6 +171,8 @@ def test_a_file_imports_only_what_its_layer_may(name: str) -> None:
         there = layer(other)
         if other.split("/")[0] == "testing":
             assert folder == "testing", f"{name} imports {other}; only tests import testing"
+        if other.split("/")[0] == "integrations":
+            assert folder == "integrations", f"{name} imports {other}, which is outside"
         if mine <= 2:
             assert there <= mine, f"{name} (layer {mine}) imports {other} (layer {there})"
             if mine == 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import LocalElasticAgent
+from ..agent.elastic import ElasticAgent, LocalElasticAgent
 from ..agent.interface import Memory, RunResult
 from ..agent.observers import SignalObserver
 from ..agent.options import AgentOptions
@@ -108,11 +108,13 @@ def run_node(
     workers: Workers | None = None,
     *,
     persist: Persist = persist,
+    began: Callable[[ElasticAgent], object] | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
     workers: what runs them, if not processes of this machine as the config has them. persist:
-    writes the newest snapshots when the job drains or fails for good.
+    writes the newest snapshots when the job drains or fails for good. began: called with the agent
+    before it runs, for who is to tell it something from another thread.
     """
     _check_log_dir(config.log_dir)
     if config.virtual_local_rank:
@@ -141,6 +143,8 @@ def run_node(
             options=options,
             memory=memory,
         )
+        if began is not None:
+            began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.
         with SignalObserver(options.drain_signals, lambda _: None):
             result = agent.run()

@@ -82,7 +82,7 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
     assert mine.supervision.agent.signals == (signal.SIGTERM, signal.SIGUSR2)
     assert mine.supervision.agent.drain_signals == ()
-    assert (mine.start_method, mine.numa_binding) == ("warm", "node")
+    assert (mine.start_method, mine.numa_binding) == ("forkserver", "node")
     assert (mine.duplicate_stdout_filters, mine.shutdown_timeout) == (("loss",), 4)
     assert attrs.evolve(mine) == mine
 
@@ -149,6 +149,12 @@ class Elsewhere(DefaultLogsSpecs):
     """A class of the user's own, which may send the files anywhere."""
 
 
+def test_specs_of_ones_own_class_say_where_output_goes() -> None:
+    specs = Elsewhere(os.devnull)
+    assert LaunchConfig(1, 1, 1, specs).logs_specs is specs
+    assert LaunchConfig(1, 1, 1, DefaultLogsSpecs(os.devnull)).logs_specs is None
+
+
 SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
 
 
@@ -156,9 +162,9 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
     ("fields", "sentence"),
     [
         ({"metrics_cfg": {"a": "b"}}, "metrics_cfg configures the metrics of torch's agent"),
-        ({"event_log_handler": "console"}, "event_log_handler is null"),
-        ({"logs_specs": Elsewhere(os.devnull)}, "logs_specs is torch's DefaultLogsSpecs, or"),
-        ({"logs_specs": 3}, "logs_specs is torch's DefaultLogsSpecs, or .* got 3"),
+        ({"event_log_handler": "syslog"}, "--event-log-handler is null or console, got 'syslog'"),
+        ({"logs_specs": 3}, "logs_specs is one of torch's LogsSpecs, or the name .* got 3"),
+        ({"logs_specs": "nobodys"}, "--logs-specs names an entry point .* got 'nobodys'"),
         (
             {"logs_specs": DefaultLogsSpecs(os.devnull, tee=Std.ALL)},
             "logs_specs sends output to files, and its log_dir is /dev/null",
@@ -179,7 +185,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
             "signals_to_handle says SIGHUP, and supervision something else",
         ),
         ({"rdzv_timeout": 0}, "timeout is a positive number of seconds"),
-        ({"start_method": "fork"}, "--start-method is warm or spawn, got 'fork'; warm forks"),
+        ({"start_method": "forks"}, "--start-method is warm or spawn"),
         ({"shutdown_timeout": -1}, "--shutdown-timeout is seconds from 0"),
         ({"duplicate_stdout_filters": "loss"}, "filters are a list of texts, got the text 'loss'"),
         (

@@ -138,7 +138,7 @@ def test_specs_that_cannot_be_had_are_refused_with_whose_fault_it_is(
 
 @pytest.mark.usefixtures("installed")
 def test_specs_are_known_by_name_before_anything_is_imported() -> None:
-    assert read_launch(["--logs-specs", "flat", __file__], {}).config.torchrun.logs_specs == "flat"
+    assert read_launch(["--logs-specs", "flat", __file__], {}).config.logs_specs == "flat"
     with pytest.raises(ConfigError, match="broken, default, flat, function, none; got 'mine'"):
         read_launch(["--logs-specs", "mine", __file__], {})
     assert open_logs_specs("default", **NOTHING) is None
