@@ -1,8 +1,9 @@
 """A store that is served at the first of several places where it can be.
 
 When it has not been heard of for a while, its clients go on to the next place, one after another,
-and whoever owns that place serves there. Of a single place it is asked anew whose it is. What was read or leased at one place counts for nothing
-at another: it is for the job's nodes to say again what the job was, if they are enough.
+and whoever owns that place serves there; of a single place it is asked anew whose it is. What was
+read or leased at one place counts for nothing at another: it is for the job's nodes to say again
+what the job was, if they are enough.
 """
 
 from __future__ import annotations
