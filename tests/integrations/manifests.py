@@ -101,9 +101,10 @@ def pytorch_job(job: Yaml, index: int) -> Container:
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
         "PET_MAX_RESTARTS": policy.get("maxRestarts"),
         "PET_RDZV_ID": policy.get("rdzvId"),
+        "PET_RDZV_CONF": ",".join(f"{c['key']}={c['value']}" for c in policy.get("rdzvConf", ())),
     }
     pod = f"{name}-worker-{index}"
-    told = {key: str(value) for key, value in added.items() if value is not None}
+    told = {key: str(value) for key, value in added.items() if value not in (None, "")}
     return _container(replicas["template"], pod, pod, {}, told)
 
 

@@ -50,6 +50,7 @@ VERSIONS = {
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
 }
 ALL = [pytest.param(d, id=f"{f.name}-{d['kind']}") for f in FILES for d in documents(f.name)]
+DNS_SECONDS = 30.0  # what kubeadm writes, for answers and for their absence
 RESERVED = {
     "PET_NNODES",
     "PET_NPROC_PER_NODE",
@@ -154,6 +155,13 @@ def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
     config = launched(CONTAINERS[name]).config
     ours = config.supervision.agent.drain_grace + config.shutdown_timeout + config.timing.close
     assert ours < CONTAINERS[name].grace
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_who_comes_back_to_an_empty_store_waits_for_as_long_as_dns_may_say_something_old(
+    name: str,
+) -> None:
+    assert launched(CONTAINERS[name]).config.limits.last_call == DNS_SECONDS
 
 
 def test_what_the_operator_says_of_a_master_does_not_change_the_launch() -> None:
