@@ -72,7 +72,8 @@ def test_a_pytorchjobs_workers_are_evicted_and_come_back_elsewhere_the_first_of_
     zero.node.says("this node hosts the store")
     pods.publish()
     again = pods.trained(3, after=without)
-    assert one.evict(grace=0.0) == -9
+    # Killed before it could save, and not even its connections are closed.
+    assert one.evict(grace=0.0) not in (0, DRAINED)
     less = pods.trained(2, after=again)
     pods.start(containers[1], f"--samples={SAMPLES}")
     pods.publish()
