@@ -197,7 +197,7 @@ def _container(
         value = one.get("value")
         if value is None:
             value = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
-        environment[one["name"]] = _expanded(value, environment)
+        environment[one["name"]] = expanded(value, environment)
     environment.update(added)
     words = (*container.get("command", ()), *container.get("args", ()))
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
@@ -209,7 +209,7 @@ def _container(
     return Container(
         pod=pod,
         own_name=own_name,
-        command=tuple(_expanded(word, environment) for word in words),
+        command=tuple(expanded(word, environment) for word in words),
         environment=environment,
         grace=float(spec.get("terminationGracePeriodSeconds", 30)),
         shared_memory=shared["sizeLimit"],
@@ -217,6 +217,6 @@ def _container(
     )
 
 
-def _expanded(text: str, environment: Mapping[str, str]) -> str:
+def expanded(text: str, environment: Mapping[str, str]) -> str:
     """$(NAME), as a kubelet reads it: what it does not know stays as it is."""
     return re.sub(r"\$\((\w+)\)", lambda m: environment.get(m[1], m[0]), text)

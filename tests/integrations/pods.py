@@ -12,11 +12,12 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 from hosts import Cluster, Host
-from jobs import PROGRAMS, Node, until
+from jobs import PROGRAMS, Found, Node, until
 from manifests import Container
 
 SUFFIX = ".default.svc.cluster.local"
@@ -115,18 +116,25 @@ class Pods:
         run = [sys.executable, "-m", "elasticlib.launch", *words[1:at], *paced, *words[at + 2 :]]
         return [*run, f"--trace={mount}/trace"]
 
-    def trained(self, world: int, after: int = 0, seconds: float = 60.0) -> int:
+    def launches(self) -> set[str]:
+        """The starts of the job that have trained."""
+        return {path.name.split(".")[-4] for path in self.volume.glob("trace.*.jsonl")}
+
+    def trained(self, world: int, after: int = 0, launch: str = "*") -> int:
         """Waits for a step of so many workers in a generation past `after`, and returns that."""
 
         def look() -> int:
-            for path in self.volume.glob("trace.*.jsonl"):
+            for path in self.volume.glob(f"trace.{launch}.*.*.jsonl"):
                 generation = int(path.name.split(".")[-3])
                 if generation > after and self._worlds(path) == {world}:
                     return generation
             return 0
 
+        return self.wait(f"a step in a world of {world} after generation {after}", look)
+
+    def wait(self, what: str, look: Callable[[], Found]) -> Found:
         try:
-            return until(f"a step in a world of {world} after generation {after}", look, seconds)
+            return until(what, look)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import blocks_of
 
 pytest.importorskip("yaml", reason="needs PyYAML: make test-integrations")
 kubernetes = pytest.importorskip("kubernetes.client.models")
@@ -19,6 +23,7 @@ from manifests import (  # noqa: E402
     Yaml,
     build,
     documents,
+    expanded,
     indexed_job,
     of_kind,
     pytorch_job,
@@ -246,3 +251,43 @@ def test_the_example_that_the_manifests_run_is_there() -> None:
     for container in CONTAINERS.values():
         (module,) = re.findall(r"-m (\S+)", " ".join(container.command))
         assert importlib.util.find_spec(module)
+
+
+# -- docs/kubernetes.md ------------------------------------------------------------------------
+
+TEXT, BLOCKS = blocks_of("kubernetes.md")
+LINES = [line for _, code in BLOCKS for line in code.splitlines()]
+
+
+def test_the_page_names_every_file_and_nothing_else() -> None:
+    named = re.findall(r"\]\(kubernetes/([\w.-]+)\)", TEXT)
+    assert sorted(named) == sorted(path.name for path in FILES[0].parent.iterdir())
+
+
+def test_the_pages_resizes_are_of_what_is_there_and_leave_it_valid() -> None:
+    scale, patch, delete = (shlex.split(line) for line in LINES if line.startswith("kubectl"))
+    assert scale[2] == f"pytorchjob/{PYTORCH_JOB['metadata']['name']}"
+    replicas = int(scale[3].removeprefix("--replicas="))
+    assert replicas <= PYTORCH_JOB["spec"]["elasticPolicy"]["maxReplicas"]
+    assert patch[2] == f"job/{JOB['metadata']['name']}"
+    change = json.loads(patch[4].removeprefix("--patch="))["spec"]
+    assert change["completions"] == change["parallelism"]
+    valid({**JOB, "spec": {**JOB["spec"], **change}})
+    assert delete[2] == f"pod/{indexed_job(JOB, 2).pod}"
+
+
+def test_the_pages_commands_for_a_job_with_a_master_meet_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    environment = with_master(CONTAINERS["pytorchjob"], 1, 2).environment
+    environment = {k: v for k, v in environment.items() if "RDZV" not in k} | {"PET_NNODES": "2"}
+    static, elastic = (
+        read_launch(expanded(line, environment).split()[1:], environment).config
+        for line in LINES
+        if line.startswith("elasticrun")
+    )
+    assert (static.rdzv_backend, static.node_rank) == ("static", 1)
+    assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes) == ("tcp", 1, 2)
+    assert static.rdzv_endpoint == elastic.rdzv_endpoint == "train-master-0:23456"
