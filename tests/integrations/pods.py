@@ -118,7 +118,8 @@ class Pods:
 
     def launches(self) -> set[str]:
         """The starts of the job that have trained."""
-        return {path.name.split(".")[-4] for path in self.volume.glob("trace.*.jsonl")}
+        names = (path.name.removeprefix("trace.") for path in self.volume.glob("trace.*.jsonl"))
+        return {name.rsplit(".", 3)[0] for name in names}
 
     def trained(self, world: int, after: int = 0, launch: str = "*") -> int:
         """Waits for a step of so many workers in a generation past `after`, and returns that."""
