@@ -152,7 +152,9 @@ def run_node(
                 _write_report(runners.kept_folder, result)
             with _signals(options) as stopped:
                 if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-                    meeting.hand_over(stopped, config.timing)
+                    # Of several places the others find the next, however few they are.
+                    needed = 1 if len(config.endpoints) > 1 else config.min_nodes
+                    meeting.hand_over(stopped, config.timing, needed)
                 else:
                     meeting.serve_others(stopped)
         return result

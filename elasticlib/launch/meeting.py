@@ -66,18 +66,19 @@ class Meeting:
             # How this node's run ended is known by now, and a broken server takes nothing of it.
             log.warning("no longer serving the store: %s", error)
 
-    def hand_over(self, stopped: Callable[[], bool], timing: Timing) -> None:
-        """Having left: serve a store that can move until the others have gone on without us.
+    def hand_over(self, stopped: Callable[[], bool], timing: Timing, needed: int) -> None:
+        """Having left: serve the store until the others have gone on without us, if they can.
 
-        What they know of our leaving is in that store, and they need to know it to move on.
+        What they know of our leaving is in that store, and they need to know it to go on.
+        needed: fewer others than this can do nothing before somebody comes.
         """
-        if not isinstance(self.store, MovingStore) or self.store.server is None:
+        if self.server is None or self.store is None:
             return
         keys, deadline = Keys(self.run_id), monotonic() + timing.close
         try:
             while not stopped() and monotonic() < deadline:
                 read = Read(keys, self.store.list(keys.job))
-                if not read.live(set()):
+                if len(read.live(set())) < needed:
                     return
                 if _goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.

@@ -1,6 +1,7 @@
 """Where the TCP store of a launch is served, and by whom: decided by addresses, not by names.
 
-Whoever can bind an endpoint hosts it. The decision explains itself in one line.
+Whoever can bind an endpoint hosts it. The decision explains itself in one line, and is taken again
+where a name may yet come to mean this machine: a container's does so some time after it starts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class TcpMeetingPlace:
     def __init__(self, config: LaunchConfig, secret: bytes | None) -> None:
         self._config = config
         self._secret = secret
+        self._said, self._taken = "", False
 
     def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
         """The server, if this node is the host, and a client.
@@ -44,21 +46,34 @@ class TcpMeetingPlace:
             server = self._serve("127.0.0.1", 0)
             return server, self._reach(server.host, server.port)
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
-        if len(endpoints) > 1:
-            places = [
-                Place(
-                    join_endpoint(host, port),
-                    partial(self._reach_at, host, port),
-                    partial(self._host_if_ours, host, port),
-                )
-                for host, port in endpoints
-            ]
-            return None, MovingStore(places, patience=config.timing.lease)
+        places = [
+            Place(
+                join_endpoint(host, port),
+                partial(self._reach_at, host, port),
+                partial(self._host_if_ours, host, port),
+            )
+            for host, port in endpoints
+        ]
+        patience = config.timing.lease
+        if len(places) > 1:
+            return None, MovingStore(places, patience=patience)
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
             return hosted, self._reach(hosted.host, hosted.port)
-        return None, self._reach_at(host, port)
+        if self._must is False or self._taken or _is_literal(host):
+            return None, places[0].reach()
+        # The name may come to mean this machine. (Where it does, and another of its processes
+        # serves there, that is for whoever started the two of them to look after.)
+        return None, MovingStore(places, patience=patience)
+
+    @property
+    def _must(self) -> bool | None:
+        """Whether this node is to host, or must not; None where addresses decide."""
+        must = self._config.options.is_host
+        if self._config.rdzv_backend == "static" and must is None:
+            return self._config.node_rank == 0
+        return must
 
     def _serve(self, address: str, port: int) -> TcpStoreServer:
         allow_descriptors(self._config.max_nodes + SPARE_DESCRIPTORS)
@@ -81,10 +96,7 @@ class TcpMeetingPlace:
 
     def _host_if_ours(self, host: str, port: int) -> TcpStoreServer | None:
         """The server, if the endpoint is an address of this machine that nobody serves yet."""
-        must = self._config.options.is_host
-        if self._config.rdzv_backend == "static" and must is None:
-            must = self._config.node_rank == 0
-        if must is False:
+        if self._must is False:
             return None
         endpoint = join_endpoint(host, port)
         tried: list[str] = []
@@ -93,16 +105,27 @@ class TcpMeetingPlace:
                 server = self._serve(address, port)
             except OSError as error:
                 tried.append(f"{address}: {error.strerror}")
+                self._taken |= error.errno == errno.EADDRINUSE
                 if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                     raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
                 continue
             log.info("this node hosts the store at %s", server.address)
             return server
-        why = "; ".join(tried) or "the name resolves to nothing here"
-        if must:
-            raise ConfigError(f"this node is to host the store at {endpoint}, but cannot: {why}")
-        log.info("another process hosts the store at %s (%s)", endpoint, why)
+        self._explain(host, endpoint, tried)
         return None
+
+    def _explain(self, host: str, endpoint: str, tried: list[str]) -> None:
+        why = "; ".join(tried)
+        if self._must and tried and (self._taken or not _is_hostname(host)):
+            raise ConfigError(f"this node is to host the store at {endpoint}, but cannot: {why}")
+        said = f"another process hosts the store at {endpoint} ({why})"
+        if not tried:
+            said = f"the name in {endpoint} means nothing here yet: the store is waited for"
+        elif self._must:
+            said = f"this node hosts the store at {endpoint} once the name means it ({why})"
+        if said != self._said:
+            log.info("%s", said)
+        self._said = said
 
 
 def address_towards(store: TcpStore | MovingStore) -> str:
@@ -147,6 +170,11 @@ def resolve(host: str, port: int) -> list[str]:
 
 def _is_own_name(host: str, found: list[str]) -> bool:
     return len(found) == 1 and not _is_literal(host) and found[0] == outward_address()
+
+
+def _is_hostname(host: str) -> bool:
+    """Whether the first label is this machine's name, of which DNS may say something old."""
+    return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
 
 
 def _is_literal(host: str) -> bool:

@@ -1,8 +1,9 @@
 """A store that is served at the first of several places where it can be.
 
 When it has not been heard of for a while, its clients go on to the next place, one after another,
-and whoever owns that place serves there. What was read or leased at one place counts for nothing
-at another: it is for the job's nodes to say again what the job was, if they are enough.
+and whoever owns that place serves there; of a single place it is asked anew whose it is. What was
+read or leased at one place counts for nothing at another: it is for the job's nodes to say again
+what the job was, if they are enough.
 """
 
 from __future__ import annotations
@@ -189,8 +190,9 @@ class MovingStore(Store):
             if store is not self._store or away < self._patience or self._closed:
                 return
             there = (self._at + 1) % len(self._places)
-            names = self._places[self._at].name, self._places[there].name
-            log.warning("no answer from %s for %.1f s: going on to %s", names[0], away, names[1])
+            if there != self._at:
+                here, on = self._places[self._at].name, self._places[there].name
+                log.warning("no answer from %s for %.1f s: going on to %s", here, away, on)
             self._go_to(there)
 
     def _go_to(self, number: int) -> None:
