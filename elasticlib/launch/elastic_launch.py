@@ -77,19 +77,21 @@ class elastic_launch:
         entrypoint = _with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
-        result = run_node(self._config, entrypoint)
-        name = entry_name(entrypoint)
-        if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-            number = signal.Signals(result.signal)
-            raise SignalException(f"{name}: {result.state.value}: {result.reason}", number, result)
-        if result.state is not WorkerState.SUCCEEDED:
-            raise failed(name, result)
-        return result.values
+        return values_of(entry_name(entrypoint), run_node(self._config, entrypoint))
 
 
-def failed(name: str, result: RunResult) -> ChildFailedError:
-    """The error that tells of this result."""
-    return ChildFailedError(name, failures_of(result.failures), result)
+def values_of(name: str, result: RunResult) -> dict[int, Any]:
+    """What the workers of a run that succeeded returned.
+
+    Raises:
+        ChildFailedError: it failed. SignalException: it was stopped or drained.
+    """
+    if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+        number = signal.Signals(result.signal)
+        raise SignalException(f"{name}: {result.state.value}: {result.reason}", number, result)
+    if result.state is not WorkerState.SUCCEEDED:
+        raise ChildFailedError(name, failures_of(result.failures), result)
+    return result.values
 
 
 def _with_args(entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[Any, ...]) -> Any:
@@ -138,7 +140,7 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=Ladder(grace=_shutdown_timeout(config)),
+            ladder=Ladder(grace=shutdown_seconds(config)),
             interval=config.monitor_interval,
             options=options,
             memory=memory,
@@ -227,7 +229,7 @@ def _processors(config: LaunchConfig) -> Sequence[frozenset[int]]:
         return ()
 
 
-def _shutdown_timeout(config: LaunchConfig) -> float:
+def shutdown_seconds(config: LaunchConfig) -> float:
     """Seconds; torch's variable counts where the config says nothing."""
     if config.shutdown_timeout is not None:
         return config.shutdown_timeout

@@ -15,7 +15,14 @@ from pathlib import Path
 
 import attrs
 
-from elasticlib import AgentOptions, ChildFailedError, LaunchConfig, SupervisionOptions, context
+from elasticlib import (
+    AgentOptions,
+    ChildFailedError,
+    LaunchConfig,
+    SignalException,
+    SupervisionOptions,
+    context,
+)
 from elasticlib.integrations.ray import RayOptions, ray_launch
 
 FOLDER = Path(sys.argv[3])
@@ -84,6 +91,8 @@ def main() -> None:
     work = {"fail": fail, "save": save}.get(mode, train)
     try:
         values = ray_launch(config, work, options)(FOLDER)
+    except SignalException as error:
+        print(json.dumps({"state": error.result.state.value}))
     except ChildFailedError as error:
         said = attrs.asdict(error.cause) if error.cause else None
         state = error.result.state.value

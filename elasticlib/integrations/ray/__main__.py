@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ConfigError, ElasticError
-from ...launch.arguments import build_parser, parse
+from ...launch.arguments import build_flags, read_launch
 from ...launch.report import told
 from ...workers.spec import WorkerState
 from .agent import start_logging
 from .launch import run_job
 from .options import ENDPOINT, RayOptions
+
+log = logging.getLogger("elasticlib.ray")
 
 _NAME = "elasticlib.integrations.ray"
 _HELP = {"-h", "--help"}
@@ -100,18 +102,23 @@ def _run(argv: Sequence[str]) -> int:
     options = _options(_flags().parse_args(mine))
     # Theirs come later, and one that names another place is refused by that name.
     rest = ["--rdzv-endpoint", ENDPOINT, *rest]
-    count = build_parser().parse_args(rest).nproc_per_node
+    flags = build_flags()
+    said = {**flags.read_variables(os.environ)[0], **flags.read_flags(rest)[0]}
+    count = said["nproc_per_node"].value if "nproc_per_node" in said else "1"
     if not str(count).isdigit():
         raise ConfigError(
             f"--nproc-per-node {count} would count what the driver's machine has, and Ray is asked "
             "for it beforehand: give a number"
         )
-    config, entrypoint = parse(rest)
+    launch = read_launch(rest, os.environ)
+    config = launch.config
     level = logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper())
     if not isinstance(level, int):
         raise ConfigError(f"LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got {level!r}")
     start_logging(level, "%(asctime)s elasticlib: %(message)s")
-    result = run_job(config, entrypoint, options)
+    for note in launch.settings.notes:
+        log.warning("%s", note)
+    result = run_job(config, launch.entrypoint, options)
     sys.stderr.write(told(result))
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code

@@ -25,6 +25,7 @@ from ...clock import monotonic
 from ...errors import ElasticError, StoreError
 from ...launch.config import LaunchConfig
 from ...launch.descriptors import allow_descriptors
+from ...launch.elastic_launch import shutdown_seconds
 from ...launch.tcp_place import SPARE_DESCRIPTORS
 from ...rendezvous.keys import Keys, Read
 from ...stores.server import TcpStoreServer
@@ -163,7 +164,7 @@ class Driver:
         self._asked = number
         options = self._config.supervision.agent
         self._fleet.tell(number)
-        self._end(options.drain_grace + self._config.shutdown_timeout)
+        self._end(options.drain_grace + shutdown_seconds(self._config))
 
     # -- placing ------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class Driver:
         else:
             self._results.append(event.result)
             self._fleet.drop(number)
-            self._end(self._config.shutdown_timeout)
+            self._end(shutdown_seconds(self._config))
 
     def _goes_on(self) -> bool:
         """Whether the job does, although one of its agents has failed."""
@@ -223,7 +224,7 @@ class Driver:
         self._fleet.drop(number)
         log.warning("agent %d on Ray node %s is lost: %s", number, node[:8], reason)
         if self._deadline is None and self._job_is_over():
-            self._end(self._config.shutdown_timeout)
+            self._end(shutdown_seconds(self._config))
 
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""

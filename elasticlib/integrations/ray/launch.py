@@ -13,8 +13,8 @@ import attrs
 from ...agent.interface import RunResult
 from ...errors import ConfigError
 from ...launch.config import LaunchConfig
-from ...launch.elastic_launch import ChildFailedError
-from ...workers.spec import Command, Entrypoint, Function, WorkerState
+from ...launch.elastic_launch import values_of
+from ...workers.spec import Command, Entrypoint, Function
 from .driver import run_on
 from .function import read_values, sent
 from .options import RayOptions, check, find_ray
@@ -31,8 +31,9 @@ class ray_launch:
         options: where Ray is and what each agent takes.
 
     Raises:
-        ChildFailedError: the job failed, or was stopped or drained; `failures` holds those of all
-            nodes whose agents came back.
+        ChildFailedError: the job failed; `failures` holds those of all nodes whose agents came
+            back.
+        SignalException: it was stopped or drained.
         ConfigError: it cannot be started as configured.
         ElasticError: it succeeded, and some of its values were lost.
     """
@@ -51,9 +52,8 @@ class ray_launch:
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint, name = self._with_args(args)
         result = run_job(self._config, entrypoint, self._options)
-        if result.state is not WorkerState.SUCCEEDED:
-            raise ChildFailedError(name, result)
-        return read_values(result.values) if isinstance(entrypoint, Function) else result.values
+        values = values_of(name, result)
+        return read_values(values) if isinstance(entrypoint, Function) else values
 
     def _with_args(self, args: tuple[Any, ...]) -> tuple[Entrypoint, str]:
         """What the workers run, and its name."""
