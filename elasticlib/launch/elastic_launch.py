@@ -37,7 +37,7 @@ from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
 from .logs_specs import open_logs_specs
-from .meeting import open_meeting
+from .meeting import Meeting, open_meeting
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
 
@@ -118,14 +118,7 @@ def run_node(
     writes the newest snapshots when the job drains or fails for good. began: called with the agent
     before it runs, for who is to tell it something from another thread.
     """
-    _check_log_dir(config.log_dir)
-    if config.virtual_local_rank:
-        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
-        own_device(config.nproc_per_node - 1, os.environ)
-    if config.preload and isinstance(entrypoint, Command):
-        raise ConfigError(
-            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
-        )
+    _check_here(config, entrypoint)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
@@ -152,16 +145,33 @@ def run_node(
             result = agent.run()
             if isinstance(runners, LocalWorkers):
                 _write_report(runners.kept_folder, result)
-            with _signals(options) as stopped:
-                if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-                    # Of several places the others find the next, however few they are.
-                    needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-                    meeting.hand_over(stopped, config.timing, needed)
-                else:
-                    meeting.serve_others(stopped)
+            _depart(meeting, config, result)
         return result
     finally:
         meeting.close()
+
+
+def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:
+    """Raises ConfigError for what this machine cannot give."""
+    _check_log_dir(config.log_dir)
+    if config.virtual_local_rank:
+        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
+        own_device(config.nproc_per_node - 1, os.environ)
+    if config.preload and isinstance(entrypoint, Command):
+        raise ConfigError(
+            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
+        )
+
+
+def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
+    """Stay for as long as the others need the store that this node serves, if it does."""
+    with _signals(config.supervision.agent) as stopped:
+        if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+            # Of several places the others find the next, however few they are.
+            needed = 1 if len(config.endpoints) > 1 else config.min_nodes
+            meeting.hand_over(stopped, config.timing, needed)
+        else:
+            meeting.serve_others(stopped)
 
 
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:

@@ -215,7 +215,7 @@ class TorchrunHandler(RendezvousHandler):
         if serve:
             self._meeting.serve_others(lambda: False)
         else:
-            self._meeting.hand_over(lambda: False, self._config.timing)
+            self._meeting.hand_over(lambda: False, self._config.timing, self._config.min_nodes)
         self._meeting.close()
         return ended
 

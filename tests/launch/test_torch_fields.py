@@ -18,7 +18,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from elasticlib import AgentOptions, LaunchConfig, SupervisionOptions, elastic_launch
 from elasticlib.errors import ConfigError
-from elasticlib.launch.elastic_launch import _processors, _shutdown_timeout
+from elasticlib.launch.elastic_launch import _processors, shutdown_seconds
 from elasticlib.launch.torch_fields import ours
 from elasticlib.workers.streams import StreamChoice, Streams
 
@@ -125,13 +125,13 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
 
 
 def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _shutdown_timeout(LaunchConfig()) == 30
+    assert shutdown_seconds(LaunchConfig()) == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert _shutdown_timeout(LaunchConfig()) == 7
-    assert _shutdown_timeout(LaunchConfig(shutdown_timeout=3)) == 3
+    assert shutdown_seconds(LaunchConfig()) == 7
+    assert shutdown_seconds(LaunchConfig(shutdown_timeout=3)) == 3
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon' is seconds"):
-        _shutdown_timeout(LaunchConfig())
+        shutdown_seconds(LaunchConfig())
 
 
 def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
