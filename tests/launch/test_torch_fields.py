@@ -185,7 +185,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
             "signals_to_handle says SIGHUP, and supervision something else",
         ),
         ({"rdzv_timeout": 0}, "timeout is a positive number of seconds"),
-        ({"start_method": "forks"}, "--start-method is warm or spawn"),
+        ({"start_method": "forks"}, "--start-method is one of warm, spawn, fork, forkserver, got"),
         ({"shutdown_timeout": -1}, "--shutdown-timeout is seconds from 0"),
         ({"duplicate_stdout_filters": "loss"}, "filters are a list of texts, got the text 'loss'"),
         (
