@@ -1,0 +1,92 @@
+"""Frameworks as shipped, under elasticrun: killed, drained and resized, and counted."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from jobs import Job
+from framework_jobs import BATCH, SAMPLES, SAVE_EVERY, STEPS, FrameworkJob, said, undisturbed
+
+NAMES = ("lightning", "transformers", "accelerate", "torchdata")
+NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
+KILLS = (12, 18)
+"""In the midst of an epoch both: the one after its first checkpoint, which ends an epoch."""
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(params=NAMES)
+def framework(request: pytest.FixtureRequest, job: Job) -> FrameworkJob:
+    pytest.importorskip(NEEDS.get(request.param, request.param))
+    return FrameworkJob(job, request.param)
+
+
+@pytest.fixture(scope="session")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The hash of the weights that a framework's job must end with."""
+    base = tmp_path_factory.mktemp("undisturbed")
+    return lambda name: undisturbed(name, base / name)
+
+
+def test_workers_are_killed_and_the_job_ends_as_if_nothing_had_been(
+    framework: FrameworkJob, right: Callable[[str], str]
+) -> None:
+    kills = ",".join(map(str, KILLS))
+    node = framework.alone("a", "--max-restarts", "2", kills=kills)
+    assert node.exit_code() == 0, node.text
+    assert node.text.count("was killed by SIGKILL") >= len(KILLS)
+    assert said(node, "done") == (STEPS, right(framework.name))
+    found = framework.survey()
+    assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
+    assert found.exactly_once(SAMPLES)
+    snapshots = framework.name in ("accelerate", "torchdata")
+    assert found.redone == sum(1 if snapshots else step % SAVE_EVERY for step in KILLS)
+
+
+def test_a_drain_stops_at_a_step_and_the_next_launch_goes_on_at_the_one_after(
+    framework: FrameworkJob, right: Callable[[str], str]
+) -> None:
+    framework.hold.write_text("7")
+    first = framework.alone("a")
+    framework.trains(7, world=2)
+    first.signal(signal.SIGUSR2)
+    first.says("drain: the workers have")
+    framework.hold.unlink()
+    assert first.exit_code() == 75, first.text
+    stopped_at, _ = said(first, "stopped: drain")
+    assert 7 <= stopped_at <= 9
+    second = framework.alone("b")
+    assert second.exit_code() == 0, second.text
+    assert stopped_at in [line.get("resumed") for line in framework.lines()]
+    assert said(second, "done") == (STEPS, right(framework.name))
+    found = framework.survey()
+    assert (found.steps, found.redone) == (STEPS, 0)
+    assert found.exactly_once(SAMPLES)
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"], indirect=True)
+def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
+    framework: FrameworkJob,
+) -> None:
+    framework.hold.write_text("7")
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", framework.job.store(), "--max-restarts", "2")
+    meet += ("--rdzv-conf", "last_call_timeout=0.5")
+    nodes = {name: framework.start(name, *meet) for name in "ab"}
+    framework.trains(7, world=2)
+    nodes["b"].kill()
+    framework.trains(7, world=1)
+    nodes["c"] = framework.start("c", *meet)
+    nodes["a"].says("resize: the workers have")
+    framework.hold.unlink()
+    framework.trains(8, world=2)
+    for name in "ac":
+        assert nodes[name].exit_code() == 0, nodes[name].text
+    worlds = [line["world_size"] for line in framework.lines() if "step" in line]
+    assert {1, 2} == set(worlds)
+    found = framework.survey()
+    assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
+    # Of the steps that the lost node took part in those since the last checkpoint, and no other.
+    assert found.redone <= 7 % SAVE_EVERY + 1
+    assert found.exactly_once(SAMPLES)
