@@ -98,6 +98,9 @@ MAY_READ_THE_ENVIRONMENT = {
     "checkpoint/told.py",
     # A training script, which is what the variables are for.
     "examples/train_text.py",
+    "examples/trace.py",
+    "examples/with_lightning.py",
+    "examples/with_transformers.py",
 }
 # Where a training script's checkpoints meet its agent: what is saved is told, and stops are heard.
 MEETS_ITS_AGENT = {("checkpoint/here.py", "workers/context.py")}
@@ -154,11 +157,14 @@ def test_a_file_imports_only_what_its_layer_may(name: str) -> None:
         there = layer(other)
         if other.split("/")[0] == "testing":
             assert folder == "testing", f"{name} imports {other}; only tests import testing"
+        if other.split("/")[0] == "integrations":
+            outside = folder in ("integrations", "examples")
+            assert outside, f"{name} imports {other}, which needs what others ship"
         if mine <= 2:
             assert there <= mine, f"{name} (layer {mine}) imports {other} (layer {there})"
             if mine == 0:
                 pytest.fail(f"{name} imports {other}, and layer 0 imports nothing of ours")
-        elif mine == 3 and folder not in ("testing", "examples"):
+        elif mine == 3 and folder not in ("testing", "examples", "integrations"):
             assert there <= 3, f"{name} imports {other}; only launch composes"
             same = other.split("/")[0] == folder
             allowed = same or (name, other) in MEETS_ITS_AGENT

@@ -8,6 +8,7 @@ elasticlib, so that any world size goes on where another was.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,10 +19,23 @@ from elasticlib import (
     CheckpointManager,
     ElasticBatchSampler,
     ElasticDistributedSampler,
+    Stop,
     context,
 )
 from elasticlib.examples.byte_transformer import sha256_of
 from elasticlib.examples.trace import Trace
+
+
+def finish_step(
+    manager: CheckpointManager, step: int, state: dict[str, Any], save_every: int
+) -> Stop | None:
+    """Keep what has to be kept of this step; whether we are to stop after it."""
+    context().step(step)
+    manager.snapshot(step, state)
+    stop = context().should_stop()
+    if stop or step % save_every == 0:
+        manager.save(step, state)
+    return stop
 
 
 def main(args: argparse.Namespace) -> None:
@@ -52,11 +66,7 @@ def main(args: argparse.Namespace) -> None:
                 optimizer.step()
                 batches.advance()
                 step += 1
-                context().step(step)
-                manager.snapshot(step, state)
-                stop = context().should_stop()
-                if stop or step % args.save_every == 0:
-                    manager.save(step, state)
+                stop = finish_step(manager, step, state, args.save_every)
                 if stop:
                     break
             if stop:

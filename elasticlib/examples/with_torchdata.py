@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
             for numbers, x, y in loader:  # one epoch after the other, by itself
                 trace.step(step + 1, sampler.epoch, numbers.tolist(), dist.get_world_size())
                 optimizer.zero_grad()
-                torch.nn.functional.mse_loss(model(x), y).backward()
+                torch.autograd.backward(torch.nn.functional.mse_loss(model(x), y))
                 optimizer.step()
                 step += 1
                 context().step(step)

@@ -39,7 +39,9 @@ def main(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     texts = torch.randint(64, (args.samples, 16))
     data = [{"input_ids": t, "labels": t, "number": n} for n, t in enumerate(texts)]
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    )
     elastic = ElasticCallback()
     settings = TrainingArguments(
         args.checkpoints,
@@ -53,7 +55,11 @@ def main(args: argparse.Namespace) -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = TracingTrainer(
-        model, settings, train_dataset=data, callbacks=[elastic], trace=Trace.of_this_worker(args.trace)
+        model,
+        settings,
+        train_dataset=data,
+        callbacks=[elastic],
+        trace=Trace.of_this_worker(args.trace),
     )
     trainer.train(resume_from_checkpoint=newest_checkpoint(args.checkpoints))
     if trainer.is_world_process_zero():

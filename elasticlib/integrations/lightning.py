@@ -82,9 +82,9 @@ class ElasticCallback(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: object,  # noqa: ARG002
-        batch: object,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         if self._batches is not None:
             self._batches.advance()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 
 import pytest
-from jobs import Job
 from framework_jobs import BATCH, SAMPLES, SAVE_EVERY, STEPS, FrameworkJob, said, undisturbed
+from jobs import Job
 
 NAMES = ("lightning", "transformers", "accelerate", "torchdata")
 NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
@@ -43,6 +44,8 @@ def test_workers_are_killed_and_the_job_ends_as_if_nothing_had_been(
     assert found.exactly_once(SAMPLES)
     snapshots = framework.name in ("accelerate", "torchdata")
     assert found.redone == sum(1 if snapshots else step % SAVE_EVERY for step in KILLS)
+    for socket_folder in framework.job.temporary.glob("pymp-*"):
+        shutil.rmtree(socket_folder)  # multiprocessing's own, of loader workers that were killed
 
 
 def test_a_drain_stops_at_a_step_and_the_next_launch_goes_on_at_the_one_after(
