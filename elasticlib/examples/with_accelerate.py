@@ -1,8 +1,7 @@
 """A plain loop under accelerate's Accelerator that survives crashes, resizes and drains.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 --preload accelerate with_accelerate.py`. The
-Accelerator has the model and the optimizer; the samples are dealt, and the states kept, by
-elasticlib, so that any world size goes on where another was.
+`elasticrun --nproc-per-node 2 --max-restarts 3 --preload accelerate with_accelerate.py`. elasticlib
+deals the samples and keeps the states, so that any world size goes on where another was.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", default="checkpoints", help="a folder, or a URL")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--global-batch", type=int, default=8, help="samples a step, of all ranks")
+    parser.add_argument("--global-batch", type=int, default=8, help="samples a step")
     parser.add_argument("--samples", type=int, default=80)
     parser.add_argument("--save-every", type=int, default=5, metavar="STEPS")
     parser.add_argument("--trace", metavar="PREFIX", help="write which samples each step used")

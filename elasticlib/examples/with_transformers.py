@@ -1,6 +1,6 @@
 """A transformers Trainer that survives crashes, resizes and drains, on a tiny GPT-2 of no download.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 --preload transformers,accelerate
+`elasticrun --nproc-per-node 2 --max-restarts 3 --preload transformers.trainer
 with_transformers.py`. The batch a device is what keeps the global batch: with it the Trainer's own
 way of passing over the samples that it has trained on is right at any world size that divides it.
 """

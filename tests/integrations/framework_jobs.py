@@ -14,7 +14,11 @@ from elasticlib.examples.trace import Survey, survey
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 STEPS = EPOCHS * SAMPLES // BATCH
-PRELOAD = {"lightning": "lightning.pytorch", "transformers": "transformers,accelerate"}
+PRELOAD = {
+    "lightning": "lightning.pytorch",
+    "accelerate": "accelerate",
+    "transformers": "transformers.trainer",
+}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
