@@ -31,6 +31,11 @@ class FrameworkJob:
         self.hold = job.folder / "hold"
         self.checkpoints = job.folder / "checkpoints"
 
+    @property
+    def keeps_each_step(self) -> bool:
+        """Whether the example's loop is its own, with a snapshot in it."""
+        return self.name in ("accelerate", "torchdata")
+
     def start(self, node: str, *flags: str, kills: str = "") -> Node:
         preload = ("--preload", PRELOAD[self.name]) if self.name in PRELOAD else ()
         program = (str(PROGRAMS / "framework_job.py"), self.name, kills, str(self.hold))

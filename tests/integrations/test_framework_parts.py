@@ -103,7 +103,7 @@ def test_lightning_begins_a_resumed_epoch_of_a_plain_loader_again(tmp_path: Path
             super().__init__()
             self.layer, self.last, self.used = torch.nn.Linear(1, 1), last, []
 
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
             if self.global_step == self.last:
                 raise CrashError
             self.used += batch.tolist()

@@ -42,8 +42,8 @@ def test_workers_are_killed_and_the_job_ends_as_if_nothing_had_been(
     found = framework.survey()
     assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
     assert found.exactly_once(SAMPLES)
-    snapshots = framework.name in ("accelerate", "torchdata")
-    assert found.redone == sum(1 if snapshots else step % SAVE_EVERY for step in KILLS)
+    each = framework.keeps_each_step
+    assert found.redone == sum(1 if each else step % SAVE_EVERY for step in KILLS)
     for socket_folder in framework.job.temporary.glob("pymp-*"):
         shutil.rmtree(socket_folder)  # multiprocessing's own, of loader workers that were killed
 
@@ -69,7 +69,6 @@ def test_a_drain_stops_at_a_step_and_the_next_launch_goes_on_at_the_one_after(
     assert found.exactly_once(SAMPLES)
 
 
-@pytest.mark.parametrize("framework", ["lightning", "transformers"], indirect=True)
 def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
     framework: FrameworkJob,
 ) -> None:
@@ -90,6 +89,6 @@ def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
     assert {1, 2} == set(worlds)
     found = framework.survey()
     assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
-    # Of the steps that the lost node took part in those since the last checkpoint, and no other.
-    assert found.redone <= 7 % SAVE_EVERY + 1
+    # Since the last checkpoint, or the last snapshot that the other node has; none by the resize.
+    assert found.redone in ((0, 1) if framework.keeps_each_step else (7 % SAVE_EVERY,))
     assert found.exactly_once(SAMPLES)
