@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -54,14 +55,22 @@ class FrameworkJob:
         return [json.loads(text) for text in texts if text.endswith("\n")]
 
     def trains(self, step: int, world: int) -> None:
-        """Waits until so many ranks have begun this step, or a later one."""
+        """Waits until a rank has begun this step, or a later one, in such a world."""
+        self._until(
+            f"step {step} in a world of {world}",
+            lambda line: line.get("world_size") == world and line["step"] >= step,
+        )
 
-        def look() -> bool:
-            lines = [line for line in self.lines() if line.get("world_size") == world]
-            return any(line["step"] >= step for line in lines)
+    def resumes(self, generation: int) -> None:
+        """Waits until a rank of the generation is about to train."""
+        self._until(
+            f"generation {generation} to train",
+            lambda line: line["generation"] == generation and "resumed" in line,
+        )
 
+    def _until(self, what: str, is_it: Callable[[dict], bool]) -> None:
         try:
-            until(f"step {step} in a world of {world}", look)
+            until(what, lambda: any(map(is_it, self.lines())))
         except AssertionError as error:
             logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.job.nodes)
             raise AssertionError(f"{error}\n{logs}") from None
