@@ -39,13 +39,16 @@ def test_workers_are_killed_and_the_job_ends_as_if_nothing_had_been(
     kills = ",".join(map(str, KILLS))
     node = framework.alone("a", "--max-restarts", "2", kills=kills)
     assert node.exit_code() == 0, node.text
-    assert node.text.count("was killed by SIGKILL") >= len(KILLS)
+    assert "2 of 2 restarts" in node.text
     assert said(node, "done") == (STEPS, right(framework.name))
     found = framework.survey()
     assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
     assert found.exactly_once(SAMPLES)
-    each = framework.keeps_each_step
-    assert found.redone == sum(1 if each else step % SAVE_EVERY for step in KILLS)
+    if framework.keeps_each_step:
+        # The step under way; and the one before, if rank 0 was still keeping it when rank 1 died.
+        assert len(KILLS) <= found.redone <= 2 * len(KILLS)
+    else:
+        assert found.redone == sum(step % SAVE_EVERY for step in KILLS)
 
 
 def test_a_drain_stops_at_a_step_and_the_next_launch_goes_on_at_the_one_after(
@@ -90,5 +93,5 @@ def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
     found = framework.survey()
     assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
     # Since the last checkpoint, or the last snapshot that the other node has; none by the resize.
-    assert found.redone in ((0, 1) if framework.keeps_each_step else (7 % SAVE_EVERY,))
+    assert found.redone in ((0, 1, 2) if framework.keeps_each_step else (7 % SAVE_EVERY,))
     assert found.exactly_once(SAMPLES)
