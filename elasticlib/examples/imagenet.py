@@ -244,6 +244,8 @@ def main(args: argparse.Namespace) -> None:
         elif run.train():
             kept = f"best top-1 {training.progress['best']:.2f}"
             say(f"done: steps {training.step} {kept} weights sha256 {sha256_of(training.model)}")
+    # DDP goes before its group: torch may hang where it goes after.
+    del run
     leave_process_group()
 
 
