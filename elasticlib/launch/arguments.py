@@ -21,7 +21,7 @@ from .cluster import CLUSTERS, read_cluster
 from .config import MASTER_PORT, LaunchConfig
 from .flags import FlagTable
 from .output_flags import add_output_flags, read_output_flags
-from .place_flags import read_place, settle_place
+from .place_flags import read_place, settle_cluster, settle_place
 from .settings import Settings, Source
 from .supervision_flags import add_supervision_flags, read_supervision
 
@@ -192,8 +192,9 @@ def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     layers = [told, variables]
     where = Settings.layered(layers, flags.defaults)["from_env"]
     cluster, said = read_cluster(where, environment)
-    settings = Settings.layered([*layers, flags.read_cluster(said)], flags.defaults, notes)
-    settings = settle_place(settings)
+    from_cluster = flags.read_cluster(said)
+    settings = Settings.layered([*layers, from_cluster], flags.defaults, notes)
+    settings = settle_cluster(settle_place(settings), from_cluster)
     given = argparse.Namespace(**{name: settings[name] for name in flags.options}, **_script(rest))
     try:
         return Launch(_config(given, settings), _entrypoint(given), settings, cluster)
@@ -230,7 +231,7 @@ def _config(given: argparse.Namespace, settings: Settings) -> LaunchConfig:
         store_grace=given.store_grace,
         monitor_interval=given.monitor_interval,
         shutdown_timeout=given.shutdown_timeout,
-        supervision=read_supervision(given),
+        supervision=read_supervision(given, settings.found["drain_signals"].source),
         local_addr=given.local_addr,
         start_method=_start_method(given),
         preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),

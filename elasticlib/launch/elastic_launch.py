@@ -33,7 +33,8 @@ from ..workers.processors import bindings
 from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
 from . import report
 from .config import TCP_BACKENDS, LaunchConfig
-from .meeting import open_meeting
+from .meeting import Meeting, open_meeting
+from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 
 log = logging.getLogger("elasticlib.launch")
@@ -123,10 +124,13 @@ def run_node(
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
+    requeue = find_requeue(config.supervision.requeue, os.environ)
     runners = workers or local_workers(config, options)
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     try:
+        if requeue is not None:
+            check_requeue(meeting, config.rdzv_backend)
         agent = LocalElasticAgent(
             spec,
             meeting.handler,
@@ -143,13 +147,35 @@ def run_node(
             if isinstance(runners, LocalWorkers):
                 _write_report(runners.kept_folder, result)
             with _signals(options) as stopped:
-                if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-                    meeting.hand_over(stopped, config.timing)
-                else:
-                    meeting.serve_others(stopped)
+                _leave(result, meeting, requeue, config, stopped)
         return result
     finally:
         meeting.close()
+
+
+def _leave(
+    result: RunResult,
+    meeting: Meeting,
+    requeue: Requeue | None,
+    config: LaunchConfig,
+    stopped: Callable[[], bool],
+) -> None:
+    """What the other nodes of the job still need of one whose own run is over."""
+    drained = result.state is WorkerState.DRAINED
+    # Only after a signal that means it: SIGTERM is how jobs are cancelled as well.
+    meant = result.signal in config.supervision.agent.drain_signals
+    if requeue is not None and drained and meant:
+        requeue_if_last(requeue, meeting, _longest_drain(config), stopped)
+    if drained or result.state is WorkerState.STOPPED:
+        meeting.hand_over(stopped, config.timing)
+    else:
+        meeting.serve_others(stopped)
+
+
+def _longest_drain(config: LaunchConfig) -> float:
+    """Seconds after which a node that drains has left, or cannot."""
+    grace = config.supervision.agent.drain_grace + config.shutdown_timeout
+    return grace + config.timing.close
 
 
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:

@@ -78,7 +78,7 @@ class Meeting:
                 read = Read(keys, self.store.list(keys.job))
                 if not read.live(set()):
                     return
-                if _goes_on_without(self.me, read):
+                if goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.
                     deadline = min(deadline, monotonic() + timing.refresh)
                 self.store.wait(keys.job, after=read.version, timeout=0.2)
@@ -95,7 +95,7 @@ class Meeting:
             self.own_server.close()
 
 
-def _goes_on_without(node_id: str, read: Read) -> bool:
+def goes_on_without(node_id: str, read: Read) -> bool:
     """Whether the job is over, or a generation without this node has met."""
     document, _ = read.document(None)
     if document is None or document.phase is Phase.OPEN:
