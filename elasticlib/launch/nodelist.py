@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 
 from ..errors import ConfigError
 
@@ -16,11 +17,11 @@ MOST = 65536
 _RANGE = "[0-9]+(?:-[0-9]+)?"
 _NAME = rf"(?:[^\s,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
 _LIST = re.compile(rf"{_NAME}(?:,{_NAME})*")
-_PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
+_PIECE = re.compile(r"\[[^\]]*\]|[^\[\]]+")
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names, in the list's order; of several brackets in one name the last one runs fastest.
+    """The names, in the order of `scontrol show hostnames`.
 
     Numbers are as wide as the first of their range: `n[08-10]` is n08, n09, n10.
 
@@ -34,19 +35,25 @@ def expand_nodelist(text: str) -> list[str]:
         )
     names: list[str] = []
     for entry in re.findall(_NAME, text):
-        pieces = [_numbers(inside) if inside else [plain] for inside, plain in _split(entry)]
-        count = len(names)
-        for piece in pieces:
-            count = (count or 1) * len(piece)
-        if count > MOST:
+        pieces = [
+            _numbers(piece[1:-1]) if piece.startswith("[") else [piece]
+            for piece in _PIECE.findall(entry)
+        ]
+        if len(names) + prod(map(len, pieces)) > MOST:
             raise ConfigError(f"a list of nodes has at most {MOST} names, got {text!r}")
-        names += map("".join, product(*pieces))
+        names += _names(pieces)
     return names
 
 
-def _split(entry: str) -> Iterator[tuple[str, str]]:
-    for found in _PIECE.finditer(entry):
-        yield found.group(1) or "", found.group(2) or ""
+def _names(pieces: list[list[str]]) -> Iterator[str]:
+    """The last bracket runs fastest, and before it the first one: Slurm reads from both ends."""
+    *first, last = pieces
+    if len(last) == 1 and first:
+        *first, numbers = first
+        last = [number + last[0] for number in numbers]
+    for chosen in product(*reversed(first)):
+        head = "".join(reversed(chosen))
+        yield from (head + tail for tail in last)
 
 
 def _numbers(text: str) -> list[str]:

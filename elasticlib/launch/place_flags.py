@@ -39,14 +39,14 @@ def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
     told: what it says, by name; what the user says as well stands beside it, not in its place,
     where there are several of the kind.
     """
-    static = settings["rdzv_backend"] == "static"
-    if settings["standalone"]:
-        settings = _unless_given(settings, "topology", "nodes of one job, and this is one alone")
+    backend = settings["rdzv_backend"]
+    static = backend == "static"
+    if not static and backend not in _TCP:
+        settings = _unless_given(settings, "rdzv_endpoint", f"{backend} has places of its own")
+    if not settings["rdzv_endpoint"]:
+        settings = _unless_given(settings, "topology", "this node is alone")
     elif static:
         settings = _unless_given(settings, "topology", "static ranks are fixed")
-    elif settings["rdzv_backend"] not in _TCP:
-        backend = settings["rdzv_backend"]
-        settings = _unless_given(settings, "rdzv_endpoint", f"{backend} has places of its own")
     most = str(settings["nnodes"]).rpartition(":")[2]
     rank = settings["node_rank"]
     if not static and rank is not None and most.isdigit() and rank >= int(most):
