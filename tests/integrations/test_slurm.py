@@ -203,6 +203,19 @@ def test_a_job_that_is_cancelled_stays_cancelled(submit: Any, slurm: Slurm) -> N
     )
 
 
+def test_where_slurm_refuses_that_is_said_and_the_exit_code_stands(
+    submit: Any, slurm: Slurm
+) -> None:
+    batch = submit("requeue", "--no-requeue")
+    batch.settled(2)
+    slurm.tell("scancel", "--signal=USR1", batch.id)
+    batch.becomes("FAILED")
+    assert slurm.field(batch.id, "ExitCode") == "75:0"
+    assert len(batch.ends(DRAINED)) == 2
+    said = re.findall(r"not requeued: \S*scontrol requeue (\d+) says: (.*)", batch.said)
+    assert said == [(batch.id, "Requested operation is presently disabled for job " + batch.id)]
+
+
 def test_a_node_that_is_drained_alone_leaves_and_nothing_is_requeued(
     submit: Any, slurm: Slurm
 ) -> None:
