@@ -20,6 +20,7 @@ def main() -> None:
         manager.restore(state)
         step = int(state["step"])
         Path(f"start.{rank}.{step}").touch()
+        context().starting()
         say_place()
         while stop is None and not end:
             step += 1
