@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,18 @@ class Batch:
         """Slurm lets a requeued job wait for two minutes from its end, which it sees late."""
 
         def runs() -> bool:
-            if self._slurm.field(job, "JobState") == "PENDING":
+            told = self._slurm.field(job, "StartTime")
+            # Whoever asks again and again is put off again and again.
+            if self._slurm.field(job, "JobState") == "PENDING" and is_later(told):
                 self._slurm.tell("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             return self._slurm.field(job, "JobState") == "RUNNING"
 
         until("the job to run again", runs)
+
+
+def is_later(moment: str) -> bool:
+    """Whether it is yet to come, as Slurm tells times."""
+    return moment != "Unknown" and datetime.fromisoformat(moment) > datetime.now()
 
 
 @pytest.fixture
