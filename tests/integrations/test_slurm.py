@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ SCRIPTS = {
     for language, code in blocks_of("slurm.md")[1]
     if language == "bash"
 }
+MINUTE = timedelta(minutes=1)
 REAL = "container"
 """The one that trains with torch."""
 DRAINED = "drain"
@@ -94,21 +95,26 @@ class Batch:
         assert self._slurm.field(self.id, "Restarts") == "1"
 
     def wake(self, job: str) -> None:
-        """Slurm lets a requeued job wait for two minutes from its end, which it sees late."""
+        """Slurm lets a requeued job wait for two minutes from its end, which it sees late.
+
+        Not at all would be too short: whoever starts in the second in which the job was ended has
+        "credentials revoked".
+        """
 
         def runs() -> bool:
             told = self._slurm.field(job, "StartTime")
             # Whoever asks again and again is put off again and again.
-            if self._slurm.field(job, "JobState") == "PENDING" and is_later(told):
-                self._slurm.tell("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            if self._slurm.field(job, "JobState") == "PENDING" and is_far(told):
+                update = ("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+                self._slurm.tell(*update, check=False)
             return self._slurm.field(job, "JobState") == "RUNNING"
 
         until("the job to run again", runs)
 
 
-def is_later(moment: str) -> bool:
-    """Whether it is yet to come, as Slurm tells times."""
-    return moment != "Unknown" and datetime.fromisoformat(moment) > datetime.now()
+def is_far(moment: str) -> bool:
+    """Whether it is more than half a minute away, as Slurm tells times."""
+    return moment != "Unknown" and datetime.fromisoformat(moment) > datetime.now() + MINUTE / 2
 
 
 @pytest.fixture
