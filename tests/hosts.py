@@ -276,7 +276,7 @@ class Cluster:
 
 
 @functools.cache
-def _why_not() -> str:
+def why_no_hosts() -> str:
     """What keeps this machine from having hosts; empty if nothing does."""
     tools = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if tools:
@@ -291,8 +291,8 @@ def _why_not() -> str:
 @pytest.fixture
 def cluster(job: Job) -> Iterator[Cluster]:
     """Hosts of which nothing is left, and on which the job left nothing either."""
-    if _why_not():
-        pytest.skip(_why_not())
+    if why_no_hosts():
+        pytest.skip(why_no_hosts())
     cluster = Cluster(job)
     try:
         yield cluster

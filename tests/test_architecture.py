@@ -19,6 +19,9 @@ LAYER_0 = {"errors.py", "clock.py", "_version.py"}
 PURE = {
     "endpoint.py",
     "launch/settings.py",
+    "launch/nodelist.py",
+    "launch/slurm.py",
+    "launch/skypilot.py",
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",

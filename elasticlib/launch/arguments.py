@@ -23,7 +23,7 @@ from .config import MASTER_PORT, LaunchConfig
 from .devices import worker_count
 from .flags import FlagTable
 from .output_flags import add_output_flags, read_output_flags
-from .place_flags import read_place, settle_place
+from .place_flags import read_place, settle_cluster, settle_place
 from .settings import Settings, Source
 from .supervision_flags import add_supervision_flags, read_supervision
 from .torchrun_options import EVENT_LOG_HANDLERS, TorchrunOptions, read_torchrun_variables
@@ -216,8 +216,9 @@ def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     layers = [told, variables]
     where = Settings.layered(layers, flags.defaults)["from_env"]
     cluster, said = read_cluster(where, environment)
-    settings = Settings.layered([*layers, flags.read_cluster(said)], flags.defaults, notes)
-    settings = _settle_program(settle_place(settings))
+    from_cluster = flags.read_cluster(said)
+    settings = Settings.layered([*layers, from_cluster], flags.defaults, notes)
+    settings = _settle_program(settle_cluster(settle_place(settings), from_cluster))
     given = argparse.Namespace(**{name: settings[name] for name in flags.options}, **_script(rest))
     try:
         python = not (given.no_python or given.run_path)
@@ -265,7 +266,7 @@ def _config(given: argparse.Namespace, settings: Settings, said: Mapping[str, An
         store_grace=given.store_grace,
         monitor_interval=given.monitor_interval,
         shutdown_timeout=given.shutdown_timeout,
-        supervision=read_supervision(given),
+        supervision=read_supervision(given, settings.found["drain_signals"].source),
         local_addr=given.local_addr,
         start_method=_start_method(given),
         preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),

@@ -38,6 +38,7 @@ from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
+from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
 
@@ -122,10 +123,13 @@ def run_node(
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
+    requeue = find_requeue(config.supervision.requeue, os.environ)
     runners = workers or local_workers(config, options)
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     try:
+        if requeue is not None:
+            check_requeue(meeting, config.rdzv_backend)
         told = config.event_log_handler == "console"
         kind = RecordingAgent if told else LocalElasticAgent
         agent = kind(
@@ -145,7 +149,7 @@ def run_node(
             result = agent.run()
             if isinstance(runners, LocalWorkers):
                 _write_report(runners.kept_folder, result)
-            _depart(meeting, config, result)
+            _depart(meeting, config, result, requeue)
         return result
     finally:
         meeting.close()
@@ -163,15 +167,28 @@ def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:
         )
 
 
-def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
-    """Stay for as long as the others need the store that this node serves, if it does."""
+def _depart(
+    meeting: Meeting, config: LaunchConfig, result: RunResult, requeue: Requeue | None
+) -> None:
+    """Stay for as long as the others need this node, or the store that it serves."""
+    drained = result.state is WorkerState.DRAINED
+    # Only after a signal that means it: SIGTERM is how jobs are cancelled as well.
+    meant = result.signal in config.supervision.agent.drain_signals
     with _signals(config.supervision.agent) as stopped:
-        if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+        if requeue is not None and drained and meant:
+            requeue_if_last(requeue, meeting, _longest_drain(config), stopped)
+        if drained or result.state is WorkerState.STOPPED:
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
             meeting.hand_over(stopped, config.timing, needed)
         else:
             meeting.serve_others(stopped)
+
+
+def _longest_drain(config: LaunchConfig) -> float:
+    """Seconds after which a node that drains has left, or cannot."""
+    grace = config.supervision.agent.drain_grace + shutdown_seconds(config)
+    return grace + config.timing.close
 
 
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:

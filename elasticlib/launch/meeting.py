@@ -80,7 +80,7 @@ class Meeting:
                 read = Read(keys, self.store.list(keys.job))
                 if len(read.live(set())) < needed:
                     return
-                if _goes_on_without(self.me, read):
+                if goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.
                     deadline = min(deadline, monotonic() + timing.refresh)
                 self.store.wait(keys.job, after=read.version, timeout=0.2)
@@ -97,7 +97,7 @@ class Meeting:
             self.own_server.close()
 
 
-def _goes_on_without(node_id: str, read: Read) -> bool:
+def goes_on_without(node_id: str, read: Read) -> bool:
     """Whether the job is over, or a generation without this node has met."""
     document, _ = read.document(None)
     if document is None or document.phase is Phase.OPEN:

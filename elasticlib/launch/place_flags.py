@@ -8,6 +8,7 @@ twice is refused.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -30,6 +31,46 @@ def settle_place(settings: Settings) -> Settings:
     if settings["rdzv_backend"] == "static":
         return _settle_static(settings)
     return _settle_master(settings)
+
+
+def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
+    """These settings, once settled, without what a scheduler says that does not fit the rest.
+
+    told: what it says, by name; what the user says as well stands beside it, not in its place,
+    where there are several of the kind.
+    """
+    backend = settings["rdzv_backend"]
+    static = backend == "static"
+    if not static and backend not in _TCP:
+        settings = _unless_given(settings, "rdzv_endpoint", f"{backend} has places of its own")
+    if not settings["rdzv_endpoint"]:
+        settings = _unless_given(settings, "topology", "this node is alone")
+    elif static:
+        settings = _unless_given(settings, "topology", "static ranks are fixed")
+    most = str(settings["nnodes"]).rpartition(":")[2]
+    rank = settings["node_rank"]
+    if not static and rank is not None and most.isdigit() and rank >= int(most):
+        # A spare, of a job that is told to be smaller than what it was given.
+        settings = _unless_given(settings, "node_rank", f"the job has up to {most} nodes")
+    conf = told.get("rdzv_conf")
+    if conf is None:
+        return settings
+    own = settings.found["rdzv_conf"]
+    if not settings["rdzv_endpoint"] and own.source is Source.CLUSTER:
+        # Nobody is told: it is of no use to a node by itself, and none misses it.
+        default = Setting(settings.defaults["rdzv_conf"], Source.DEFAULT, "default")
+        return settings.with_setting("rdzv_conf", default)
+    if not settings["rdzv_endpoint"] or own.source is Source.CLUSTER:
+        return settings
+    given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
+    more = [text for text in conf.value if text.partition("=")[0] not in given]
+    return settings.with_setting("rdzv_conf", attrs.evolve(own, value=[*own.value, *more]))
+
+
+def _unless_given(settings: Settings, name: str, because: str) -> Settings:
+    if settings.found[name].source is not Source.CLUSTER:
+        return settings
+    return settings.without(name, because=because)
 
 
 def _settle_standalone(settings: Settings) -> Settings:
