@@ -104,5 +104,18 @@ def test_every_file_that_the_readme_names_is_there() -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_the_versions_that_the_readme_names_are_those_that_are_installed() -> None:
+    pins = (ROOT / "tests/integrations/constraints.txt").read_text()
+    pinned = {
+        name.lower().replace("_", "-"): version
+        for name, version in re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE)
+    }
+    table = TEXT.partition("## Where it runs")[2].partition("## ")[0]
+    for name in ("torch", "kubernetes", "kubeflow-training", "kubeflow-trainer-api", "ray", "torchx"):
+        assert f"{name} {pinned[name]}" in table, name
+    four = ", ".join(pinned[n] for n in ("lightning", "transformers", "accelerate", "torchdata"))
+    assert four in table
+
+
 def test_the_readme_quotes_numbers_and_no_placeholders() -> None:
     assert not re.findall(r"\b[A-Z]+_[A-Z]+ s\b", TEXT)
