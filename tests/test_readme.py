@@ -111,7 +111,8 @@ def test_the_versions_that_the_readme_names_are_those_that_are_installed() -> No
         for name, version in re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE)
     }
     table = TEXT.partition("## Where it runs")[2].partition("## ")[0]
-    for name in ("torch", "kubernetes", "kubeflow-training", "kubeflow-trainer-api", "ray", "torchx"):
+    kubes = ("kubernetes", "kubeflow-training", "kubeflow-trainer-api")
+    for name in ("torch", *kubes, "ray", "torchx"):
         assert f"{name} {pinned[name]}" in table, name
     four = ", ".join(pinned[n] for n in ("lightning", "transformers", "accelerate", "torchdata"))
     assert four in table
