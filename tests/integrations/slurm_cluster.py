@@ -107,7 +107,7 @@ class Slurm:
         """What one of Slurm's commands says, on the controller's host."""
         own = {
             "SLURM_CONF": str(self.configuration),
-            "TMPDIR": str(self._cluster.job.temporary),
+            "TMPDIR": str(self._cluster.job.shortcut),
             TAG: self._cluster.job.tag,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }

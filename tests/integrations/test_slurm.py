@@ -40,6 +40,8 @@ class Batch:
         self._slurm = slurm
         self.folder = folder
         self.reports = Job(folder)
+        # Its processes are Slurm's, which has a temporary folder for them.
+        self.reports.shortcut.unlink()
         for name in ("slurm_worker", "slurm_training", "fault_worker"):
             shutil.copy(PROGRAMS / f"{name}.py", folder)
         paths = {"PYTHONPATH": WITHOUT_TORCH}
