@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("agree")
 PROGRAM = Path(__file__).parent.parent / "programs" / "restoring.py"
 NOTHING: dict[str, Any] = {}
 

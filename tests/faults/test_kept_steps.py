@@ -22,7 +22,8 @@ from elasticlib import CheckpointManager
 from elasticlib.examples.demo import children
 from elasticlib.examples.trace import survey
 
-pytestmark = pytest.mark.faults
+# Beside the other faults: nothing here is measured in time, and it lasts the longest.
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("kept steps")]
 
 PACED = str(PROGRAMS / "paced_training.py")
 LAUNCH = (sys.executable, "-m", "elasticlib.launch")
