@@ -80,7 +80,6 @@ def test_no_block_of_code_is_left_unrun() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("demo")
 def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "2400")
     said = run(tmp_path, *demo, seconds=250.0).stdout

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("agree")
 PROGRAM = Path(__file__).parent.parent / "programs" / "restoring.py"
 NOTHING: dict[str, Any] = {}
 

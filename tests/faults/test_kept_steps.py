@@ -22,8 +22,7 @@ from elasticlib import CheckpointManager
 from elasticlib.examples.demo import children
 from elasticlib.examples.trace import survey
 
-# Beside the other faults: nothing here is measured in time, and it lasts the longest.
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("kept steps")]
+pytestmark = pytest.mark.faults
 
 PACED = str(PROGRAMS / "paced_training.py")
 LAUNCH = (sys.executable, "-m", "elasticlib.launch")

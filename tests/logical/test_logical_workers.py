@@ -63,14 +63,12 @@ def trained(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-@pytest.mark.xdist_group("logical")
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "world 1"])
 def test_each_steps_weights_are_bitwise_equal_to_those_of_one_process(trained, name):
     assert trained[name] == trained["world 1"]
     assert len(set(trained[name])) == LAST + 1
 
 
-@pytest.mark.xdist_group("logical")
 @pytest.mark.parametrize(("what", "sentence"), ASTRAY.items())
 def test_ranks_that_begin_otherwise_are_refused_all_with_one_sentence(trained, what, sentence):
     (said,) = trained[what]

@@ -18,7 +18,6 @@ from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.lines import TAIL_BYTES, TAIL_LINES
 from elasticlib.workers.spec import Function, Script
 
-pytestmark = pytest.mark.xdist_group("ends")
 START = Path(__file__).parents[2] / "elasticlib" / "workers" / "start.py"
 
 THREAD = """

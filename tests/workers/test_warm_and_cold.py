@@ -31,7 +31,6 @@ from elasticlib.workers.spec import (
 )
 from elasticlib.workers.streams import parse_streams
 
-pytestmark = pytest.mark.xdist_group("warm and cold")
 PROBE = str(Path(__file__).parent.parent / "programs" / "probe.py")
 
 
