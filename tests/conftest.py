@@ -47,6 +47,11 @@ LONG = (
     "test_membership.py",
     "test_elasticrun.py",
     "test_warm_and_cold.py",
+    "test_plugs.py",
+    "test_frameworks.py",
+    "test_kubernetes.py",
+    "test_ray.py",
+    "test_slurm.py",
 )
 """Files that take the longest; each file is one process's, and what begins last should be short."""
 
