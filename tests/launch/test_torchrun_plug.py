@@ -222,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"store_type": "file"}, "store_type is not an option of elasticlib"),
     ({"nodes": (1, 2), "endpoint": ""}, "2 nodes need a place to meet"),
     ({"run_id": "none", "backend": "el-file"}, "name each job with an --rdzv-id"),
-    ({"cacert": "x"}, "cacert belong to --rdzv-backend etcd"),
+    ({"cacert": "x"}, "cacert belongs to --rdzv-backend etcd"),
 ]
 
 
