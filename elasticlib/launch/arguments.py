@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -224,7 +224,9 @@ def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
         python = not (given.no_python or given.run_path)
         said, unheard = read_torchrun_variables(environment, python=python)
         settings = attrs.evolve(settings, notes=(*settings.notes, *unheard))
-        return Launch(_config(given, settings, said), _entrypoint(given), settings, cluster)
+        config = _config(given, settings, said)
+        settings = attrs.evolve(settings, notes=(*settings.notes, *_timeouts(config)))
+        return Launch(config, _entrypoint(given), settings, cluster)
     except ConfigError as error:
         raise _with_origins(error, settings) from error.__cause__
 
@@ -277,6 +279,15 @@ def _config(given: argparse.Namespace, settings: Settings, said: Mapping[str, An
         **read_output_flags(given),
         **read_place(settings, high),
     )
+
+
+def _timeouts(config: LaunchConfig) -> Iterator[str]:
+    conf = config.rdzv_configs
+    if {"timeout", "join_timeout"} <= set(conf) and not config.of_torch:
+        yield (
+            f"--rdzv-conf timeout={conf['timeout']} is passed over: "
+            f"join_timeout={conf['join_timeout']} goes before it"
+        )
 
 
 def _start_method(given: argparse.Namespace) -> str:

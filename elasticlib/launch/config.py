@@ -71,11 +71,11 @@ def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
             raise ConfigError(
                 f"--rdzv-conf {key} is not an option of elasticlib: {_ELSEWHERE[key]}"
             )
-        # torch's older backends call it so.
+        # torch's older backends call it so, and its newer ones pass it over.
         name = "join_timeout" if key == "timeout" else key
-        if name in found:
-            raise ConfigError("--rdzv-conf takes timeout or join_timeout, got both")
-        found[name] = _READERS[name](key, value) if name in _READERS else _unknown(key)
+        read = _READERS[name](key, value) if name in _READERS else _unknown(key)
+        if key == name or name not in conf:
+            found[name] = read
     return RendezvousOptions(**found)
 
 

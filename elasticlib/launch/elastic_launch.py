@@ -32,7 +32,15 @@ from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
 from ..workers.output_plan import OutputPlan
 from ..workers.processors import bindings
-from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
+from ..workers.spec import (
+    Command,
+    Entrypoint,
+    Function,
+    WorkerSpec,
+    WorkerState,
+    check_preload,
+    own_device,
+)
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
@@ -161,10 +169,7 @@ def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:
     if config.virtual_local_rank:
         # Asked for the last one before anything starts, so that too few GPUs are refused at once.
         own_device(config.nproc_per_node - 1, os.environ)
-    if config.preload and isinstance(entrypoint, Command):
-        raise ConfigError(
-            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
-        )
+    check_preload(config.preload, entrypoint)
 
 
 def _depart(

@@ -65,9 +65,11 @@ def _refuse_torchs_own(config: LaunchConfig) -> None:
 def _meeting(config: LaunchConfig) -> dict[str, Any]:
     """Where and as whom, with torch's ways to say that nobody else will come."""
     found: dict[str, Any] = {}
-    tcp = config.rdzv_backend in ("tcp", "c10d")
+    tcp = config.rdzv_backend in ("tcp", "c10d", "static")
     if config.max_nodes == 1 and tcp and is_any_port_here(config.rdzv_endpoint):
         found["rdzv_endpoint"] = ""
+        if config.rdzv_backend == "static":
+            found["rdzv_backend"] = "tcp"
     conf = dict(config.rdzv_configs)
     if config.rdzv_timeout != -1:
         conf["timeout"] = config.rdzv_timeout

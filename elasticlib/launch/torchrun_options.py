@@ -5,6 +5,7 @@ Each of them works, or is named in a sentence that says why it does not; none is
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -41,6 +42,14 @@ def check_event_log_handler(name: str) -> None:
     """Raises ConfigError for one that there is not."""
     if name not in EVENT_LOG_HANDLERS:
         raise ConfigError(f"--event-log-handler is {' or '.join(EVENT_LOG_HANDLERS)}, got {name!r}")
+
+
+def log_level(name: str) -> int:
+    """Of the agent's own lines. Raises ConfigError for one that there is not."""
+    level = logging.getLevelName(name.upper())
+    if not isinstance(level, int):
+        raise ConfigError(f"LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got {name!r}")
+    return level
 
 
 def read_torchrun_variables(

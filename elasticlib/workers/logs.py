@@ -5,6 +5,7 @@ The interface is torch's `LogsSpecs`, of which one method is called; nothing of 
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 from ..errors import ConfigError, describe
@@ -41,7 +42,8 @@ def ask(
                 theirs = str(said.error_files.get(local) or "")
             if not theirs or theirs == NOWHERE:
                 theirs = own[local]
-            environment[VARIABLE] = theirs
+            # A worker may go to another folder before it writes there.
+            environment[VARIABLE] = theirs = os.path.abspath(theirs)
             places[local] = reified(said, local, theirs, plan)
     except Exception as error:
         # Anything may be wrong in code that is not ours, and the user must learn in whose it is.

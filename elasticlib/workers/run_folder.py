@@ -19,7 +19,8 @@ class RunFolder:
 
     def __init__(self, guardian: Guardian, log_dir: str | None, run_id: str, *, kept: bool) -> None:
         self._guardian = guardian
-        self._log_dir = log_dir
+        # The workers are told of it, and may go elsewhere.
+        self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
         self._run_id = run_id
         self.kept = kept
         self._path: Path | None = None

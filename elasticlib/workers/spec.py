@@ -205,6 +205,14 @@ def check_start(method: str, preload: tuple[str, ...]) -> None:
             raise ConfigError(f"--preload takes the names of modules, a,b.c, got {name!r}")
 
 
+def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
+    """Raises ConfigError for modules that the workers of such a program would not import."""
+    if preload and isinstance(entrypoint, Command):
+        raise ConfigError(
+            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
+        )
+
+
 def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
     """The GPU of one worker, of those that its node's workers may see.
 

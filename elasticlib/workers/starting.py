@@ -32,7 +32,7 @@ from .spec import (
     with_local_rank,
 )
 from .streams import Streams
-from .warm import Warm, WarmStart
+from .warm import Warm, WarmStart, has_stdin
 
 _ENTER = str(Path(__file__).with_name("enter.py"))
 _START = str(Path(__file__).with_name("start.py"))
@@ -105,7 +105,7 @@ class Starter:
             return subprocess.Popen(
                 self._entered(environment, program),
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=None if has_stdin() else subprocess.DEVNULL,
                 stdout=targets[0],
                 stderr=targets[1],
                 start_new_session=True,

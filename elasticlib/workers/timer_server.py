@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
@@ -134,6 +135,8 @@ class TimerServer:
 
 def _is_listened_to(path: str) -> bool:
     try:
+        if not stat.S_ISFIFO(os.stat(path).st_mode):
+            return False  # as mktemp leaves one
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
     except FileNotFoundError:
         return False

@@ -119,9 +119,9 @@ class Template:
             }
             json.dump(job, request)
             request.flush()
-            nothing = opened.enter_context(open(os.devnull, "rb"))
+            stdin = 0 if has_stdin() else opened.enter_context(open(os.devnull, "rb")).fileno()
             pipes = [_pipe(opened, target, own) for own, target in enumerate(targets, 1)]
-            descriptors = [request.fileno(), nothing.fileno(), *(theirs for theirs, _ in pipes)]
+            descriptors = [request.fileno(), stdin, *(theirs for theirs, _ in pipes)]
             try:
                 pid = self._ask(lambda: socket.send_fds(self._link, [b"fork"], descriptors))
             except ElasticError:
@@ -165,6 +165,15 @@ class Template:
             self._process.wait()
         self._ear.join(ANSWER_SECONDS)
         self._link.close()
+
+
+def has_stdin() -> bool:
+    """Whether this process has one to hand on to its workers."""
+    try:
+        # Where it was closed, another file may stand there, and none that is opened is inherited.
+        return os.get_inheritable(0)
+    except OSError:
+        return False
 
 
 def _pipe(

@@ -101,6 +101,8 @@ def test_a_field_that_a_newer_torch_has_is_refused_where_it_says_something() -> 
 def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
     for endpoint in ("localhost:0", "127.0.0.1:0", "[::1]:0"):
         assert LaunchConfig(rdzv_endpoint=endpoint, rdzv_backend="c10d").alone
+        static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 0, "timeout": 5}}
+        assert LaunchConfig(rdzv_endpoint=endpoint, **static).alone
     with pytest.raises(ConfigError, match="cannot meet at port 0"):
         LaunchConfig(1, 2, rdzv_endpoint="localhost:0")
 

@@ -214,15 +214,15 @@ def test_the_join_timeout_is_torchruns_own_unless_another_is_given() -> None:
     assert read_params("tcp", params()).options.join_timeout == 900.0
     assert read_params("tcp", params(join_timeout="7")).options.join_timeout == 7.0
     assert read_params("tcp", params(timeout="8")).options.join_timeout == 8.0
+    assert read_params("tcp", params(join_timeout="7", timeout="8")).options.join_timeout == 7.0
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"colour": "red"}, "el-tcp: --rdzv-conf has no key 'colour'"),
     ({"store_type": "file"}, "store_type is not an option of elasticlib"),
-    ({"timeout": "5", "join_timeout": "6"}, "timeout or join_timeout, got both"),
     ({"nodes": (1, 2), "endpoint": ""}, "2 nodes need a place to meet"),
     ({"run_id": "none", "backend": "el-file"}, "name each job with an --rdzv-id"),
-    ({"cacert": "x"}, "cacert belong to --rdzv-backend etcd"),
+    ({"cacert": "x"}, "cacert belongs to --rdzv-backend etcd"),
 ]
 
 

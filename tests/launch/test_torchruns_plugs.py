@@ -174,3 +174,9 @@ def test_devnull_is_nowhere_and_the_agent_still_hears_of_a_failure() -> None:
     (place,) = ask(specs, environments, PLAN).values()
     assert (place.error_file, environments[0]["TORCHELASTIC_ERROR_FILE"]) == ("/own", "/own")
     assert (dict(place.files), place.tee, place.shown) == ({}, Streams.NONE, Streams.ERR)
+
+
+def test_a_relative_error_file_is_one_for_a_worker_that_goes_elsewhere() -> None:
+    environment = {"TORCHELASTIC_ERROR_FILE": "/own"}
+    places = ask(reify(error_files={0: "e.json"}), {0: environment}, PLAN)[0]
+    assert places.error_file == environment["TORCHELASTIC_ERROR_FILE"] == os.path.abspath("e.json")

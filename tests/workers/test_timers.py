@@ -117,6 +117,15 @@ def test_a_pipe_that_another_listens_to_is_left_to_it(
     first.close()
 
 
+def test_a_file_that_mktemp_has_made_is_nobodys(tmp_path: Path, guardian: Guardian) -> None:
+    path = tmp_path / "timers"
+    path.touch()
+    server = TimerServer(str(path), guardian, list)
+    server.open()
+    assert (server.path, path.is_fifo()) == (str(path), True)
+    server.close()
+
+
 def test_a_pipe_that_cannot_be_is_refused(guardian: Guardian) -> None:
     with pytest.raises(ConfigError, match="TORCHELASTIC_TIMER_FILE=/no/where/t: no pipe can be"):
         TimerServer("/no/where/t", guardian, list).open()
