@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -23,6 +23,7 @@ from .first_process import stand_in
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
+    from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -32,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     try:
         launch = read_launch(sys.argv[1:] if argv is None else argv, os.environ)
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        config = attrs.evolve(launch.config, log_line_prefix_template=template)
+        config = with_prefix(launch.config, os.environ)
         if launch.settings["dry_run"]:
             return _show_plan(attrs.evolve(launch, config=config))
         reaped = stand_in()
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticrun: error: {error}", file=sys.stderr)
         return 2
     _show(told(result))
-    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        _leave_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), result)
+    leave_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
@@ -68,14 +67,20 @@ def _show_plan(launch: Launch) -> int:
     return 1 if any(finding.good is False for finding in findings) else 0
 
 
-def _leave_error(path: str | None, result: RunResult) -> None:
+def with_prefix(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
+    """The same, with what torchrun's variable has stand before each line of `--tee`."""
+    template = environment.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    return attrs.evolve(config, log_line_prefix_template=template)
+
+
+def leave_error(path: str | None, result: RunResult) -> None:
     """Whoever started this launcher may ask it for its error, as torchx and an outer launcher do.
 
     Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.
     """
     from .report import as_error_file
 
-    if not path:
+    if not path or result.state not in (WorkerState.FAILED, WorkerState.STOPPED):
         return
     try:
         with open(path, "wb") as file:
