@@ -34,7 +34,9 @@ def test_a_trainer_without_a_folder_of_its_own_is_refused_in_a_sentence(tmp_path
 
     from elasticlib.integrations.lightning import ElasticCallback
 
-    for callbacks in ([], [lightning.callbacks.ModelCheckpoint()]):
+    keep = lightning.callbacks.ModelCheckpoint
+    without_last = keep(dirpath=tmp_path, every_n_train_steps=1)
+    for callbacks in ([], [keep(save_last=True)], [without_last]):
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=1,
