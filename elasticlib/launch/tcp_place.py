@@ -11,6 +11,7 @@ import errno
 import ipaddress
 import logging
 import socket
+import threading
 from functools import partial
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
@@ -26,6 +27,8 @@ log = logging.getLogger("elasticlib.launch")
 CONNECT_SECONDS = 1.0
 """For one attempt: the handler goes on trying, and can be told to stop in between."""
 SPARE_DESCRIPTORS = 256
+LOOK_AGAIN_LEASES = 3
+"""Leases after which a host looks again whether the name still means it."""
 NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 """What binding says of an address that this machine does not have, or can have none of."""
 
@@ -70,7 +73,18 @@ class TcpMeetingPlace:
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
-            return hosted, self._reach(self._own_address or hosted.host, hosted.port)
+            own = self._reach(self._own_address or hosted.host, hosted.port)
+            if self._must or _is_literal(host) or _is_localhost(host):
+                return hosted, own
+            store = MovingStore(places, patience=patience, hosted=(hosted, own))
+            watch = threading.Thread(
+                target=self._watch_name,
+                args=(store, hosted, host),
+                name="endpoint-name",
+                daemon=True,
+            )
+            watch.start()
+            return None, store
         if self._must is False or self._taken or _is_literal(host):
             return None, places[0].reach()
         # The name may come to mean this machine. (Where it does, and another of its processes
@@ -84,6 +98,27 @@ class TcpMeetingPlace:
         if self._config.rdzv_backend == "static" and must is None:
             return self._config.node_rank == 0
         return must
+
+    def _watch_name(self, store: MovingStore, hosted: TcpStoreServer, host: str) -> None:
+        """While it is hosted here: DNS may have said something old of a name, an address that was
+        another's before it was ours. Who is alone then goes where the name leads."""
+        endpoint, said = join_endpoint(host, hosted.port), ""
+        while not hosted.wait_closed(LOOK_AGAIN_LEASES * self._config.timing.lease):
+            addresses = resolve(host, hosted.port)
+            if not addresses or any(map(is_ours, addresses)):
+                said = ""
+                continue
+            there = f"{endpoint} has come to mean another machine ({', '.join(addresses)})"
+            if store.follow():
+                log.warning("%s: this node, which was alone, goes to the store there", there)
+            elif there != said:
+                log.warning(
+                    "%s: this node still serves the store at %s, for those who are in it or until "
+                    "one is served there; who comes from now on does not find it here",
+                    there,
+                    hosted.address,
+                )
+            said = there
 
     @property
     def _own_address(self) -> str | None:
@@ -223,7 +258,7 @@ def resolve(host: str, port: int) -> list[str]:
     except socket.gaierror:
         return []
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
-    if _is_literal(host) or host == "localhost" or host.endswith(".localhost"):
+    if _is_literal(host) or _is_localhost(host):
         return addresses
     if all(_is_loopback(address) for address in addresses):
         return [outward_address()]
@@ -263,6 +298,10 @@ def _is_own_name(host: str, found: list[str]) -> bool:
 def _is_hostname(host: str) -> bool:
     """Whether the first label is this machine's name, of which DNS may say something old."""
     return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
+
+
+def _is_localhost(host: str) -> bool:
+    return host == "localhost" or host.endswith(".localhost")
 
 
 def _is_literal(host: str) -> bool:
