@@ -123,9 +123,13 @@ class Host:
 
     def know(self, names: dict[str, str]) -> None:
         """What names mean here: the lines of /etc/hosts, by name."""
-        lines = [f"{address} {name}\n" for name, address in names.items()]
+        self.know_lines(*(f"{address} {name}" for name, address in names.items()))
+
+    def know_lines(self, *lines: str) -> None:
+        """The same, of names that may have several addresses."""
+        text = "".join(f"{line}\n" for line in ("127.0.0.1 localhost", *lines))
         # In place, for it is this very file that is mounted.
-        self._names_file.write_text("127.0.0.1 localhost\n" + "".join(lines))
+        self._names_file.write_text(text)
 
     def power_on(self) -> None:
         """Boot: nothing runs yet, and nothing is known of the time before."""

@@ -49,8 +49,9 @@ class ElasticCallback(Callback):
 
     Then `fit` returns, with `stopped` set; end the script, and the next launch or generation goes
     on at the next step, by `fit(..., ckpt_path="last")`. Hooks that end an epoch, or training, are
-    not called, as neither has ended. Needs a `ModelCheckpoint(dirpath=...)`, in whose folder it
-    saves. Name it as the last of the callbacks: those behind it miss the end of the last batch.
+    not called, as neither has ended. Needs a `ModelCheckpoint(dirpath=...,
+    save_last=True)`, in whose folder it saves. Name it as the last of the callbacks: those behind
+    it miss the end of the last batch.
 
     Args:
         batches: what the training DataLoader has as its `batch_sampler`, if that is to go on in
@@ -66,12 +67,14 @@ class ElasticCallback(Callback):
         self._step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises ConfigError if there is nowhere to save where the next launch will look."""
+        """Raises ConfigError if there is nowhere to save where the next launch will look, or if
+        that launch's own checkpoints would never be looked at."""
         if stage == "fit" and not _folders(trainer):
             raise ConfigError(
                 "ElasticCallback saves beside a ModelCheckpoint whose folder is the same in each"
-                " launch, and there is none: give the Trainer ModelCheckpoint(dirpath=...,"
-                " save_last=True) as well"
+                " launch and that saves a last checkpoint of its own, without which"
+                f" ckpt_path='last' finds what a stop has left ({STOPPED}) for ever, and there is"
+                " none: give the Trainer ModelCheckpoint(dirpath=..., save_last=True) as well"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,6 +111,7 @@ class ElasticCallback(Callback):
 
 
 def _folders(trainer: Trainer) -> list[str]:
-    """Of the ModelCheckpoints that were told where to save; Lightning sets them up after us."""
+    """Of the ModelCheckpoints that were told where to save, and to save their last; Lightning sets
+    them up after us."""
     found = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    return [os.fspath(one.dirpath) for one in found if one.dirpath is not None]
+    return [os.fspath(one.dirpath) for one in found if one.dirpath is not None and one.save_last]

@@ -39,7 +39,8 @@ class BackendRequest:
     options: the keys of --rdzv-conf that are not elasticlib's own, as text; a backend refuses
     those that it does not know by a ConfigError. timeout: seconds within which a store's call ends.
     node, limits, timing: what a handler of its own needs beside these; over a store that is
-    returned the dynamic handler is put, and it is closed after that one has left.
+    returned the dynamic handler is put, and it is closed after that one has left. use_libuv: which
+    of torch's two servers the workers' store is to be.
     """
 
     endpoint: str
@@ -49,6 +50,7 @@ class BackendRequest:
     node: Node
     limits: Limits
     timing: Timing
+    use_libuv: bool = True
 
 
 class BackendNames(Collection[str]):

@@ -21,7 +21,7 @@ from ..workers.timer_server import VARIABLE as TIMERS
 from .config import TCP_BACKENDS, LaunchConfig
 from .requeue import find_requeue
 from .secret import read_secret
-from .tcp_place import resolve
+from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
 from .torchrun_options import log_level
 
 CONNECT_SECONDS = 2.0
@@ -195,10 +195,16 @@ def _endpoint(config: LaunchConfig, host: str, port: int) -> Finding:
     asked = config.options.is_host
     if asked is None and config.rdzv_backend == "static":
         asked = config.node_rank == 0
+    several = "" if asked is not None else of_several_machines(endpoint, addresses)
+    if several:
+        return Finding(check, False, several)
     if asked is not False:
         bound = _bind(addresses, port)
         if bound is None:
             return Finding(check, True, f"{shown}: this node would serve the store")
+        if config.options.is_host and not any(map(is_ours, addresses)):
+            sentence = f"{shown}: this node would serve the store, at all of its own addresses"
+            return Finding(check, True, sentence)
         if asked:
             return Finding(check, False, f"{shown}: this node is to serve the store: {bound}")
     try:
@@ -214,14 +220,14 @@ def _bind(addresses: list[str], port: int) -> str | None:
     why = "no address"
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((address, port))
-            except OSError as error:
-                why = f"{address}: {error.strerror}"
-                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                    return why
-            else:
-                return None
+        except OSError as error:
+            why = f"{address}: {error.strerror}"
+            if error.errno not in (errno.EADDRINUSE, *NOT_OURS):
+                return why
+        else:
+            return None
     return why

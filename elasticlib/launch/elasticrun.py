@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -23,6 +24,10 @@ from .arguments import Launch, read_launch
 from .first_process import stand_in
 from .torchrun_options import log_level
 
+if TYPE_CHECKING:
+    from ..agent.interface import RunResult
+    from .config import LaunchConfig
+
 log = logging.getLogger("elasticlib.launch")
 
 
@@ -33,19 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _carry_out(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
-        _leave_error(failure_record("ConfigError", str(error), "", int(wall())))
+        leave_error(failure_record("ConfigError", str(error), "", int(wall())))
         return 2
     except Exception as error:
         # As torchrun's own main function does, under torch's `record`.
         said = (type(error).__name__, str(error), traceback.format_exc())
-        _leave_error(failure_record(*said, int(wall())))
+        leave_error(failure_record(*said, int(wall())))
         raise
 
 
 def _carry_out(argv: Sequence[str]) -> int:
     launch = read_launch(argv, os.environ)
-    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-    config = attrs.evolve(launch.config, log_line_prefix_template=template)
+    config = with_prefix(launch.config, os.environ)
     if launch.settings["dry_run"]:
         return _show_plan(attrs.evolve(launch, config=config))
     reaped = stand_in()
@@ -53,15 +57,14 @@ def _carry_out(argv: Sequence[str]) -> int:
         return reaped
     # After the command line was read, so that --help and mistakes are answered at once.
     from .elastic_launch import run_node
-    from .report import as_error_file, told
+    from .report import told
 
     _start_logging(os.environ.get("LOGLEVEL", "INFO"))
     for note in launch.settings.notes:
         log.warning("%s", note)
     result = run_node(config, launch.entrypoint)
     _show(told(result))
-    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        _leave_error(as_error_file(result, wall()))
+    leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
@@ -77,7 +80,21 @@ def _show_plan(launch: Launch) -> int:
     return 1 if any(finding.good is False for finding in findings) else 0
 
 
-def _leave_error(record: bytes) -> None:
+def with_prefix(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
+    """The same, with what torchrun's variable has stand before each line of `--tee`."""
+    template = environment.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    return attrs.evolve(config, log_line_prefix_template=template)
+
+
+def leave_error_of(result: RunResult) -> None:
+    """Its first failure, or why it was stopped, in the launcher's own error file."""
+    from .report import as_error_file
+
+    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        leave_error(as_error_file(result, wall()))
+
+
+def leave_error(record: bytes) -> None:
     """Whoever started this launcher may ask it for its error, as torchx and an outer launcher do.
 
     Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.

@@ -36,7 +36,7 @@ from ..errors import (
     StoreUnavailable,
     describe,
 )
-from ..rendezvous.bootstrap import BootstrapStore, open_torch_store
+from ..rendezvous.bootstrap import BootstrapStore, open_torch_store, torch_store
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.document import FailureKind, Node
 from ..rendezvous.interface import (
@@ -78,7 +78,7 @@ def open_from_torch(name: str, request: BackendRequest) -> HandlerFromTorch:
             **{"timeout": TORCHS_TIMEOUT, **request.options},
         )
     )
-    return HandlerFromTorch(handler, name, request.node)
+    return HandlerFromTorch(handler, name, request.node, torch_store(request.use_libuv))
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ElasticError, StoreError
-from ..rendezvous.bootstrap import open_threaded_torch_store, open_torch_store
+from ..rendezvous.bootstrap import torch_store
 from ..rendezvous.document import Node, Phase
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
@@ -141,9 +141,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
-        open_bootstrap=(
-            open_torch_store if config.torchrun.use_libuv else open_threaded_torch_store
-        ),
+        open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
     return Meeting(handler, store, server, config.run_id, node.id)
 
@@ -157,6 +155,7 @@ def _request(config: LaunchConfig, node: Node) -> BackendRequest:
         node=attrs.evolve(node, address=node.address or outward_address()),
         limits=config.limits,
         timing=config.timing,
+        use_libuv=config.torchrun.use_libuv,
     )
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -40,10 +40,13 @@ from ..rendezvous.change import Change, ChangeKind
 from .config import LaunchConfig
 from .meeting import Meeting, open_meeting
 from .secret import read_secret
+from .torchrun_options import TorchrunOptions, wants_libuv
 from .torchrun_store import AgentStore, GenerationEnded
 
 log = logging.getLogger("elasticlib.launch")
 
+SOON = 1.0
+"""Seconds; who waits for longer says so."""
 TORCHS_TIMEOUT = 900
 """What torchrun puts under `timeout`, a number, where nobody has given one."""
 MARK = "@torchrun"
@@ -58,7 +61,7 @@ def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHand
         ConfigError: the settings cannot work, or the store cannot be served or opened.
     """
     try:
-        config = read_params(kind, params)
+        config = read_params(kind, params, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
         meeting = open_meeting(attrs.evolve(config, run_id=config.run_id + MARK), secret)
     except ConfigError as error:
@@ -66,7 +69,9 @@ def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHand
     return TorchrunHandler(params.backend, config, meeting)
 
 
-def read_params(kind: str, params: RendezvousParameters) -> LaunchConfig:
+def read_params(
+    kind: str, params: RendezvousParameters, environment: Mapping[str, str]
+) -> LaunchConfig:
     """What torchrun was told, as a launch of ours.
 
     Raises:
@@ -86,6 +91,7 @@ def read_params(kind: str, params: RendezvousParameters) -> LaunchConfig:
         # torch's agents count their restarts by themselves: a failure that comes here is the end.
         max_restarts=0,
         local_addr=params.local_addr,
+        torchrun=TorchrunOptions(use_libuv=wants_libuv(environment)),
     )
 
 
@@ -176,7 +182,7 @@ class TorchrunHandler(RendezvousHandler):
             error = None
         if self._held and error is None:
             self._handler.report_done()
-            self._handler.wait_for_change(self._config.timing.close)
+            self._wait_for_all()
         elif self._held and isinstance(error, ChildFailedError):
             self._tell_failure(error)
         return self._leave(serve=True)
@@ -193,6 +199,18 @@ class TorchrunHandler(RendezvousHandler):
     def _why_over(self, seconds: float) -> str | None:
         change = self._handler.wait_for_change(seconds)
         return None if change is None else change.reason
+
+    def _wait_for_all(self) -> None:
+        """Until all are done, which cannot be heard where the store is away."""
+        patience = self._config.timing.close
+        soon = min(SOON, patience)
+        if self._handler.wait_for_change(soon) is None:
+            log.warning(
+                "the workers here are done, and the other nodes are waited for, for %g s at most "
+                "(--rdzv-conf close_timeout)",
+                patience,
+            )
+            self._handler.wait_for_change(patience - soon)
 
     def _tell_failure(self, error: ChildFailedError) -> None:
         """Say why, and stay until the others have heard it, or have had the time to."""

@@ -70,8 +70,7 @@ def read_torchrun_variables(
     ]
     if environment.get("PYTHON_EXEC") and python:
         found["python"] = _interpreter(environment["PYTHON_EXEC"])
-    # As torch reads it: whatever is not 1 asks for the other server.
-    found["use_libuv"] = environment.get("USE_LIBUV", "1") == "1"
+    found["use_libuv"] = wants_libuv(environment)
     pipe = environment.get("TORCHELASTIC_TIMER_FILE", "")
     if environment.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
         found["timer_file"] = pipe
@@ -81,6 +80,11 @@ def read_torchrun_variables(
             "listens there without TORCHELASTIC_ENABLE_FILE_TIMER=1"
         )
     return found, tuple(notes)
+
+
+def wants_libuv(environment: Mapping[str, str]) -> bool:
+    """As torch reads it: whatever is not 1 asks for the other server."""
+    return environment.get("USE_LIBUV", "1") == "1"
 
 
 def _interpreter(name: str) -> str:

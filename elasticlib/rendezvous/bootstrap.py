@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -64,6 +65,11 @@ def open_torch_store(address: str) -> BootstrapStore:
 def open_threaded_torch_store(address: str) -> BootstrapStore:
     """The same, without libuv."""
     return TorchBootstrapStore(address, use_libuv=False).open()
+
+
+def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
+    """What opens the one or the other."""
+    return open_torch_store if use_libuv else open_threaded_torch_store
 
 
 OF_TORCH = (open_torch_store, open_threaded_torch_store)

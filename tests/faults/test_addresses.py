@@ -109,7 +109,33 @@ def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Clu
 
 def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluster) -> None:
     one, _ = cluster.grow(2)
-    flags = ("--nnodes", "2", "--rdzv-endpoint", f"h2:{PORT}", "--rdzv-conf", "is_host=true")
-    node = one.run(*flags)
+    node = one.run("--nnodes", "2", "--node-rank=0", "--master-addr=h2", f"--master-port={PORT}")
     assert node.exit_code() == 2
     assert f"is to host the store at h2:{PORT}, but cannot" in node.text
+    assert "give this node --rdzv-conf is_host=true" in node.text
+
+
+def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to_lead(
+    cluster: Cluster,
+) -> None:
+    """As where DNS still says an address of the first pod's that is another pod's by now."""
+    hosts = cluster.grow(2)
+    for host in hosts:
+        host.know({"train-0.train": host.address})
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", f"train-0.train:{PORT}", *SHORT_LEASE)
+    nodes = [host.run(*flags) for host in hosts]
+    for node in nodes:
+        node.says("this node hosts the store")
+    hosts[1].know({"train-0.train": hosts[0].address})
+    nodes[1].says("goes to the store there")
+    check_one_world(cluster.job.settled(2, seconds=15.0))
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_a_name_of_several_machines_is_refused(cluster: Cluster) -> None:
+    one, two = cluster.grow(2)
+    two.know_lines(f"{one.address} train", f"{two.address} train")
+    node = two.run("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
+    assert node.exit_code() == 2
+    assert f"several machines, this one ({two.address}) and others ({one.address})" in node.text

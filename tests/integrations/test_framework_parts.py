@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,9 @@ def test_a_trainer_without_a_folder_of_its_own_is_refused_in_a_sentence(tmp_path
 
     from elasticlib.integrations.lightning import ElasticCallback
 
-    for callbacks in ([], [lightning.callbacks.ModelCheckpoint()]):
+    keep = lightning.callbacks.ModelCheckpoint
+    without_last = keep(dirpath=tmp_path, every_n_train_steps=1)
+    for callbacks in ([], [keep(save_last=True)], [without_last]):
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=1,
@@ -58,6 +62,77 @@ def test_a_checkpoint_whose_save_was_killed_is_passed_over(tmp_path: Path) -> No
     (tmp_path / "checkpoint-best").mkdir()
     assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
+
+
+@pytest.fixture
+def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Trainer that was asked to stop after its second step, and counts what it did then."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    import elasticlib.integrations.transformers as ours
+
+    told = SimpleNamespace(at=0, saved_at=[], evaluated=[], folder=tmp_path / "kept")
+    told.starting = lambda: None
+    told.step = lambda step: setattr(told, "at", step)
+    told.saved = lambda _: None
+    told.should_stop = lambda: "drain" if told.at == 2 else None
+    monkeypatch.setattr(ours, "context", lambda: told)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layer(x)
+            return {"loss": ((logits - labels) ** 2).mean(), "logits": logits}
+
+    class Counts(transformers.TrainerCallback):
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            told.evaluated.append(told.at)
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            told.saved_at.append(told.at)
+
+    arguments = transformers.TrainingArguments(
+        str(told.folder),
+        use_cpu=True,
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = [{"x": torch.ones(1) * i, "labels": torch.ones(1)} for i in range(16)]
+    transformers.Trainer(
+        Model(),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[Counts(), ours.ElasticCallback()],
+    ).train()
+    return told
+
+
+def test_a_trainer_that_stops_saves_once_and_evaluates_nothing(stopped_trainer: Any) -> None:
+    assert (stopped_trainer.saved_at, stopped_trainer.evaluated) == ([2], [])
+
+
+def test_a_checkpoint_that_was_torn_as_it_was_saved_again_is_passed_over(
+    stopped_trainer: Any,
+) -> None:
+    from elasticlib.integrations.transformers import newest_checkpoint
+
+    kept = stopped_trainer.folder / "checkpoint-2"
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        assert newest_checkpoint(stopped_trainer.folder) == str(kept)
+        whole = (kept / name).read_bytes()
+        for length in (0, 20, len(whole) - 1):
+            (kept / name).write_bytes(whole[:length])
+            assert newest_checkpoint(stopped_trainer.folder) is None, (name, length)
+        (kept / name).write_bytes(whole)
 
 
 @pytest.mark.parametrize(

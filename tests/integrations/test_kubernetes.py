@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("yaml", reason="needs PyYAML: make test-integrations")
 
-from hosts import Cluster
+from hosts import NETWORK, PORT, Cluster
+from jobs import check_one_world
 from manifests import (
     Container,
     indexed_job,
@@ -151,3 +152,32 @@ def test_a_job_of_runai_runs_whatever_its_operator_says_of_a_master(pods: Pods) 
     pods.trained(2)
     assert pods.finish() == [0, 0], pods.said()
     check_all_was_used_once(pods, 320)
+
+
+def test_of_a_name_of_several_machines_the_one_that_is_told_to_hosts(cluster: Cluster) -> None:
+    one, two = cluster.grow(2)
+    for host in (one, two):
+        host.know_lines(f"{one.address} train", f"{two.address} train")
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
+    nodes = [two.run(*flags, "--rdzv-conf=is_host=true")]
+    nodes.append(one.run(*flags, "--rdzv-conf=is_host=false"))
+    check_one_world(cluster.job.settled(2))
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_who_is_told_to_host_behind_a_translated_address_serves_at_all_of_its_own(
+    cluster: Cluster,
+) -> None:
+    """As a Service's: what it means is nobody's own address, and leads to the first node."""
+    one, two = cluster.grow(2)
+    one.know({"train": f"{NETWORK}.99"})
+    two.know({"train": one.address})
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
+    nodes = [one.run(*flags, "--rdzv-conf=is_host=true"), two.run(*flags)]
+    nodes[0].says("this node hosts the store at all of its addresses")
+    places = cluster.job.settled(2)
+    check_one_world(places)
+    cluster.check_reachable(places)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]

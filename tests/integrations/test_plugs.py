@@ -24,6 +24,7 @@ from torchruns import ALLREDUCE, need_our_entry_points, place_flags, torchrun, w
 import elasticlib
 from elasticlib.errors import RendezvousClosed
 from elasticlib.launch.from_torch import HandlerFromTorch, open_from_torch
+from elasticlib.rendezvous.bootstrap import open_threaded_torch_store
 from elasticlib.rendezvous.change import ChangeKind
 
 BACKENDS = ("el-tcp", "el-file", "el-etcd")
@@ -161,7 +162,9 @@ def test_a_handler_that_is_registered_for_torchrun_is_used_by_its_name(
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def opened(port: int, slots: int, role: str, nodes: tuple[int, int]) -> HandlerFromTorch:
+def opened(
+    port: int, slots: int, role: str, nodes: tuple[int, int], use_libuv: bool = True
+) -> HandlerFromTorch:
     node = elasticlib.Node("id", "host", "127.0.0.1", slots, role)
     request = elasticlib.BackendRequest(
         endpoint=f"127.0.0.1:{port}",
@@ -171,8 +174,15 @@ def opened(port: int, slots: int, role: str, nodes: tuple[int, int]) -> HandlerF
         node=node,
         limits=elasticlib.Limits(*nodes),
         timing=elasticlib.Timing(),
+        use_libuv=use_libuv,
     )
     return open_from_torch("torch-c10d", request)
+
+
+def test_torchs_older_server_is_what_use_libuv_asks_for(free_port: int) -> None:
+    handler = opened(free_port, 1, "reader", (1, 1), use_libuv=False)
+    assert handler._open_bootstrap is open_threaded_torch_store
+    handler.shutdown()
 
 
 def test_what_torch_leaves_to_agents_the_nodes_of_ours_tell_one_another(free_port: int) -> None:

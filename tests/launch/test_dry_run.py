@@ -104,6 +104,9 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
     _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
     assert rows["RANK"][1] == "1"
     assert rows["meeting place"][0] == "note"
+    anothers = ("--rdzv-endpoint", "192.0.2.1", "--rdzv-conf", "is_host=true")
+    _, rows = dry(capsys, "--nnodes", "2", *anothers, script)
+    assert "serve the store, at all of its own addresses" in rows["meeting place"][2]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +82,7 @@ def test_rays_flags_come_first_and_a_scripts_own_are_its_own() -> None:
         ("--working-dir /nowhere {script}", "/nowhere"),
         ("--rdzv-endpoint node0 {script}", "--rdzv-endpoint has no meaning on Ray"),
         ("--rdzv-backend etcd --rdzv-id x {script}", "--rdzv-backend has no meaning on Ray"),
+        ("--dry-run {script}", "see `elasticrun --dry-run`"),
     ],
 )
 def test_a_command_line_that_cannot_work_is_answered_with_2(
@@ -85,6 +90,34 @@ def test_a_command_line_that_cannot_work_is_answered_with_2(
 ) -> None:
     assert main(line.format(script=__file__).split()) == 2
     assert said in capsys.readouterr().err
+
+
+def test_torchs_variables_for_a_launcher_are_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[LaunchConfig] = []
+
+    def run(config: LaunchConfig, *_: object) -> RunResult:
+        told.append(config)
+        return RunResult(WorkerState.FAILED, "the machines are gone")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${rank}> ")
+    with its_own_log():
+        assert main([__file__], run) == 1
+    assert told[0].log_line_prefix_template == "<${rank}> "
+    error = json.loads((tmp_path / "error.json").read_text())
+    assert error["message"]["message"] == "the machines are gone"
+
+
+@contextlib.contextmanager
+def its_own_log() -> Iterator[None]:
+    """What a program says of its log is forgotten after it."""
+    logger = logging.getLogger("elasticlib")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import pytest
 from distributions import install
-from jobs import Job
+from jobs import Job, until
 from pages import blocks_of
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -199,10 +199,13 @@ def test_nodes_with_the_secret_meet_and_no_other_gets_in_nor_one_of_elasticrun(
         handler._leave()
 
 
-def test_nodes_that_end_well_end_the_job_well(make: Make) -> None:
+def test_nodes_that_end_well_end_the_job_well_and_a_long_wait_for_others_is_said(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     (first, _), (second, _) = pair(make)
     leaving = threading.Thread(target=first.shutdown, daemon=True)
     leaving.start()
+    until("the wait to be said", lambda: "the other nodes are waited for" in caplog.text, BOUND)
     assert second.shutdown()
     leaving.join(BOUND)
     assert not leaving.is_alive()
@@ -211,10 +214,16 @@ def test_nodes_that_end_well_end_the_job_well(make: Make) -> None:
 
 
 def test_the_join_timeout_is_torchruns_own_unless_another_is_given() -> None:
-    assert read_params("tcp", params()).options.join_timeout == 900.0
-    assert read_params("tcp", params(join_timeout="7")).options.join_timeout == 7.0
-    assert read_params("tcp", params(timeout="8")).options.join_timeout == 8.0
-    assert read_params("tcp", params(join_timeout="7", timeout="8")).options.join_timeout == 7.0
+    assert read_params("tcp", params(), {}).options.join_timeout == 900.0
+    assert read_params("tcp", params(join_timeout="7"), {}).options.join_timeout == 7.0
+    assert read_params("tcp", params(timeout="8"), {}).options.join_timeout == 8.0
+    both = params(join_timeout="7", timeout="8")
+    assert read_params("tcp", both, {}).options.join_timeout == 7.0
+
+
+def test_torchs_older_server_is_what_use_libuv_asks_for() -> None:
+    for said, asked in (({}, True), ({"USE_LIBUV": "1"}, True), ({"USE_LIBUV": "0"}, False)):
+        assert read_params("tcp", params(), said).torchrun.use_libuv is asked
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -329,7 +338,7 @@ def test_the_pages_torchrun_commands_say_what_they_seem_to(line: str) -> None:
         config.local_addr,
         **config.rdzv_configs,
     )
-    read = read_params(config.rdzv_backend.removeprefix("el-"), asked)
+    read = read_params(config.rdzv_backend.removeprefix("el-"), asked, {})
     assert (read.min_nodes, read.max_nodes, read.run_id) == (1, 4, "job7")
 
 

@@ -11,18 +11,24 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import build_flags, read_launch
+from ...launch.config import LaunchConfig
+from ...launch.elasticrun import leave_error_of, with_prefix
 from ...launch.report import told
-from ...workers.spec import WorkerState
+from ...launch.torchrun_options import log_level
+from ...workers.spec import Entrypoint, WorkerState
 from .agent import start_logging
 from .launch import run_job
 from .options import ENDPOINT, RayOptions
 
 log = logging.getLogger("elasticlib.ray")
+
+Run = Callable[[LaunchConfig, Entrypoint, RayOptions], RunResult]
 
 _NAME = "elasticlib.integrations.ray"
 _HELP = {"-h", "--help"}
@@ -97,7 +103,7 @@ def _options(given: argparse.Namespace) -> RayOptions:
     )
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], run: Run) -> int:
     mine, rest = split(argv)
     options = _options(_flags().parse_args(mine))
     # Theirs come later, and one that names another place is refused by that name.
@@ -111,24 +117,29 @@ def _run(argv: Sequence[str]) -> int:
             "for it beforehand: give a number"
         )
     launch = read_launch(rest, os.environ)
-    config = launch.config
-    level = logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper())
-    if not isinstance(level, int):
-        raise ConfigError(f"LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got {level!r}")
-    start_logging(level, "%(asctime)s elasticlib: %(message)s")
+    if launch.settings["dry_run"]:
+        raise ConfigError(
+            f"--dry-run looks at the machine that it is given on, and {_NAME} has Ray choose the "
+            "machines: leave it out, or see `elasticrun --dry-run` on one of them"
+        )
+    config = with_prefix(launch.config, os.environ)
+    start_logging(
+        log_level(os.environ.get("LOGLEVEL", "INFO")), "%(asctime)s elasticlib: %(message)s"
+    )
     for note in launch.settings.notes:
         log.warning("%s", note)
-    result = run_job(config, launch.entrypoint, options)
+    result = run(config, launch.entrypoint, options)
     sys.stderr.write(told(result))
+    leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Run = run_job) -> int:
     """Run it; returns the exit code."""
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(sys.argv[1:] if argv is None else argv, run)
     except ConfigError as error:
         sys.stderr.write(f"{_NAME}: error: {error}\n")
         return 2
