@@ -34,6 +34,9 @@ SIGNALS = {
 }
 
 
+_OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+"""Not SIGABRT, by which libraries end a process that has lost its peers."""
+
 FATAL = ("Fatal Python error:", "terminate called", "  what():")
 LONGEST_WORDS = 200
 
@@ -89,6 +92,11 @@ class WorkerExit:
         if self.returncode >= 0:
             return ""
         return SIGNALS.get(-self.returncode, f"signal {-self.returncode}")
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether nobody else's failure ends a worker so: it was killed, or broke, where it was."""
+        return self.signal in _OF_ITS_OWN and not self.stopped
 
     @property
     def how(self) -> str:

@@ -257,7 +257,8 @@ class LocalWorkers(Workers):
             at=at,
             error_file=self._error_file_of(process) if data else "",
             error_data=read_record(data),
-            after=None if self._stopped else self._failing(before=at),
+            # Others may have noticed a killed one, and have said so, before we have.
+            after=None if self._stopped or found.by_itself else self._failing(before=at),
         )
 
     def _failing(self, before: float) -> WorkerExit | None:
