@@ -8,6 +8,8 @@ STAMP := $(VENV)/installed
 VENV_INTEGRATIONS := .venv-integrations
 STAMP_INTEGRATIONS := $(VENV_INTEGRATIONS)/installed
 INTEGRATIONS := tests/integrations
+# What the tests of a file share is started once, and the long files first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-integrations lint types notebooks docs clean
 
@@ -32,7 +34,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m elasticlib.examples.demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 4 --dist loadgroup
+	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE)
 
 $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@echo "setting up $(VENV_INTEGRATIONS)"
@@ -42,7 +44,7 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@touch $@
 
 test-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q $(INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 2 $(BY_FILE) $(INTEGRATIONS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -52,6 +52,7 @@ _HOMES = {
         "worker_environment",
     ),
     "workers.exits": ("WorkerExit",),
+    "workers.failures": ("ChildFailedError", "ProcessFailure", "SignalException"),
     "workers.interface": ("Workers",),
     "workers.ladder": ("Ladder",),
     "workers.notice": ("Notice",),
@@ -67,16 +68,15 @@ _HOMES = {
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig",),
     "launch.supervision_flags": ("SupervisionOptions",),
-    "launch.elastic_launch": (
-        "elastic_launch",
-        "ChildFailedError",
-    ),
+    "launch.torchrun_options": ("TorchrunOptions",),
+    "launch.elastic_launch": ("elastic_launch",),
     "data.sampler": ("ElasticDistributedSampler",),
     "logical.workers": (
         "LogicalWorkers",
         "LogicalWorker",
     ),
     "data.batches": ("ElasticBatchSampler", "CollateOrEmpty"),
+    "data.loader_workers": ("ignore_signals_worker_init",),
     "data.batch": (
         "BatchPlan",
         "MicroBatch",
@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from .data.batches import CollateOrEmpty as CollateOrEmpty
     from .data.batches import ElasticBatchSampler as ElasticBatchSampler
     from .data.deal import Position as Position
+    from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
     from .data.permute import Permutation as Permutation
     from .data.permute import permutation as permutation
     from .data.ranges import Shards as Shards
@@ -124,9 +125,9 @@ if TYPE_CHECKING:
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
-    from .launch.elastic_launch import ChildFailedError as ChildFailedError
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
+    from .launch.torchrun_options import TorchrunOptions as TorchrunOptions
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .rendezvous.document import FailureKind as FailureKind
@@ -154,6 +155,9 @@ if TYPE_CHECKING:
     from .workers.context import Stop as Stop
     from .workers.context import context as context
     from .workers.exits import WorkerExit as WorkerExit
+    from .workers.failures import ChildFailedError as ChildFailedError
+    from .workers.failures import ProcessFailure as ProcessFailure
+    from .workers.failures import SignalException as SignalException
     from .workers.interface import Workers as Workers
     from .workers.ladder import Ladder as Ladder
     from .workers.local import LocalWorkers as LocalWorkers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 Clock = Callable[[], float]
 
@@ -15,6 +16,11 @@ Clock = Callable[[], float]
 def monotonic() -> float:
     """Seconds since an arbitrary origin, never going back."""
     return time.monotonic()
+
+
+def duration(seconds: float) -> timedelta:
+    """So many seconds, as torch's stores take them."""
+    return timedelta(seconds=seconds)
 
 
 def wall() -> float:
@@ -30,3 +36,8 @@ def today() -> str:
 def date_of(wall_seconds: float) -> str:
     """What `wall` answered, as a date and time in UTC, for people to read."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_seconds))
+
+
+def local_date_of(wall_seconds: float) -> str:
+    """The same in this machine's time zone, as torch writes it: 2026-01-31_23:59:59."""
+    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(wall_seconds))

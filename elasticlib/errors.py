@@ -60,6 +60,10 @@ class WorkerStartError(ElasticError):
     """A worker process could not be started at all."""
 
 
+class NoFailure(ElasticError, LookupError):
+    """A job failed without a worker having failed, as far as is known here."""
+
+
 class CheckpointError(ElasticError):
     """A checkpoint could not be written."""
 

@@ -40,11 +40,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name == "integrations" and not named else None
 
 
-@pytest.hookimpl(tryfirst=True)
+LONG = (
+    "test_kept_steps.py",
+    "test_readme.py",
+    "test_store_loss.py",
+    "test_membership.py",
+    "test_elasticrun.py",
+    "test_warm_and_cold.py",
+    "test_plugs.py",
+    "test_frameworks.py",
+    "test_kubernetes.py",
+    "test_ray.py",
+    "test_slurm.py",
+)
+"""Files that take the longest; each file is one process's, and what begins last should be short."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fault tests run one at a time, as each of them starts processes enough for both cores; but
-    those on hosts of their own, which mostly wait for leases to end, beside the others."""
-    for item in items:
-        if item.get_closest_marker("faults") and not item.get_closest_marker("xdist_group"):
-            on_hosts = "cluster" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("hosts" if on_hosts else "faults"))
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))

@@ -9,7 +9,7 @@ METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
 
 
 def install(
-    folder: Path, name: str, code: str, *, group: str = "elasticlib.rendezvous", **points: str
+    folder: Path, name: str, code: str, group: str = "elasticlib.rendezvous", **points: str
 ) -> Path:
     """A distribution of one module of that name, with entry points of that group."""
     folder.mkdir(exist_ok=True)

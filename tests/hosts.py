@@ -32,6 +32,8 @@ BACKENDS = ["tcp", "file", pytest.param("etcd", marks=needs_etcd)]
 # Reading ends when the test's process does, however that ends; nothing here outlives it for long.
 _HOLD = """
 hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit
+# No name server is asked, as none would answer, and that after seconds.
+mount --bind /dev/null /etc/resolv.conf || exit
 ip link set lo up && echo ready || exit
 read -r _
 mine=$(readlink /proc/$$/ns/net)
@@ -121,9 +123,13 @@ class Host:
 
     def know(self, names: dict[str, str]) -> None:
         """What names mean here: the lines of /etc/hosts, by name."""
-        lines = [f"{address} {name}\n" for name, address in names.items()]
+        self.know_lines(*(f"{address} {name}" for name, address in names.items()))
+
+    def know_lines(self, *lines: str) -> None:
+        """The same, of names that may have several addresses."""
+        text = "".join(f"{line}\n" for line in ("127.0.0.1 localhost", *lines))
         # In place, for it is this very file that is mounted.
-        self._names_file.write_text("127.0.0.1 localhost\n" + "".join(lines))
+        self._names_file.write_text(text)
 
     def power_on(self) -> None:
         """Boot: nothing runs yet, and nothing is known of the time before."""
@@ -274,7 +280,7 @@ class Cluster:
 
 
 @functools.cache
-def _why_not() -> str:
+def why_no_hosts() -> str:
     """What keeps this machine from having hosts; empty if nothing does."""
     tools = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if tools:
@@ -289,8 +295,8 @@ def _why_not() -> str:
 @pytest.fixture
 def cluster(job: Job) -> Iterator[Cluster]:
     """Hosts of which nothing is left, and on which the job left nothing either."""
-    if _why_not():
-        pytest.skip(_why_not())
+    if why_no_hosts():
+        pytest.skip(why_no_hosts())
     cluster = Cluster(job)
     try:
         yield cluster

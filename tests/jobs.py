@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +64,7 @@ class Node:
     def __init__(self, job: Job, name: str, command: list[str], extra: Mapping[str, str]) -> None:
         self.name = name
         self.log = job.folder / f"{name}.log"
-        own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.temporary)}
+        own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.shortcut)}
         environment = {**os.environ, **own, **extra}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -108,6 +109,9 @@ class Job:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self.tag = uuid.uuid4().hex
+        # Sockets of loader workers lie there, whose paths must be short.
+        self.shortcut = Path(tempfile.gettempdir()) / f"job-{self.tag[:8]}"
+        self.shortcut.symlink_to(self.temporary)
         self.nodes: list[Node] = []
 
     def start(self, name: str, *command: str, **extra: str) -> Node:
@@ -196,6 +200,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        self.shortcut.unlink(missing_ok=True)
 
 
 @pytest.fixture

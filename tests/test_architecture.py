@@ -21,6 +21,9 @@ PURE = {
     "launch/settings.py",
     "observe/event.py",
     "observe/pace.py",
+    "launch/nodelist.py",
+    "launch/slurm.py",
+    "launch/skypilot.py",
     "stores/state.py",
     "stores/leases.py",
     "stores/wire.py",
@@ -49,7 +52,9 @@ PURE = {
     "workers/error_file.py",
     "workers/exits.py",
     "workers/output_plan.py",
+    "workers/places.py",
     "workers/streams.py",
+    "workers/timers.py",
     "data/deal.py",
     "data/state.py",
     "data/progress.py",
@@ -69,6 +74,7 @@ PURE = {
     "checkpoint/slot.py",
     "checkpoint/buddies.py",
     "checkpoint/replica_wire.py",
+    "integrations/ray/placement.py",
 }
 INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
 NEVER_IN_PURE = {
@@ -88,6 +94,10 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",
+    # The launch is torchrun's, which knows nothing of our secret.
+    "launch/torchrun_handler.py",
+    # It tells torch's handler, which asks the environment alone, how to let latecomers in.
+    "launch/from_torch.py",
     # Between two execs: it takes out what Python put in, and reads nothing.
     "workers/enter.py",
     # In a worker, or in a script under another launcher: it looks where to leave its error.json.
@@ -100,8 +110,16 @@ MAY_READ_THE_ENVIRONMENT = {
     "checkpoint/here.py",
     # In a worker: where its agent's memory is, and which run and generation it is of.
     "checkpoint/told.py",
-    # A training script, which is what the variables are for.
+    # Training scripts, which is what the variables are for.
     "examples/train_text.py",
+    "examples/imagenet.py",
+    # In a Ray actor, which is the agent's process; in a worker; and the command line's LOGLEVEL.
+    "integrations/ray/agent.py",
+    "integrations/ray/function.py",
+    "integrations/ray/__main__.py",
+    "examples/trace.py",
+    "examples/with_lightning.py",
+    "examples/with_transformers.py",
 }
 # Where a training script's checkpoints meet its agent: what is saved is told, and stops are heard.
 MEETS_ITS_AGENT = {("checkpoint/here.py", "workers/context.py")}
@@ -115,7 +133,8 @@ def layer(name: str) -> int:
         return 1
     if name in INTERFACES:
         return 2
-    return 4 if name.startswith("launch/") or name == "__init__.py" else 3
+    composes = name.startswith(("launch/", "integrations/")) or name == "__init__.py"
+    return 4 if composes else 3
 
 
 @functools.cache
@@ -160,11 +179,14 @@ def test_a_file_imports_only_what_its_layer_may(name: str) -> None:
         there = layer(other)
         if other.split("/")[0] == "testing":
             assert folder == "testing", f"{name} imports {other}; only tests import testing"
+        if other.split("/")[0] == "integrations":
+            outside = folder in ("integrations", "examples")
+            assert outside, f"{name} imports {other}, which needs what others ship"
         if mine <= 2:
             assert there <= mine, f"{name} (layer {mine}) imports {other} (layer {there})"
             if mine == 0:
                 pytest.fail(f"{name} imports {other}, and layer 0 imports nothing of ours")
-        elif mine == 3 and folder not in ("testing", "examples"):
+        elif mine == 3 and folder not in ("testing", "examples", "integrations"):
             assert there <= 3, f"{name} imports {other}; only launch composes"
             same = other.split("/")[0] == folder
             allowed = same or (name, other) in MEETS_ITS_AGENT

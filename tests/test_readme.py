@@ -80,7 +80,6 @@ def test_no_block_of_code_is_left_unrun() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("demo")
 def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "2400")
     said = run(tmp_path, *demo, seconds=250.0).stdout
@@ -102,6 +101,20 @@ def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> No
 def test_every_file_that_the_readme_names_is_there() -> None:
     for path in re.findall(r"\]\(([\w/.]+)\)", TEXT):
         assert (ROOT / path).exists(), path
+
+
+def test_the_versions_that_the_readme_names_are_those_that_are_installed() -> None:
+    pins = (ROOT / "tests/integrations/constraints.txt").read_text()
+    pinned = {
+        name.lower().replace("_", "-"): version
+        for name, version in re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE)
+    }
+    table = TEXT.partition("## Where it runs")[2].partition("## ")[0]
+    kubes = ("kubernetes", "kubeflow-training", "kubeflow-trainer-api")
+    for name in ("torch", *kubes, "ray", "torchx"):
+        assert f"{name} {pinned[name]}" in table, name
+    four = ", ".join(pinned[n] for n in ("lightning", "transformers", "accelerate", "torchdata"))
+    assert four in table
 
 
 def test_the_readme_quotes_numbers_and_no_placeholders() -> None:

@@ -79,6 +79,13 @@ class ElasticAgent(Workers):
         """
         return self._supervisor.run()
 
+    def heed(self, number: int) -> None:
+        """As if this signal had come, from any thread: one of those that `options` name.
+
+        For a program that runs its agent beside its main thread, where no signal is heard.
+        """
+        self._supervisor.heed(number)
+
     def get_worker_group(self) -> WorkerGroup | None:
         """The group of the generation that this node holds, or None before the first."""
         return self._supervisor.group

@@ -105,7 +105,7 @@ class Supervisor:
         self._stop = GroupStop(workers, ladder or Ladder(), clock, self._agreements.told)
         self._clock = clock
         self._inbox: queue.SimpleQueue[_News] = queue.SimpleQueue()
-        self._signals = SignalObserver(self._options.heeded, self._signal)
+        self._signals = SignalObserver(self._options.heeded, self.heed)
         self._observer = RendezvousObserver(
             handler,
             interval,
@@ -349,7 +349,7 @@ class Supervisor:
         )
         return WorkerEnded(exit_, kind, unsaved, unsaved and self._stop.undecided)
 
-    def _signal(self, number: int) -> None:
+    def heed(self, number: int) -> None:
         # Read in the loop's own turn: whether workers listen is found by telling them.
         self._inbox.put(_News(None, lambda: self._heed(number)))
 

@@ -80,5 +80,5 @@ def sha256_of(model: nn.Module) -> str:
     """Equal for two models only if their weights are bitwise equal."""
     digest = hashlib.sha256()
     for weights in model.state_dict().values():
-        digest.update(weights.numpy().tobytes())
+        digest.update(weights.cpu().numpy().tobytes())
     return digest.hexdigest()

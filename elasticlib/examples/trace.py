@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,6 +45,13 @@ class Trace:
         self.generation, self._clock = generation, clock
         name = f"{prefix}.{launch or 0}.{generation}.{rank}.jsonl"
         self.path = Path(name) if prefix else None
+
+    @classmethod
+    def of_this_worker(cls, prefix: str | None) -> Trace:
+        """In the place in the job that the launcher's variables say."""
+        told = os.environ
+        generation, rank = int(told.get("ELASTICLIB_GENERATION", "0")), int(told.get("RANK", "0"))
+        return cls(prefix, generation, rank, launch=told.get("ELASTICLIB_INCARNATION", ""))
 
     def resumed(self, step: int) -> None:
         """Say which step the weights came from, 0 for fresh ones; once a process."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -19,11 +20,13 @@ from ..workers.spec import Command, Entrypoint, Module, Script
 from .backends import BACKENDS
 from .cluster import CLUSTERS, read_cluster
 from .config import MASTER_PORT, LaunchConfig
+from .devices import worker_count
 from .flags import FlagTable
 from .output_flags import add_output_flags, read_output_flags
-from .place_flags import read_place, settle_place
+from .place_flags import read_place, settle_cluster, settle_place
 from .settings import Settings, Source
 from .supervision_flags import add_supervision_flags, read_supervision
+from .torchrun_options import EVENT_LOG_HANDLERS, TorchrunOptions, read_torchrun_variables
 
 _EPILOG = """\
 examples:
@@ -75,7 +78,8 @@ def _add_job_flags(flags: FlagTable) -> None:
     flags.add(
         "--nproc-per-node",
         default="1",
-        help="workers a node: a number, cpu, gpu, or auto (default 1)",
+        help="workers a node: a number, cpu, gpu, xpu, auto (accelerators, or else processors), or "
+        "the name of a backend that torch was given (default 1)",
     )
     flags.add(
         "--max-restarts",
@@ -163,9 +167,23 @@ def _add_worker_flags(flags: FlagTable) -> None:
     flags.add("--module", "-m", action="store_true", help="run a module, as python -m")
     flags.add("--no-python", action="store_true", help="run a program, not a Python script")
     flags.add(
+        "--run-path",
+        action="store_true",
+        help="run a script by its path with elasticrun's own interpreter, whatever PYTHON_EXEC and "
+        "--no-python say",
+    )
+    flags.add(
         "--start-method",
-        help="warm: fork Python workers from a process that has torch imported (default); spawn: "
-        "start an interpreter for each",
+        metavar="NAME",
+        help="warm: fork Python workers from a process that has torch imported (default; fork and "
+        "forkserver are other names for it); spawn: start an interpreter for each",
+    )
+    flags.add(
+        "--event-log-handler",
+        metavar="NAME",
+        default="null",
+        help=f"{' or '.join(EVENT_LOG_HANDLERS)}: write torchrun's events to stderr, a line of "
+        "JSON each (default null)",
     )
     flags.add(
         "--preload",
@@ -198,11 +216,17 @@ def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     layers = [told, variables]
     where = Settings.layered(layers, flags.defaults)["from_env"]
     cluster, said = read_cluster(where, environment)
-    settings = Settings.layered([*layers, flags.read_cluster(said)], flags.defaults, notes)
-    settings = settle_place(settings)
+    from_cluster = flags.read_cluster(said)
+    settings = Settings.layered([*layers, from_cluster], flags.defaults, notes)
+    settings = _settle_program(settle_cluster(settle_place(settings), from_cluster))
     given = argparse.Namespace(**{name: settings[name] for name in flags.options}, **_script(rest))
     try:
-        return Launch(_config(given, settings), _entrypoint(given), settings, cluster)
+        python = not (given.no_python or given.run_path)
+        said, unheard = read_torchrun_variables(environment, python=python)
+        settings = attrs.evolve(settings, notes=(*settings.notes, *unheard))
+        config = _config(given, settings, said)
+        settings = attrs.evolve(settings, notes=(*settings.notes, *_timeouts(config)))
+        return Launch(config, _entrypoint(given), settings, cluster)
     except ConfigError as error:
         raise _with_origins(error, settings) from error.__cause__
 
@@ -223,12 +247,20 @@ def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
     return ConfigError(f"{sentence} ({', '.join(from_elsewhere)})") if from_elsewhere else error
 
 
-def _config(given: argparse.Namespace, settings: Settings) -> LaunchConfig:
+def _settle_program(settings: Settings) -> Settings:
+    """Which of the flags that say what a program is goes before another, as in torchrun."""
+    if settings["run_path"] and settings["no_python"]:
+        because = f"{settings.origins('run_path')} goes before it"
+        return settings.without("no_python", because=because)
+    return settings
+
+
+def _config(given: argparse.Namespace, settings: Settings, said: Mapping[str, Any]) -> LaunchConfig:
     low, high = _node_range(given.nnodes)
     return LaunchConfig(
         min_nodes=low,
         max_nodes=high,
-        nproc_per_node=_worker_count(given.nproc_per_node),
+        nproc_per_node=worker_count(given.nproc_per_node),
         role=given.role,
         max_restarts=given.max_restarts,
         spares=given.spares,
@@ -236,19 +268,34 @@ def _config(given: argparse.Namespace, settings: Settings) -> LaunchConfig:
         store_grace=given.store_grace,
         monitor_interval=given.monitor_interval,
         shutdown_timeout=given.shutdown_timeout,
-        supervision=read_supervision(given),
+        supervision=read_supervision(given, settings.found["drain_signals"].source),
         local_addr=given.local_addr,
         start_method=_start_method(given),
         preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),
         rdzv_configs=_pairs(",".join(given.rdzv_conf)),
+        logs_specs=given.logs_specs,
+        event_log_handler=given.event_log_handler,
+        torchrun=TorchrunOptions(**said),
         **read_output_flags(given),
         **read_place(settings, high),
     )
 
 
+def _timeouts(config: LaunchConfig) -> Iterator[str]:
+    conf = config.rdzv_configs
+    if {"timeout", "join_timeout"} <= set(conf) and not config.of_torch:
+        yield (
+            f"--rdzv-conf timeout={conf['timeout']} is passed over: "
+            f"join_timeout={conf['join_timeout']} goes before it"
+        )
+
+
 def _start_method(given: argparse.Namespace) -> str:
-    if given.no_python and given.start_method == "warm":
-        raise ConfigError("--start-method warm is for Python, and --no-python runs another program")
+    if given.no_python and given.start_method not in (None, "spawn"):
+        raise ConfigError(
+            f"--start-method {given.start_method} is for Python, and --no-python runs another "
+            "program"
+        )
     return given.start_method or "warm"
 
 
@@ -258,6 +305,10 @@ def _entrypoint(given: argparse.Namespace) -> Entrypoint:
         raise ConfigError("what is to be run has an empty name")
     if given.module and given.no_python:
         raise ConfigError("-m runs a Python module and --no-python a program: give one of them")
+    if given.module and given.run_path:
+        raise ConfigError(
+            "-m runs a module by its name and --run-path a script by its path: give one of them"
+        )
     if given.module:
         return Module(given.training_script, args)
     if given.no_python:
@@ -280,24 +331,6 @@ def _node_range(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise ConfigError(f"--nnodes needs 1 <= MIN <= MAX, got {text!r}")
     return least, most
-
-
-def _worker_count(text: str) -> int:
-    if text in ("auto", "gpu"):
-        # Imported only for those who ask for their GPUs to be counted.
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count:
-            return count
-        if text == "gpu":
-            raise ConfigError("--nproc-per-node gpu: torch sees no GPU on this machine")
-    if text in ("auto", "cpu"):
-        return os.cpu_count() or 1
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"--nproc-per-node is a number, cpu, gpu or auto, got {text!r}") from None
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 A distribution registers `name = package.module:open` in the entry-point group
 `elasticlib.rendezvous`. Nothing of it is imported before a launch asks for that name, and a name
-of ours is never another's.
+of ours is never another's. What is registered for torchrun is taken too, where nobody has
+registered that name with us.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.timing import Timing
 from ..stores.interface import Store
 from .etcd_place import ETCD_BACKENDS
+from .torch_names import TORCH_C10D, TORCHRUN_NAMES, registered_with_torch
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -37,7 +39,8 @@ class BackendRequest:
     options: the keys of --rdzv-conf that are not elasticlib's own, as text; a backend refuses
     those that it does not know by a ConfigError. timeout: seconds within which a store's call ends.
     node, limits, timing: what a handler of its own needs beside these; over a store that is
-    returned the dynamic handler is put, and it is closed after that one has left.
+    returned the dynamic handler is put, and it is closed after that one has left. use_libuv: which
+    of torch's two servers the workers' store is to be.
     """
 
     endpoint: str
@@ -47,17 +50,24 @@ class BackendRequest:
     node: Node
     limits: Limits
     timing: Timing
+    use_libuv: bool = True
 
 
 class BackendNames(Collection[str]):
     """All names, ours first; the metadata of distributions is read only where ours do not do."""
 
     def __contains__(self, name: object) -> bool:
-        return name in OUR_BACKENDS or name in _registered()
+        if name in OUR_BACKENDS or name in TORCHRUN_NAMES or name == TORCH_C10D:
+            return True
+        return name in _registered() or name in registered_with_torch()
 
     def __iter__(self) -> Iterator[str]:
         yield from OUR_BACKENDS
-        yield from sorted(set(_registered()) - set(OUR_BACKENDS))
+        known = {*OUR_BACKENDS, TORCH_C10D}
+        registered = set(_registered()) - known
+        yield from sorted(registered)
+        yield TORCH_C10D
+        yield from sorted(set(registered_with_torch()) - registered - known)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -66,12 +76,21 @@ class BackendNames(Collection[str]):
 BACKENDS = BackendNames()
 
 
+def is_torchs(name: str) -> bool:
+    """Whether it stands for a handler of torch's kind."""
+    if name in OUR_BACKENDS:
+        return False
+    return name == TORCH_C10D or (name not in _registered() and name in registered_with_torch())
+
+
 def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandler:
-    """What the entry point of that name opens.
+    """What the entry point of that name opens, or torch's own handler.
 
     Raises:
         ConfigError: it cannot be loaded, breaks, or returns something else; or there are several.
     """
+    if is_torchs(name):
+        return _open_torchs(name, request)
     found = _registered().get(name, [])
     if len(found) != 1:
         rivals = ", ".join(_described(point) for point in found) or "none"
@@ -94,10 +113,24 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
     return opened
 
 
+def _open_torchs(name: str, request: BackendRequest) -> RendezvousHandler:
+    # Imported here: it takes torch.
+    from .from_torch import open_from_torch
+
+    point = registered_with_torch().get(name)
+    told = name if point is None else _described(point)
+    try:
+        return open_from_torch(name, request)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--rdzv-backend {told} failed: {describe(error)}") from error
+
+
 def warn_of_shadows() -> None:
     """Say of each entry point that bears a name of ours that it is passed over."""
     registered = _registered()
-    for name in OUR_BACKENDS:
+    for name in (*OUR_BACKENDS, TORCH_C10D):
         for point in registered.get(name, ()):
             log.warning("%s is passed over: that name is elasticlib's own", _described(point))
 

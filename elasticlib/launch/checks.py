@@ -15,11 +15,14 @@ import attrs
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError
-from ..workers.processors import count_cores
-from ..workers.spec import Command, Entrypoint, Module, own_device
+from ..workers.processors import bindings, count_cores
+from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
+from ..workers.timer_server import VARIABLE as TIMERS
 from .config import TCP_BACKENDS, LaunchConfig
+from .requeue import find_requeue
 from .secret import read_secret
-from .tcp_place import resolve
+from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
+from .torchrun_options import log_level
 
 CONNECT_SECONDS = 2.0
 
@@ -40,7 +43,8 @@ def check_launch(
     """All findings on this machine as it is now; an endpoint is tried for some seconds at most."""
     found = [_program(entrypoint), _processors(config)]
     found += _logs(config)
-    found += _modules(config)
+    found += _modules(config, entrypoint)
+    found += _timers(config)
     found += _refusals(config, environment)
     found += _place(config)
     return found
@@ -52,23 +56,34 @@ def _program(entrypoint: Entrypoint) -> Finding:
         where = f"is {path}" if path else "is not on the PATH, or not to be executed"
         return Finding("program", path is not None, f"{entrypoint.program} {where}")
     if isinstance(entrypoint, Module):
-        good = _importable(entrypoint.name)
-        return Finding("module", good, f"{entrypoint.name} {_FOUND[good]}")
+        return _importable("module", entrypoint.name)
     return Finding("script", True, f"{getattr(entrypoint, 'path', entrypoint)} is there")
 
 
-_FOUND = {True: "is found", False: "is not found from here or on Python's path"}
-
-
-def _importable(name: str) -> bool:
+def _importable(check: str, name: str) -> Finding:
     """By its outermost package: looking further would import it."""
-    return PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is not None
+    outermost, dot, _ = name.partition(".")
+    if PathFinder.find_spec(outermost, [os.getcwd(), *sys.path]) is None:
+        return Finding(check, False, f"{outermost} is not found from here or on Python's path")
+    rest = f"; whether it has {name} is not looked at, as that would import it" if dot else ""
+    return Finding(check, True, f"{outermost} is found{rest}")
 
 
-def _modules(config: LaunchConfig) -> Iterator[Finding]:
-    for name in config.preload:
-        good = _importable(name)
-        yield Finding("--preload", good, f"{name} {_FOUND[good]}")
+def _modules(config: LaunchConfig, entrypoint: Entrypoint) -> Iterator[Finding]:
+    refused = list(_tried("--preload", lambda: check_preload(config.preload, entrypoint), ""))
+    yield from refused
+    for name in () if refused else config.preload:
+        yield _importable("--preload", name)
+
+
+def _timers(config: LaunchConfig) -> Iterator[Finding]:
+    path = config.torchrun.timer_file
+    if path:
+        folder = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(folder):
+            yield _writable(TIMERS, folder)
+        else:
+            yield Finding(TIMERS, False, f"no pipe can be made at {path}: there is no {folder}")
 
 
 def _processors(config: LaunchConfig) -> Finding:
@@ -107,6 +122,22 @@ def _refusals(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[
             lambda: own_device(config.nproc_per_node - 1, environment),
             "the last worker's GPU is {}",
         )
+    workers, visible = config.nproc_per_node, environment.get("CUDA_VISIBLE_DEVICES")
+    if config.numa_binding is not None:
+        name = config.numa_binding
+        yield from _tried(
+            "--numa-binding",
+            lambda: bindings(name, workers, visible),
+            "workers are bound to processors near their GPUs",
+        )
+    level = environment.get("LOGLEVEL", "INFO")
+    yield from _tried("LOGLEVEL", lambda: log_level(level), f"{level}, for the agent's own lines")
+    requeue = config.supervision.requeue
+    yield from _tried(
+        "--requeue",
+        lambda: find_requeue(requeue, environment),
+        "{0.scontrol} is asked to requeue {0.target}",
+    )
     path = config.options.secret_file
     yield from _tried(
         "secret",
@@ -164,10 +195,16 @@ def _endpoint(config: LaunchConfig, host: str, port: int) -> Finding:
     asked = config.options.is_host
     if asked is None and config.rdzv_backend == "static":
         asked = config.node_rank == 0
+    several = "" if asked is not None else of_several_machines(endpoint, addresses)
+    if several:
+        return Finding(check, False, several)
     if asked is not False:
         bound = _bind(addresses, port)
         if bound is None:
             return Finding(check, True, f"{shown}: this node would serve the store")
+        if config.options.is_host and not any(map(is_ours, addresses)):
+            sentence = f"{shown}: this node would serve the store, at all of its own addresses"
+            return Finding(check, True, sentence)
         if asked:
             return Finding(check, False, f"{shown}: this node is to serve the store: {bound}")
     try:
@@ -183,14 +220,14 @@ def _bind(addresses: list[str], port: int) -> str | None:
     why = "no address"
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((address, port))
-            except OSError as error:
-                why = f"{address}: {error.strerror}"
-                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                    return why
-            else:
-                return None
+        except OSError as error:
+            why = f"{address}: {error.strerror}"
+            if error.errno not in (errno.EADDRINUSE, *NOT_OURS):
+                return why
+        else:
+            return None
     return why

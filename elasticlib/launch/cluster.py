@@ -16,7 +16,10 @@ GROUP = "elasticlib.cluster"
 Told = Mapping[str, tuple[str, str]]
 Detector = Callable[[Mapping[str, str]], Told | None]
 
-OURS: Mapping[str, str] = {}
+OURS: Mapping[str, str] = {
+    "slurm": "elasticlib.launch.slurm:read_slurm",
+    "skypilot": "elasticlib.launch.skypilot:read_skypilot",
+}
 """Detectors of ours, in the order in which `auto` asks them, as module:function."""
 
 

@@ -10,17 +10,20 @@ from typing import Any
 
 import attrs
 
-from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
 from ..workers.output_plan import OutputPlan
 from ..workers.spec import check_start
 from ..workers.streams import StreamChoice
-from .backends import BACKENDS, OUR_BACKENDS
+from .backends import BACKENDS, OUR_BACKENDS, is_torchs
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions, check_replicas
+from .tcp_endpoints import check_endpoints, parts_of
+from .torch_fields import check_shutdown, plain_values, texts
+from .torch_names import check_beside_torchs, our_name
+from .torchrun_options import TorchrunOptions
 
 MASTER_PORT = 29500
 LONGEST = 1e6
@@ -68,11 +71,11 @@ def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
             raise ConfigError(
                 f"--rdzv-conf {key} is not an option of elasticlib: {_ELSEWHERE[key]}"
             )
-        # torch's older backends call it so.
+        # torch's older backends call it so, and its newer ones pass it over.
         name = "join_timeout" if key == "timeout" else key
-        if name in found:
-            raise ConfigError("--rdzv-conf takes timeout or join_timeout, got both")
-        found[name] = _READERS[name](key, value) if name in _READERS else _unknown(key)
+        read = _READERS[name](key, value) if name in _READERS else _unknown(key)
+        if key == name or name not in conf:
+            found[name] = read
     return RendezvousOptions(**found)
 
 
@@ -139,55 +142,70 @@ _READERS = {
 }
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class LaunchConfig:
-    """One node's part in a job.
+    """One node's part in a job: torch's fields, in torch's order, and by keyword ours.
 
     rdzv_endpoint: `host:port`, or `host:port,host:port` for places to go on to when the first is
     lost; a folder for the file backend, `host:port,host:port` for etcd, what a backend of another
-    distribution takes, or empty for one node alone.
-    rdzv_configs: the keys of --rdzv-conf. node_rank: a rank to ask for; the rank itself with the
-    static backend. topology: nodes with the same one get adjacent ranks. spares: how many nodes
-    beyond max_nodes may wait, None for any. store_grace: seconds for which the store may be away.
-    shutdown_timeout: seconds between SIGTERM and SIGKILL. supervision: signals, drains, resizes
-    and what else there is to the budget of restarts. local_ranks_filter: those whose output is
-    shown, None for all; log_line_prefix_template: what stands before each line of `tee`, with
-    `${role_name}`, `${rank}` and `${local_rank}`. virtual_local_rank: each worker sees its own GPU
-    alone, as device 0. numa_binding: which processors near its GPU a worker is bound to.
-    start_method: `warm` or `spawn`. preload: what workers that are started warm have imported
-    besides torch.
+    distribution takes, or empty for one node alone. rdzv_configs: the keys of --rdzv-conf;
+    rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
+    an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`.
+    log_line_prefix_template: what stands before each line of `tee`, with `${role_name}`, `${rank}`
+    and `${local_rank}`. What torch's DefaultLogsSpecs, numa_options and signals_to_handle say is
+    found in our own fields, too; logs_specs may be another of torch's kind, or the name of an entry
+    point of `torchrun.logs_specs`. event_log_handler: `null`, or `console` for an event a line.
+    virtual_local_rank: each worker sees its own GPU alone, as device 0. shutdown_timeout: seconds
+    between SIGTERM and SIGKILL; None: what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
+
+    node_rank: a rank to ask for; the rank itself with the static backend. topology: nodes with the
+    same one get adjacent ranks. spares: how many nodes beyond max_nodes may wait, None for any.
+    store_grace: seconds for which the store may be away. local_ranks_filter: those whose output is
+    shown, None for all. supervision: signals, drains, resizes and what else there is to the budget
+    of restarts. numa_binding: which processors near its GPU a worker is bound to. preload: what
+    workers that are started warm have imported besides torch. torchrun: what else torchrun takes
+    from its variables.
     """
 
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: int = 1
+    logs_specs: Any = None
     run_id: str = "none"
-    role: str = "default"
-    rdzv_backend: str = "tcp"
+    role: str = "default_role"
     rdzv_endpoint: str = ""
+    rdzv_backend: str = attrs.field(default="tcp", converter=our_name)
     rdzv_configs: Mapping[str, Any] = attrs.field(factory=dict)
+    rdzv_timeout: float = -1
     max_restarts: int = 3
     monitor_interval: float = 0.1
-    node_rank: int | None = None
-    topology: str = ""
-    spares: int | None = None
-    store_grace: float = 300.0
-    local_addr: str | None = None
-    log_dir: str | None = None
-    redirects: StreamChoice = attrs.field(factory=StreamChoice)
-    tee: StreamChoice = attrs.field(factory=StreamChoice)
-    shutdown_timeout: float = 30.0
-    supervision: SupervisionOptions = attrs.field(factory=SupervisionOptions)
-    local_ranks_filter: frozenset[int] | None = None
-    duplicate_stdout_filters: tuple[str, ...] = ()
-    duplicate_stderr_filters: tuple[str, ...] = ()
-    log_line_prefix_template: str | None = None
-    virtual_local_rank: bool = False
-    numa_binding: str | None = None
     start_method: str = "warm"
-    preload: tuple[str, ...] = ()
+    log_line_prefix_template: str | None = None
+    metrics_cfg: Mapping[str, str] = attrs.field(factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str | None = None
+    duplicate_stdout_filters: tuple[str, ...] = attrs.field(default=(), converter=texts)
+    duplicate_stderr_filters: tuple[str, ...] = attrs.field(default=(), converter=texts)
+    virtual_local_rank: bool = False
+    shutdown_timeout: float | None = None
+    node_rank: int | None = attrs.field(default=None, kw_only=True)
+    topology: str = attrs.field(default="", kw_only=True)
+    spares: int | None = attrs.field(default=None, kw_only=True)
+    store_grace: float = attrs.field(default=300.0, kw_only=True)
+    log_dir: str | None = attrs.field(default=None, kw_only=True)
+    redirects: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
+    tee: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
+    supervision: SupervisionOptions = attrs.field(factory=SupervisionOptions, kw_only=True)
+    local_ranks_filter: frozenset[int] | None = attrs.field(default=None, kw_only=True)
+    numa_binding: str | None = attrs.field(default=None, kw_only=True)
+    preload: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        for name, value in plain_values(self).items():
+            object.__setattr__(self, name, value)
         if self.rdzv_backend not in BACKENDS:
             raise ConfigError(
                 f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
@@ -214,10 +232,7 @@ class LaunchConfig:
             raise ConfigError(
                 f"--monitor-interval is positive, up to {LONGEST:g} s, got {self.monitor_interval}"
             )
-        if not 0 <= self.shutdown_timeout <= LONGEST:
-            raise ConfigError(
-                f"--shutdown-timeout is seconds from 0 to {LONGEST:g}, got {self.shutdown_timeout}"
-            )
+        check_shutdown(self.shutdown_timeout, "--shutdown-timeout", LONGEST)
         if not 0 < self.store_grace <= LONGEST:
             raise ConfigError(
                 f"--store-grace is seconds, positive and up to {LONGEST:g}, got {self.store_grace}"
@@ -233,9 +248,14 @@ class LaunchConfig:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         elsewhere = self.foreign or self.rdzv_backend == "file"
         if self.etcd is None and not self.alone and not elsewhere:
-            self._check_endpoint()
+            given = self.options
+            check_endpoints(
+                self.rdzv_endpoint, is_host=bool(given.is_host), quorum=bool(given.quorum)
+            )
         if self.rdzv_backend == "static":
             self._check_static()
+        if self.of_torch:
+            check_beside_torchs(self)
         if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
             raise ConfigError(
                 f"the {self.rdzv_backend} backend may hold several jobs: name each job with an "
@@ -273,29 +293,6 @@ class LaunchConfig:
             if getattr(self.options, key) is not None and not hosted:
                 raise ConfigError(f"--rdzv-conf {key} means the store at a tcp --rdzv-endpoint")
 
-    def _check_endpoint(self) -> None:
-        for endpoint in self.endpoints:
-            host, port = split_endpoint(endpoint, STORE_PORT)
-            if port == 0:
-                raise ConfigError(
-                    f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
-                    "--standalone takes a free port for one node"
-                )
-            if host in ("0.0.0.0", "::"):
-                raise ConfigError(
-                    f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
-                )
-        places = {
-            (h.lower(), p) for h, p in (split_endpoint(e, STORE_PORT) for e in self.endpoints)
-        }
-        if len(places) < len(self.endpoints):
-            raise ConfigError(f"--rdzv-endpoint names a place twice: {self.rdzv_endpoint}")
-        several = len(self.endpoints) > 1
-        if several and self.options.is_host:
-            raise ConfigError("--rdzv-conf is_host=true means one endpoint, got several")
-        if self.options.quorum and not several:
-            raise ConfigError("--rdzv-conf quorum is for a list of endpoints, got one")
-
     def _check_static(self) -> None:
         if self.min_nodes != self.max_nodes:
             raise ConfigError(
@@ -324,12 +321,12 @@ class LaunchConfig:
     @property
     def alone(self) -> bool:
         """Whether this node needs nobody, and no place to meet."""
-        return not self.rdzv_endpoint
+        return not self.rdzv_endpoint and not self.of_torch
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """The places at which the TCP store may be served, the first one first."""
-        return tuple(part.strip() for part in self.rdzv_endpoint.split(","))
+        return parts_of(self.rdzv_endpoint)
 
     @property
     def foreign(self) -> bool:
@@ -337,9 +334,14 @@ class LaunchConfig:
         return self.rdzv_backend not in OUR_BACKENDS
 
     @property
+    def of_torch(self) -> bool:
+        """Whether the handler is of torch's kind, to which all of --rdzv-conf belongs."""
+        return is_torchs(self.rdzv_backend)
+
+    @property
     def foreign_options(self) -> dict[str, str]:
         """The keys of --rdzv-conf that are not ours to read."""
-        ours = {*_READERS, "timeout"}
+        ours: set[str] = set() if self.of_torch else {*_READERS, "timeout"}
         return {key: str(value) for key, value in self.rdzv_configs.items() if key not in ours}
 
     @property

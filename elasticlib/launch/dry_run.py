@@ -13,6 +13,7 @@ from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..workers.processors import count_cores
 from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
+from ..workers.timer_server import VARIABLE as TIMERS
 from .arguments import Launch
 from .checks import Finding
 from .settings import Source
@@ -22,6 +23,8 @@ _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port
 _OWN = {
     "TORCHELASTIC_ERROR_FILE": "LOGS/attempt_N/LOCAL_RANK/error.json",
     "ELASTICLIB_INCARNATION": _MET,
+    "ELASTICLIB_CHANNEL": "a file of its agent's",
+    "ELASTICLIB_SNAPSHOTS": "a folder of its agent's",
 }
 _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
 _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
@@ -157,12 +160,15 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
         master_port=0,
         max_restarts=config.max_restarts,
     )
+    own = dict(_OWN)
+    if config.torchrun.timer_file is not None:
+        own[TIMERS] = config.torchrun.timer_file or "a pipe of its agent's"
     told = []
     for worker in group.workers:
         environment = worker_environment(
             group, worker, inherited, error_file="", cores=count_cores()
         )
-        told.append({**environment, **_PLACE, **_OWN, **({} if fixed else _unsettled(launch))})
+        told.append({**environment, **_PLACE, **own, **({} if fixed else _unsettled(launch))})
     return told
 
 

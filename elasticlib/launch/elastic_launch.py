@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,88 +17,100 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import LocalElasticAgent
+from ..agent.elastic import ElasticAgent, LocalElasticAgent
 from ..agent.interface import Memory, RunResult
 from ..agent.observers import SignalObserver
 from ..agent.options import AgentOptions
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
-from ..errors import ConfigError, ElasticError
-from ..workers.exits import WorkerExit
+from ..errors import ConfigError
+from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
+from ..workers.output_plan import OutputPlan
 from ..workers.processors import bindings
-from ..workers.spec import Command, Entrypoint, Function, WorkerSpec, WorkerState, own_device
+from ..workers.spec import (
+    Command,
+    Entrypoint,
+    Function,
+    WorkerSpec,
+    WorkerState,
+    check_preload,
+    own_device,
+)
 from . import report
-from .config import TCP_BACKENDS, LaunchConfig
-from .meeting import open_meeting
+from .config import LONGEST, TCP_BACKENDS, LaunchConfig
+from .events import RecordingAgent, entry_name
+from .logs_specs import open_logs_specs
+from .meeting import Meeting, open_meeting
+from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
+from .torch_fields import check_shutdown, may_go_unbound, ours
 
 log = logging.getLogger("elasticlib.launch")
 
-
-class ChildFailedError(ElasticError):
-    """The job failed, or this node was stopped or drained.
-
-    `failures` holds this node's own, by global rank; `cause` is the first one over all nodes, and
-    None where no worker's failure was the reason.
-    """
-
-    def __init__(self, name: str, result: RunResult) -> None:
-        self.name = name
-        self.result = result
-        self.failures = result.failures
-        self.cause = result.cause
-        trace = "" if self.cause is None else self.cause.traceback
-        super().__init__(f"{name}: {result.reason}" + (f"\n{trace}" if trace else ""))
-
-    def get_first_failure(self) -> WorkerExit | None:
-        """The first worker of this node that failed; None where another node's did."""
-        found = next(iter(self.failures.values()), None)
-        return None if found is None else found.root
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_SECONDS = 30.0
 
 
 class elastic_launch:
     """`elastic_launch(config, entrypoint)(*args)` returns `{global rank: value}` of this node.
 
-    entrypoint is a picklable function (args are its arguments, and it may return a value), the
-    name of a program, or an entry point of `elasticlib.workers.spec` (args are strings).
+    config: a `LaunchConfig`, torch's too. entrypoint is a picklable function (args are its
+    arguments, and it may return a value), the name of a program, or an entry point of
+    `elasticlib.workers.spec` (args are strings).
 
     Raises:
-        ChildFailedError: the job failed, or this node was stopped or drained; it carries the
-            first failure.
+        ChildFailedError: the job failed; it carries the first failure.
+        SignalException: a signal stopped this node, or had it save and leave.
         ConfigError: it cannot be started as configured.
     """
 
-    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | Entrypoint):
-        self._config = config
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | Entrypoint,
+        health_check_server: None = None,
+    ) -> None:
+        if health_check_server is not None:
+            raise ConfigError(
+                "health_check_server is torch's, for its own agent, which is not here: leave it out"
+            )
+        self._config = ours(config, LaunchConfig)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint = _with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
-        result = run_node(self._config, entrypoint)
-        if result.state is not WorkerState.SUCCEEDED:
-            raise ChildFailedError(_name(entrypoint), result)
-        return result.values
+        return values_of(entry_name(entrypoint), run_node(self._config, entrypoint))
+
+
+def values_of(name: str, result: RunResult) -> dict[int, Any]:
+    """What the workers of a run that succeeded returned.
+
+    Raises:
+        ChildFailedError: it failed. SignalException: it was stopped or drained.
+    """
+    if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+        number = signal.Signals(result.signal)
+        raise SignalException(f"{name}: {result.state.value}: {result.reason}", number, result)
+    if result.state is not WorkerState.SUCCEEDED:
+        raise ChildFailedError(name, failures_of(result.failures), result)
+    return result.values
 
 
 def _with_args(entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[Any, ...]) -> Any:
+    if not isinstance(entrypoint, Entrypoint | str) and not callable(entrypoint):
+        raise ConfigError(f"what is to be run is a function or a program, got {entrypoint!r}")
     if isinstance(entrypoint, str):
         return Command(entrypoint, tuple(str(arg) for arg in args))
     if isinstance(entrypoint, Entrypoint):
         return attrs.evolve(entrypoint, args=(*entrypoint.args, *args))
     return Function(entrypoint, args)
-
-
-def _name(entrypoint: Entrypoint) -> str:
-    if isinstance(entrypoint, Function):
-        return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
-    return str(attrs.astuple(entrypoint, recurse=False)[0])
 
 
 def run_node(
@@ -106,65 +119,110 @@ def run_node(
     workers: Workers | None = None,
     *,
     persist: Persist = persist,
+    began: Callable[[ElasticAgent], object] | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
     workers: what runs them, if not processes of this machine as the config has them. persist:
-    writes the newest snapshots when the job drains or fails for good.
+    writes the newest snapshots when the job drains or fails for good. began: called with the agent
+    before it runs, for who is to tell it something from another thread.
     """
-    _check_log_dir(config.log_dir)
-    if config.virtual_local_rank:
-        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
-        own_device(config.nproc_per_node - 1, os.environ)
-    if config.preload and isinstance(entrypoint, Command):
-        raise ConfigError(
-            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
-        )
+    _check_here(config, entrypoint)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
+    requeue = find_requeue(config.supervision.requeue, os.environ)
     runners = workers or local_workers(config, options)
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     try:
-        agent = LocalElasticAgent(
+        if requeue is not None:
+            check_requeue(meeting, config.rdzv_backend)
+        told = config.event_log_handler == "console"
+        kind = RecordingAgent if told else LocalElasticAgent
+        agent = kind(
             spec,
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=Ladder(grace=config.shutdown_timeout),
+            ladder=Ladder(grace=shutdown_seconds(config)),
             interval=config.monitor_interval,
             options=options,
             memory=memory,
         )
+        if began is not None:
+            began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.
         with SignalObserver(options.drain_signals, lambda _: None):
             result = agent.run()
             if isinstance(runners, LocalWorkers):
                 _write_report(runners.kept_folder, result)
-            with _signals(options) as stopped:
-                if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-                    meeting.hand_over(stopped, config.timing)
-                else:
-                    meeting.serve_others(stopped)
+            _depart(meeting, config, result, requeue)
         return result
     finally:
         meeting.close()
 
 
+def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:
+    """Raises ConfigError for what this machine cannot give."""
+    _check_log_dir(config.log_dir)
+    if config.virtual_local_rank:
+        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
+        own_device(config.nproc_per_node - 1, os.environ)
+    check_preload(config.preload, entrypoint)
+
+
+def _depart(
+    meeting: Meeting, config: LaunchConfig, result: RunResult, requeue: Requeue | None
+) -> None:
+    """Stay for as long as the others need this node, or the store that it serves."""
+    drained = result.state is WorkerState.DRAINED
+    # Only after a signal that means it: SIGTERM is how jobs are cancelled as well.
+    meant = result.signal in config.supervision.agent.drain_signals
+    with _signals(config.supervision.agent) as stopped:
+        if requeue is not None and drained and meant:
+            requeue_if_last(requeue, meeting, _longest_drain(config), stopped)
+        if drained or result.state is WorkerState.STOPPED:
+            # Of several places the others find the next, however few they are.
+            needed = 1 if len(config.endpoints) > 1 else config.min_nodes
+            meeting.hand_over(stopped, config.timing, needed)
+        else:
+            meeting.serve_others(stopped)
+
+
+def _longest_drain(config: LaunchConfig) -> float:
+    """Seconds after which a node that drains has left, or cannot."""
+    grace = config.supervision.agent.drain_grace + shutdown_seconds(config)
+    return grace + config.timing.close
+
+
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
     """Processes of this machine, as a launch has them."""
-    return LocalWorkers(
+    found = LocalWorkers(
         os.environ,
-        output=config.output,
+        output=_output(config),
         log_dir=config.log_dir,
         run_id=config.run_id,
-        python=sys.executable,
+        python=config.torchrun.python or sys.executable,
         processors=_processors(config),
         ignored=options.kept_from_workers,
         start_method=config.start_method,
         preload=config.preload,
     )
+    if config.torchrun.timer_file is not None:
+        found.serve_timers(config.torchrun.timer_file)
+    return found
+
+
+def _output(config: LaunchConfig) -> OutputPlan:
+    specs = open_logs_specs(
+        config.logs_specs,
+        log_dir=config.log_dir,
+        redirects=config.redirects,
+        tee=config.tee,
+        ranks=config.local_ranks_filter,
+    )
+    return attrs.evolve(config.output, specs=specs)
 
 
 def _memory(
@@ -194,7 +252,28 @@ def _processors(config: LaunchConfig) -> Sequence[frozenset[int]]:
     if config.numa_binding is None:
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return bindings(config.numa_binding, config.nproc_per_node, visible)
+    try:
+        return bindings(config.numa_binding, config.nproc_per_node, visible)
+    except ConfigError as error:
+        if not may_go_unbound(config):
+            raise
+        log.warning("workers run on any processors: %s", error)
+        return ()
+
+
+def shutdown_seconds(config: LaunchConfig) -> float:
+    """Seconds; torch's variable counts where the config says nothing."""
+    if config.shutdown_timeout is not None:
+        return config.shutdown_timeout
+    text = os.environ.get(SHUTDOWN_VARIABLE)
+    if text is None:
+        return SHUTDOWN_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}", LONGEST)
+    return seconds
 
 
 def _write_report(folder: Path | None, result: RunResult) -> None:

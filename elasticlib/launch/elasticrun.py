@@ -10,14 +10,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
+from ..clock import wall
 from ..errors import ConfigError
+from ..workers.error_file import failure_record
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
 from .first_process import stand_in
+from .torchrun_options import log_level
+
+if TYPE_CHECKING:
+    from ..agent.interface import RunResult
+    from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -26,26 +35,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     _open_streams()
     try:
-        launch = read_launch(sys.argv[1:] if argv is None else argv, os.environ)
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        config = attrs.evolve(launch.config, log_line_prefix_template=template)
-        if launch.settings["dry_run"]:
-            return _show_plan(attrs.evolve(launch, config=config))
-        reaped = stand_in()
-        if reaped is not None:
-            return reaped
-        # After the command line was read, so that --help and mistakes are answered at once.
-        from .elastic_launch import run_node
-        from .report import told
-
-        _start_logging(os.environ.get("LOGLEVEL", "INFO"))
-        for note in launch.settings.notes:
-            log.warning("%s", note)
-        result = run_node(config, launch.entrypoint)
+        return _carry_out(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         print(f"elasticrun: error: {error}", file=sys.stderr)
+        leave_error(failure_record("ConfigError", str(error), "", int(wall())))
         return 2
+    except Exception as error:
+        # As torchrun's own main function does, under torch's `record`.
+        said = (type(error).__name__, str(error), traceback.format_exc())
+        leave_error(failure_record(*said, int(wall())))
+        raise
+
+
+def _carry_out(argv: Sequence[str]) -> int:
+    launch = read_launch(argv, os.environ)
+    config = with_prefix(launch.config, os.environ)
+    if launch.settings["dry_run"]:
+        return _show_plan(attrs.evolve(launch, config=config))
+    reaped = stand_in()
+    if reaped is not None:
+        return reaped
+    # After the command line was read, so that --help and mistakes are answered at once.
+    from .elastic_launch import run_node
+    from .report import told
+
+    _start_logging(os.environ.get("LOGLEVEL", "INFO"))
+    for note in launch.settings.notes:
+        log.warning("%s", note)
+    result = run_node(config, launch.entrypoint)
     _show(told(result))
+    leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code
     return result.exit_code
@@ -59,6 +78,35 @@ def _show_plan(launch: Launch) -> int:
     findings = check_launch(launch.config, launch.entrypoint, os.environ)
     print(show(launch, findings, os.environ), end="")
     return 1 if any(finding.good is False for finding in findings) else 0
+
+
+def with_prefix(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
+    """The same, with what torchrun's variable has stand before each line of `--tee`."""
+    template = environment.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    return attrs.evolve(config, log_line_prefix_template=template)
+
+
+def leave_error_of(result: RunResult) -> None:
+    """Its first failure, or why it was stopped, in the launcher's own error file."""
+    from .report import as_error_file
+
+    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        leave_error(as_error_file(result, wall()))
+
+
+def leave_error(record: bytes) -> None:
+    """Whoever started this launcher may ask it for its error, as torchx and an outer launcher do.
+
+    Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    try:
+        with open(path, "wb") as file:
+            file.write(record)
+    except OSError as error:
+        log.warning("TORCHELASTIC_ERROR_FILE=%s cannot be written: %s", path, error.strerror)
 
 
 def _open_streams() -> None:
@@ -80,9 +128,7 @@ def _show(text: str) -> None:
 
 
 def _start_logging(level: str) -> None:
-    known = logging.getLevelName(level.upper())
-    if not isinstance(known, int):
-        raise ConfigError(f"LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got {level!r}")
+    known = log_level(level)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s elasticrun: %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("elasticlib")

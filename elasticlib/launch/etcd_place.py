@@ -116,8 +116,9 @@ def check_etcd_keys(backend: str, conf: Mapping[str, Any]) -> None:
     """Refuse etcd's keys beside another backend."""
     stray = sorted(ETCD_KEYS & set(conf))
     if stray and backend not in ETCD_BACKENDS:
+        belong = "belongs" if len(stray) == 1 else "belong"
         raise ConfigError(
-            f"--rdzv-conf {', '.join(stray)} belong to --rdzv-backend etcd, not to {backend}"
+            f"--rdzv-conf {', '.join(stray)} {belong} to --rdzv-backend etcd, not to {backend}"
         )
 
 

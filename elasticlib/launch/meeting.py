@@ -13,6 +13,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ElasticError, StoreError
+from ..rendezvous.bootstrap import torch_store
 from ..rendezvous.document import Node, Phase
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
@@ -65,20 +66,21 @@ class Meeting:
             # How this node's run ended is known by now, and a broken server takes nothing of it.
             log.warning("no longer serving the store: %s", error)
 
-    def hand_over(self, stopped: Callable[[], bool], timing: Timing) -> None:
-        """Having left: serve a store that can move until the others have gone on without us.
+    def hand_over(self, stopped: Callable[[], bool], timing: Timing, needed: int) -> None:
+        """Having left: serve the store until the others have gone on without us, if they can.
 
-        What they know of our leaving is in that store, and they need to know it to move on.
+        What they know of our leaving is in that store, and they need to know it to go on.
+        needed: fewer others than this can do nothing before somebody comes.
         """
-        if not isinstance(self.store, MovingStore) or self.store.server is None:
+        if self.server is None or self.store is None:
             return
         keys, deadline = Keys(self.run_id), monotonic() + timing.close
         try:
             while not stopped() and monotonic() < deadline:
                 read = Read(keys, self.store.list(keys.job))
-                if not read.live(set()):
+                if len(read.live(set())) < needed:
                     return
-                if _goes_on_without(self.me, read):
+                if goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.
                     deadline = min(deadline, monotonic() + timing.refresh)
                 self.store.wait(keys.job, after=read.version, timeout=0.2)
@@ -95,7 +97,7 @@ class Meeting:
             self.own_server.close()
 
 
-def _goes_on_without(node_id: str, read: Read) -> bool:
+def goes_on_without(node_id: str, read: Read) -> bool:
     """Whether the job is over, or a generation without this node has met."""
     document, _ = read.document(None)
     if document is None or document.phase is Phase.OPEN:
@@ -139,6 +141,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
+        open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
     return Meeting(handler, store, server, config.run_id, node.id)
 
@@ -152,6 +155,7 @@ def _request(config: LaunchConfig, node: Node) -> BackendRequest:
         node=attrs.evolve(node, address=node.address or outward_address()),
         limits=config.limits,
         timing=config.timing,
+        use_libuv=config.torchrun.use_libuv,
     )
 
 

@@ -40,6 +40,11 @@ def add_output_flags(flag: Callable[..., None]) -> None:
             f"filtered_{stream}.log as well; two commas for one",
         )
     flag(
+        "--logs-specs",
+        metavar="NAME",
+        help="an entry point of the group torchrun.logs_specs that says where output goes instead",
+    )
+    flag(
         "--virtual-local-rank",
         action="store_true",
         help="LOCAL_RANK is 0 in each worker, and its own GPU is all that it sees",

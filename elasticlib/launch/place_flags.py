@@ -8,23 +8,28 @@ twice is refused.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from ..endpoint import join_endpoint
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from .config import MASTER_PORT
 from .settings import Setting, Settings, Source
 
 _MASTER = ("master_addr", "master_port")
 _TCP = (None, "tcp", "c10d")
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where one node reaches what is served on all of its addresses."""
 
 
 def settle_place(settings: Settings) -> Settings:
     """These settings with one answer, as far as it does not take a user to choose."""
     if settings.source("standalone") is not Source.DEFAULT:
         settings = _settle_standalone(settings)
+    if not settings["standalone"]:
+        settings = _settle_one_node(settings)
     if settings["standalone"] or settings.source(*_MASTER) is Source.DEFAULT:
         return settings
     if settings["rdzv_backend"] == "static":
@@ -32,19 +37,75 @@ def settle_place(settings: Settings) -> Settings:
     return _settle_master(settings)
 
 
+def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
+    """These settings, once settled, without what a scheduler says that does not fit the rest.
+
+    told: what it says, by name; what the user says as well stands beside it, not in its place,
+    where there are several of the kind.
+    """
+    backend = settings["rdzv_backend"]
+    static = backend == "static"
+    if not static and backend not in _TCP:
+        settings = _unless_given(settings, "rdzv_endpoint", f"{backend} has places of its own")
+    if not settings["rdzv_endpoint"]:
+        settings = _unless_given(settings, "topology", "this node is alone")
+    elif static:
+        settings = _unless_given(settings, "topology", "static ranks are fixed")
+    most = str(settings["nnodes"]).rpartition(":")[2]
+    rank = settings["node_rank"]
+    if not static and rank is not None and most.isdigit() and rank >= int(most):
+        # A spare, of a job that is smaller than what it was given.
+        because = f"the job has up to {most} nodes"
+        if settings["rdzv_endpoint"]:
+            settings = settings.without("node_rank", because=because)
+        settings = _unless_given(settings, "node_rank", because)
+    conf = told.get("rdzv_conf")
+    if conf is None:
+        return settings
+    own = settings.found["rdzv_conf"]
+    if not settings["rdzv_endpoint"] and own.source is Source.CLUSTER:
+        # Nobody is told: it is of no use to a node by itself, and none misses it.
+        return settings.unsaid("rdzv_conf")
+    if not settings["rdzv_endpoint"] or own.source is Source.CLUSTER:
+        return settings
+    given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
+    more = [text for text in conf.value if text.partition("=")[0] not in given]
+    return settings.with_setting("rdzv_conf", attrs.evolve(own, value=[*own.value, *more]))
+
+
+def _unless_given(settings: Settings, name: str, because: str) -> Settings:
+    if settings.found[name].source is not Source.CLUSTER:
+        return settings
+    return settings.without(name, because=because)
+
+
 def _settle_standalone(settings: Settings) -> Settings:
+    # A rank and a port that one node by itself has anyway.
+    settings = settings.unsaid(*(n for n in ("node_rank", "master_port") if settings[n] == 0))
     ours = settings.source("standalone")
     rivals = ["rdzv_endpoint", *_MASTER]
     if settings["rdzv_backend"] not in _TCP:
         rivals.append("rdzv_backend")
     if settings.source(*rivals) < ours:
-        where = settings.origins(*(n for n in rivals if settings.source(n) < ours))
-        return settings.without("standalone", because=f"nodes meet where {where} says")
+        stronger = (n for n in rivals if settings.source(n) < ours)
+        return settings.without("standalone", because=_where(settings, *stronger))
     because = f"{settings.origins('standalone')} is one node by itself"
     if settings.source("nnodes") > ours and settings["nnodes"] not in ("1", "1:1"):
         rivals.append("nnodes")
     weaker = [n for n in (*rivals, "node_rank") if _gives_way(settings.source(n), ours)]
     return settings.without(*weaker, because=because)
+
+
+def _settle_one_node(settings: Settings) -> Settings:
+    """Without a port for others one node is by itself, as torchrun has it, whatever its rank."""
+    rank = settings["node_rank"]
+    static = settings["rdzv_backend"] in (None, "static") and not settings["rdzv_endpoint"]
+    one = settings["nnodes"] in ("1", "1:1")
+    if not (one and static) or settings["master_port"] or (rank is not None and rank < 0):
+        return settings
+    settings = settings.unsaid("master_port", *(["node_rank"] if rank == 0 else []))
+    because = "one node without a --master-port is by itself"
+    return settings.without("rdzv_backend", "master_addr", "node_rank", because=because)
 
 
 def _gives_way(theirs: Source, ours: Source) -> bool:
@@ -57,10 +118,8 @@ def _settle_static(settings: Settings) -> Settings:
     if endpoint is Source.DEFAULT or (master is Source.FLAG and endpoint is Source.FLAG):
         return settings
     if master < endpoint:
-        because = f"nodes meet where {settings.origins(*_MASTER)} says"
-        return settings.without("rdzv_endpoint", because=because)
-    because = f"nodes meet where {settings.origins('rdzv_endpoint')} says"
-    return settings.without(*_MASTER, because=because)
+        return settings.without("rdzv_endpoint", because=_where(settings, *_MASTER))
+    return settings.without(*_MASTER, because=_where(settings, "rdzv_endpoint"))
 
 
 def _settle_master(settings: Settings) -> Settings:
@@ -72,14 +131,18 @@ def _settle_master(settings: Settings) -> Settings:
         elastic = bool(colon) and least != most
         return _as_endpoint(settings) if elastic and master is not Source.FLAG else settings
     if master < others:
-        because = f"nodes meet where {settings.origins(*_MASTER)} says"
+        because = _where(settings, *_MASTER)
         return settings.without("rdzv_endpoint", "rdzv_backend", because=because)
     if not _gives_way(master, others):
         return settings
     if not settings["rdzv_endpoint"] and settings["rdzv_backend"] in _TCP:
         return _as_endpoint(settings)
-    because = f"nodes meet where {settings.origins('rdzv_endpoint', 'rdzv_backend')} says"
-    return settings.without(*_MASTER, because=because)
+    return settings.without(*_MASTER, because=_where(settings, "rdzv_endpoint", "rdzv_backend"))
+
+
+def _where(settings: Settings, *names: str) -> str:
+    origins = settings.origins(*names)
+    return f"nodes meet where {origins} {'say' if ' and ' in origins else 'says'}"
 
 
 def _as_endpoint(settings: Settings) -> Settings:
@@ -89,10 +152,7 @@ def _as_endpoint(settings: Settings) -> Settings:
         settings.source(*_MASTER),
         settings.origins(*_MASTER),
     )
-    found = dict(settings.with_setting("rdzv_endpoint", endpoint).found)
-    for name in _MASTER:
-        found[name] = Setting(settings.defaults[name], Source.DEFAULT, "default")
-    return attrs.evolve(settings, found=found)
+    return settings.with_setting("rdzv_endpoint", endpoint).unsaid(*_MASTER)
 
 
 def read_place(settings: Settings, nodes: int) -> dict[str, Any]:
@@ -110,10 +170,10 @@ def read_place(settings: Settings, nodes: int) -> dict[str, Any]:
     backend, endpoint = settings["rdzv_backend"], settings["rdzv_endpoint"]
     ranked = master or settings["node_rank"] is not None
     if backend == "static" or (backend is None and not endpoint and ranked):
-        return _static_place(settings)
+        return _static_place(settings, nodes)
     if master:
         raise ConfigError(
-            f"{' and '.join(master)} belong to the static backend; "
+            f"{' and '.join(master)} belong{'s' * (len(master) == 1)} to the static backend; "
             "the others meet at --rdzv-endpoint"
         )
     if nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
@@ -128,10 +188,17 @@ def read_place(settings: Settings, nodes: int) -> dict[str, Any]:
     }
 
 
-def _static_place(settings: Settings) -> dict[str, Any]:
-    address, port = settings["master_addr"], settings["master_port"]
+def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
+    address, port = settings["master_addr"] or "", settings["master_port"]
     if settings["rdzv_endpoint"] and (address or port is not None):
-        raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
+        host, at = split_endpoint(settings["rdzv_endpoint"], STORE_PORT)
+        if address.lower() not in ("", host.lower()) or port not in (None, at):
+            raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
+    if address in _ANYWHERE and nodes > 1:
+        raise ConfigError(f"--master-addr is an address that the other nodes reach, got {address}")
+    if port == 0 and nodes > 1:
+        raise ConfigError("nodes cannot meet at --master-port 0: give a port that is free")
+    address = _ANYWHERE.get(address, address)
     master = join_endpoint(address or "127.0.0.1", MASTER_PORT if port is None else port)
     return {
         "run_id": settings["rdzv_id"],

@@ -34,6 +34,31 @@ def as_json(result: RunResult) -> bytes:
     return json.dumps(said, indent=2).encode() + b"\n"
 
 
+def as_error_file(result: RunResult, now: float) -> bytes:
+    """The first failure, or else the reason, as a launcher's error.json in torch's shape; now:
+    seconds since 1970."""
+    cause = result.cause
+    for exit_ in result.failures.values():
+        first = exit_.root
+        if cause is not None and first.rank == cause.rank and first.error_data:
+            # As the worker itself wrote it, with all that it says.
+            return json.dumps(_with_code(dict(first.error_data), cause.returncode)).encode()
+    message = result.reason if cause is None else cause.message or cause.sentence
+    trace = "" if cause is None else cause.traceback or cause.tail
+    said: dict[str, object] = {
+        "message": message,
+        "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))},
+    }
+    if cause is not None:
+        said["errorCode"] = cause.returncode
+    return json.dumps({"message": said}).encode()
+
+
+def _with_code(data: dict[str, object], code: int) -> dict[str, object]:
+    said = data.get("message")
+    return {**data, "message": {**said, "errorCode": code}} if isinstance(said, dict) else data
+
+
 def _explained(cause: Cause) -> str:
     lines = [f"{NAME}: first failure of generation {cause.generation}, on {cause.host}:"]
     lines.append(f"  {cause.sentence}")

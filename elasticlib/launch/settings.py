@@ -60,13 +60,13 @@ class Settings:
     def source(self, *names: str) -> Source:
         """The strongest of those of these settings that say anything."""
         told = (self.found[name] for name in names)
-        return min((s.source for s in told if s.value not in _NOTHING), default=Source.DEFAULT)
+        return min((s.source for s in told if says(s.value)), default=Source.DEFAULT)
 
     def origins(self, *names: str) -> str:
         """The names of the flags or variables behind those settings that were given."""
         given = (self.found[name] for name in names)
         return " and ".join(
-            s.origin for s in given if s.source is not Source.DEFAULT and s.value not in _NOTHING
+            s.origin for s in given if s.source is not Source.DEFAULT and says(s.value)
         )
 
     def without(self, *names: str, because: str) -> Settings:
@@ -77,12 +77,19 @@ class Settings:
             if setting.source is Source.DEFAULT:
                 continue
             found[name] = Setting(self.defaults[name], Source.DEFAULT, "default")
-            if setting.value not in _NOTHING:
+            if says(setting.value):
                 notes.append(f"{setting.origin}={setting.value} is passed over: {because}")
         return attrs.evolve(self, found=found, notes=tuple(notes))
+
+    def unsaid(self, *names: str) -> Settings:
+        """These settings without those that add nothing to the others, which is no news."""
+        default = {n: Setting(self.defaults[n], Source.DEFAULT, "default") for n in names}
+        return attrs.evolve(self, found={**self.found, **default})
 
     def with_setting(self, name: str, setting: Setting) -> Settings:
         return attrs.evolve(self, found={**self.found, name: setting})
 
 
-_NOTHING: tuple[Any, ...] = (None, "", False)
+def says(value: Any) -> bool:
+    """Whether a value says anything, as 0 does."""
+    return value is not None and value is not False and value != ""

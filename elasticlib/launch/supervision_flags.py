@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 
@@ -16,8 +17,10 @@ from ..agent.hang import HangLimits
 from ..agent.interface import DRAIN_EXIT_CODE
 from ..agent.options import DRAIN_SIGNALS, RESIZES, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
+from .settings import Source
 
 LONGEST = 1e6
+REQUEUES = ("none", "slurm")
 NEVER = frozenset(
     {
         *("SIGKILL", "SIGSTOP"),
@@ -30,6 +33,7 @@ NEVER = frozenset(
 @attrs.frozen(kw_only=True)
 class SupervisionOptions:
     """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
+    requeue: who puts the job back into a queue once all of its nodes were drained: none or slurm.
     The others are the same on all nodes, in seconds. restart_window: after it restarts count no
     more. restart_backoff: the longest pause before one. min_resize_interval: from the beginning
     of a generation to its end for newcomers.
@@ -37,6 +41,7 @@ class SupervisionOptions:
 
     agent: AgentOptions = attrs.field(factory=AgentOptions)
     drain_exit_code: int = DRAIN_EXIT_CODE
+    requeue: str = "none"
     restart_window: float = 0.0
     restart_backoff: float = 10.0
     min_resize_interval: float = 0.0
@@ -48,6 +53,8 @@ class SupervisionOptions:
             raise ConfigError(
                 f"--drain-exit-code is a number from 0 to 255, got {self.drain_exit_code}"
             )
+        if self.requeue not in REQUEUES:
+            raise ConfigError(f"--requeue is {' or '.join(REQUEUES)}, got {self.requeue!r}")
 
 
 def _check_seconds(name: str, value: float) -> None:
@@ -90,13 +97,7 @@ def add_supervision_flags(add: Callable[..., None]) -> None:
         help="signals that stop the workers and end the run, by name, with commas between "
         "(default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
     )
-    add(
-        "--drain-signals",
-        metavar="SIGNAMES",
-        help="signals by which this node saves and leaves, or none (default SIGUSR2, and SIGTERM "
-        "for scripts that listen)",
-    )
-    add("--drain-exit-code", type=int, help=f"after a drain (default {DRAIN_EXIT_CODE})")
+    _add_drain_flags(add)
     add(
         "--resize",
         choices=RESIZES,
@@ -121,17 +122,37 @@ def add_supervision_flags(add: Callable[..., None]) -> None:
         add(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
 
 
-def read_supervision(given: argparse.Namespace) -> SupervisionOptions:
-    """Raises ConfigError for what cannot work."""
+def _add_drain_flags(add: Callable[..., None]) -> None:
+    add(
+        "--drain-signals",
+        metavar="SIGNAMES",
+        help="signals by which this node saves and leaves, or none (default SIGUSR2, and SIGTERM "
+        "for scripts that listen)",
+    )
+    add("--drain-exit-code", type=int, help=f"after a drain (default {DRAIN_EXIT_CODE})")
+    add(
+        "--requeue",
+        choices=REQUEUES,
+        help="slurm: once a drain signal has drained all nodes of the job, the last one to leave "
+        "has Slurm put it back into the queue (default none)",
+    )
+
+
+def read_supervision(
+    given: argparse.Namespace, drain_signals: Source = Source.FLAG
+) -> SupervisionOptions:
+    """drain_signals: who names them. Raises ConfigError for what cannot work."""
     seconds = {n: getattr(given, n) for n in _SECONDS if getattr(given, n) is not None}
     for name, value in seconds.items():
         _check_seconds(name, value)
     if "resize_grace" in seconds:
         seconds.setdefault("drain_grace", seconds["resize_grace"])
-    ours = {n: seconds.pop(n) for n in tuple(seconds) if n in _JOBS}
+    ours: dict[str, Any] = {n: seconds.pop(n) for n in tuple(seconds) if n in _JOBS}
     if given.drain_exit_code is not None:
         ours["drain_exit_code"] = given.drain_exit_code
-    agent = attrs.evolve(_heeded(given), **seconds)
+    if given.requeue is not None:
+        ours["requeue"] = given.requeue
+    agent = attrs.evolve(_heeded(given, drain_signals), **seconds)
     if given.hang_timeout is not None:
         agent = attrs.evolve(agent, hang=_hang_limits(given.hang_timeout))
     if given.snapshot_replicas is not None:
@@ -159,10 +180,14 @@ def _hang_limits(text: str) -> HangLimits:
     return HangLimits(seconds=seconds)
 
 
-def _heeded(given: argparse.Namespace) -> AgentOptions:
+def _heeded(given: argparse.Namespace, named_by: Source) -> AgentOptions:
     """Which signals end the run and which drain: what is said goes before what is assumed."""
     ends = _numbers(given.signals_to_handle, "--signals-to-handle")
     drains = _numbers(given.drain_signals, "--drain-signals")
+    usual: tuple[int, ...] = DRAIN_SIGNALS
+    if named_by is Source.CLUSTER:
+        # A scheduler names its own as we name ours: nobody has asked for these and no others.
+        drains, usual = None, drains or ()
     both = sorted({*(ends or ())} & {*(drains or ())})
     if both:
         raise ConfigError(
@@ -170,7 +195,7 @@ def _heeded(given: argparse.Namespace) -> AgentOptions:
             "in --drain-signals, which save first: name it in one of them"
         )
     # torchrun's jobs name SIGUSR2 among those that end the run.
-    assumed = tuple(n for n in DRAIN_SIGNALS if n not in (ends or ()))
+    assumed = tuple(n for n in usual if n not in (ends or ()))
     return AgentOptions(
         signals=tuple(n for n in SIGNALS if n not in (drains or ())) if ends is None else ends,
         drain_signals=assumed if drains is None else drains,

@@ -1,6 +1,8 @@
 """Where the TCP store of a launch is served, and by whom: decided by addresses, not by names.
 
-Whoever can bind an endpoint hosts it. The decision explains itself in one line.
+Whoever can bind an endpoint hosts it, at that address alone. The decision explains itself in one
+line, and is taken again where a name may yet come to mean this machine: a container's does so some
+time after it starts. A name of several machines decides nothing, and is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import errno
 import ipaddress
 import logging
 import socket
+import threading
 from functools import partial
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
@@ -24,6 +27,15 @@ log = logging.getLogger("elasticlib.launch")
 CONNECT_SECONDS = 1.0
 """For one attempt: the handler goes on trying, and can be told to stop in between."""
 SPARE_DESCRIPTORS = 256
+LOOK_AGAIN_LEASES = 3
+"""Leases after which a host looks again whether the name still means it."""
+NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+"""What binding says of an address that this machine does not have, or can have none of."""
+
+_PASSED_ON = (
+    "; if a Service or a router passes it on to this machine, give this node --rdzv-conf "
+    "is_host=true as well, and it serves at all of its addresses"
+)
 
 
 class TcpMeetingPlace:
@@ -32,6 +44,9 @@ class TcpMeetingPlace:
     def __init__(self, config: LaunchConfig, secret: bytes | None) -> None:
         self._config = config
         self._secret = secret
+        self._said, self._taken = "", False
+        self._looked: set[str] = set()
+        self._everywhere = False
 
     def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
         """The server, if this node is the host, and a client.
@@ -44,21 +59,72 @@ class TcpMeetingPlace:
             server = self._serve("127.0.0.1", 0)
             return server, self._reach(server.host, server.port)
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
-        if len(endpoints) > 1:
-            places = [
-                Place(
-                    join_endpoint(host, port),
-                    partial(self._reach_at, host, port),
-                    partial(self._host_if_ours, host, port),
-                )
-                for host, port in endpoints
-            ]
-            return None, MovingStore(places, patience=config.timing.lease)
+        places = [
+            Place(
+                join_endpoint(host, port),
+                partial(self._reach_at, host, port),
+                partial(self._host_if_ours, host, port),
+            )
+            for host, port in endpoints
+        ]
+        patience = config.timing.lease
+        if len(places) > 1:
+            return None, MovingStore(places, patience=patience)
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
-            return hosted, self._reach(hosted.host, hosted.port)
-        return None, self._reach_at(host, port)
+            own = self._reach(self._own_address or hosted.host, hosted.port)
+            if self._must or _is_literal(host) or _is_localhost(host):
+                return hosted, own
+            store = MovingStore(places, patience=patience, hosted=(hosted, own))
+            watch = threading.Thread(
+                target=self._watch_name,
+                args=(store, hosted, host),
+                name="endpoint-name",
+                daemon=True,
+            )
+            watch.start()
+            return None, store
+        if self._must is False or self._taken or _is_literal(host):
+            return None, places[0].reach()
+        # The name may come to mean this machine. (Where it does, and another of its processes
+        # serves there, that is for whoever started the two of them to look after.)
+        return None, MovingStore(places, patience=patience)
+
+    @property
+    def _must(self) -> bool | None:
+        """Whether this node is to host, or must not; None where addresses decide."""
+        must = self._config.options.is_host
+        if self._config.rdzv_backend == "static" and must is None:
+            return self._config.node_rank == 0
+        return must
+
+    def _watch_name(self, store: MovingStore, hosted: TcpStoreServer, host: str) -> None:
+        """While it is hosted here: DNS may have said something old of a name, an address that was
+        another's before it was ours. Who is alone then goes where the name leads."""
+        endpoint, said = join_endpoint(host, hosted.port), ""
+        while not hosted.wait_closed(LOOK_AGAIN_LEASES * self._config.timing.lease):
+            addresses = resolve(host, hosted.port)
+            if not addresses or any(map(is_ours, addresses)):
+                said = ""
+                continue
+            there = f"{endpoint} has come to mean another machine ({', '.join(addresses)})"
+            if store.follow():
+                log.warning("%s: this node, which was alone, goes to the store there", there)
+            elif there != said:
+                log.warning(
+                    "%s: this node still serves the store at %s, for those who are in it or until "
+                    "one is served there; who comes from now on does not find it here",
+                    there,
+                    hosted.address,
+                )
+            said = there
+
+    @property
+    def _own_address(self) -> str | None:
+        """Where this node reaches what it serves at all of its addresses; the others are to be
+        told one at which they reach its workers."""
+        return outward_address() if self._everywhere else None
 
     def _serve(self, address: str, port: int) -> TcpStoreServer:
         allow_descriptors(self._config.max_nodes + SPARE_DESCRIPTORS)
@@ -75,34 +141,88 @@ class TcpMeetingPlace:
         )
 
     def _reach_at(self, host: str, port: int) -> TcpStore:
+        if self._own_address is not None:
+            return self._reach(self._own_address, port)
         found = resolve(host, port)
         # A name that means this machine, where another of its processes serves at its address.
         return self._reach(found[0] if _is_own_name(host, found) else host, port)
 
     def _host_if_ours(self, host: str, port: int) -> TcpStoreServer | None:
         """The server, if the endpoint is an address of this machine that nobody serves yet."""
-        must = self._config.options.is_host
-        if self._config.rdzv_backend == "static" and must is None:
-            must = self._config.node_rank == 0
-        if must is False:
+        if self._must is False:
             return None
         endpoint = join_endpoint(host, port)
         tried: list[str] = []
-        for address in resolve(host, port):
+        addresses = resolve(host, port)
+        if self._is_of_several(host, endpoint, addresses):
+            return None
+        self._taken = self._everywhere = False
+        for address in addresses:
             try:
                 server = self._serve(address, port)
             except OSError as error:
                 tried.append(f"{address}: {error.strerror}")
-                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                self._taken |= error.errno == errno.EADDRINUSE
+                if error.errno not in (errno.EADDRINUSE, *NOT_OURS):
                     raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
                 continue
             log.info("this node hosts the store at %s", server.address)
             return server
-        why = "; ".join(tried) or "the name resolves to nothing here"
-        if must:
-            raise ConfigError(f"this node is to host the store at {endpoint}, but cannot: {why}")
-        log.info("another process hosts the store at %s (%s)", endpoint, why)
+        if self._config.options.is_host and addresses and not self._taken:
+            return self._host_everywhere(endpoint, addresses, port)
+        self._explain(host, endpoint, tried)
         return None
+
+    def _is_of_several(self, host: str, endpoint: str, addresses: list[str]) -> bool:
+        """Whether each of several machines would find itself meant; at first that is an error.
+        Later it may be a name that is about to change, and has nobody host meanwhile."""
+        first = endpoint not in self._looked
+        self._looked.add(endpoint)
+        why = "" if self._must or _is_literal(host) else of_several_machines(endpoint, addresses)
+        if why and first:
+            raise ConfigError(why)
+        if why and why != self._said:
+            log.warning("%s", why)
+        self._said = why or self._said
+        return bool(why)
+
+    def _host_everywhere(self, endpoint: str, addresses: list[str], port: int) -> TcpStoreServer:
+        """Told to host at an address that is another's: of a router, or of a Service."""
+        wildcards = ["::", "0.0.0.0"] if any(":" in one for one in addresses) else ["0.0.0.0"]
+        server, why = None, ""
+        while server is None and wildcards:
+            wildcard = wildcards.pop(0)
+            try:
+                server = self._serve(wildcard, port)
+            except OSError as error:
+                why = f"{wildcard}: {error.strerror}"
+        if server is None:
+            raise ConfigError(f"cannot serve the store at port {port}: {why}")
+        self._everywhere = True
+        log.warning(
+            "this node hosts the store at all of its addresses, port %d, as --rdzv-conf "
+            "is_host=true says and %s (%s) is none of them: somebody must pass that on to here",
+            port,
+            endpoint,
+            ", ".join(addresses),
+        )
+        return server
+
+    def _explain(self, host: str, endpoint: str, tried: list[str]) -> None:
+        why = "; ".join(tried)
+        if self._must and tried and (self._taken or not _is_hostname(host)):
+            hint = "" if self._taken else _PASSED_ON
+            raise ConfigError(
+                f"this node is to host the store at {endpoint}, but cannot: {why}{hint}"
+            )
+        said = f"another process hosts the store at {endpoint} ({why})"
+        if not tried:
+            said = f"the name in {endpoint} means nothing here yet: the store is waited for"
+        elif self._must:
+            said = f"this node hosts the store at {endpoint} once the name means it ({why})"
+        if said != self._said:
+            log.info("%s", said)
+        self._said = said
 
 
 def address_towards(store: TcpStore | MovingStore) -> str:
@@ -117,13 +237,13 @@ def address_towards(store: TcpStore | MovingStore) -> str:
 def outward_address() -> str:
     """The address of the default route's interface; loopback on a machine without one."""
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 # Connecting a datagram socket chooses a route and sends nothing.
                 probe.connect((target, 9))
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
     return "127.0.0.1"
 
 
@@ -138,15 +258,50 @@ def resolve(host: str, port: int) -> list[str]:
     except socket.gaierror:
         return []
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
-    if _is_literal(host) or host == "localhost" or host.endswith(".localhost"):
+    if _is_literal(host) or _is_localhost(host):
         return addresses
     if all(_is_loopback(address) for address in addresses):
         return [outward_address()]
     return addresses
 
 
+def of_several_machines(endpoint: str, addresses: list[str]) -> str:
+    """Why nobody can tell who hosts, where some of a name's addresses are this machine's and others
+    of the same family are not; empty if that is not so. Loopback is every machine's."""
+    for six in (False, True):
+        family = [a for a in addresses if (":" in a) is six and not _is_loopback(a)]
+        ours = [address for address in family if is_ours(address)]
+        others = [address for address in family if address not in ours]
+        if ours and others:
+            return (
+                f"the name in {endpoint} means several machines, this one ({', '.join(ours)}) and "
+                f"others ({', '.join(others)}), and each would host a job of its own: name one of "
+                "them, or give --rdzv-conf is_host=true to one and is_host=false to the others"
+            )
+    return ""
+
+
+def is_ours(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
 def _is_own_name(host: str, found: list[str]) -> bool:
     return len(found) == 1 and not _is_literal(host) and found[0] == outward_address()
+
+
+def _is_hostname(host: str) -> bool:
+    """Whether the first label is this machine's name, of which DNS may say something old."""
+    return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
+
+
+def _is_localhost(host: str) -> bool:
+    return host == "localhost" or host.endswith(".localhost")
 
 
 def _is_literal(host: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -21,10 +22,14 @@ class BootstrapStore(Protocol):
 
 
 class TorchBootstrapStore:
-    """A `torch.distributed.TCPStore` that this process serves at an address of its own."""
+    """A `torch.distributed.TCPStore` that this process serves at an address of its own.
 
-    def __init__(self, address: str) -> None:
+    use_libuv: which of torch's two servers: the one on libuv, or its older one, a thread.
+    """
+
+    def __init__(self, address: str, *, use_libuv: bool = True) -> None:
         self.address = address
+        self._use_libuv = use_libuv
         self.port = 0
         self._store: object | None = None
 
@@ -44,6 +49,7 @@ class TorchBootstrapStore:
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
+                use_libuv=self._use_libuv,
             )
         return self
 
@@ -54,6 +60,19 @@ class TorchBootstrapStore:
 def open_torch_store(address: str) -> BootstrapStore:
     """A fresh torch store at a local address, on a port that the kernel chose."""
     return TorchBootstrapStore(address).open()
+
+
+def open_threaded_torch_store(address: str) -> BootstrapStore:
+    """The same, without libuv."""
+    return TorchBootstrapStore(address, use_libuv=False).open()
+
+
+def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
+    """What opens the one or the other."""
+    return open_torch_store if use_libuv else open_threaded_torch_store
+
+
+OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def import_torch() -> None:

@@ -16,7 +16,7 @@ from ..clock import Clock, monotonic
 from ..endpoint import join_endpoint, split_endpoint
 from ..errors import ElasticError, RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..stores.interface import Store
-from .bootstrap import BootstrapStore, import_torch, open_torch_store
+from .bootstrap import OF_TORCH, BootstrapStore, import_torch, open_torch_store
 from .change import Change, ChangeKind, change_since, final_change, has_entered
 from .document import FailureKind, Head, Limits, Node
 from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
@@ -81,7 +81,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def prepare(self) -> None:
-        if self._open_bootstrap is open_torch_store:
+        if self._open_bootstrap in OF_TORCH:
             # Beside whatever else a node does before it joins: it takes seconds.
             threading.Thread(target=import_torch, name="rendezvous-import", daemon=True).start()
 

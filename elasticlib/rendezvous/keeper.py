@@ -38,6 +38,7 @@ from .watcher import Watcher
 log = logging.getLogger("elasticlib.rendezvous")
 
 FIRST_NOTE_SECONDS = 2.0
+UNKNOWN_SECONDS = 1.0
 PACE_SECONDS = 2e-4  # for each node that is there, between two looks of the one that leads
 
 
@@ -97,7 +98,8 @@ class Keeper:
             self._thread.start()
 
     def stop(self) -> bool:
-        """Leave the job; whether that was done within the timing's `close` seconds.
+        """Leave the job; whether that was done within the timing's `close` seconds. Where no store
+        was ever reached there is nothing to leave, and looking for one may take long.
 
         The thread that waits for changes ends with its wait, or when the store is closed.
         """
@@ -106,7 +108,8 @@ class Keeper:
             thread = self._thread
         if thread is None:
             return True
-        thread.join(self._timing.close)
+        unknown = self.exchange.snapshot is None
+        thread.join(min(UNKNOWN_SECONDS, self._timing.close) if unknown else self._timing.close)
         return not thread.is_alive()
 
     # -- the loop -----------------------------------------------------------------------------
@@ -138,6 +141,8 @@ class Keeper:
         listing, self._listing = self._listing, None
         if exchange.snapshot is None:
             self._arrive()
+            if exchange.stopping:
+                return 0.0
         self._learn_address()
         now = self._clock()
         self._participant.speak(exchange.intent, exchange.head, now)

@@ -44,7 +44,11 @@ def dial(
     for tried, (family, kind, proto, _, address) in enumerate(addresses):
         # A silent address must leave time for those behind it.
         share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
-        connection = close_in_children(socket.socket(family, kind, proto))
+        try:
+            connection = close_in_children(socket.socket(family, kind, proto))
+        except OSError as error:
+            failure = error  # of a family that this kernel does not have
+            continue
         try:
             connection.settimeout(share)
             connection.connect(address)

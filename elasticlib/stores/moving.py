@@ -1,8 +1,9 @@
 """A store that is served at the first of several places where it can be.
 
 When it has not been heard of for a while, its clients go on to the next place, one after another,
-and whoever owns that place serves there. What was read or leased at one place counts for nothing
-at another: it is for the job's nodes to say again what the job was, if they are enough.
+and whoever owns that place serves there; of a single place it is asked anew whose it is. What was
+read or leased at one place counts for nothing at another: it is for the job's nodes to say again
+what the job was, if they are enough.
 """
 
 from __future__ import annotations
@@ -47,10 +48,17 @@ class MovingStore(Store):
     Args:
         places: in the order in which they are tried; the same on all nodes.
         patience: seconds without an answer after which the next place is tried.
+        hosted: what serves at the first place already, and a client of it: there it stays until
+            `follow`.
     """
 
     def __init__(
-        self, places: Sequence[Place], *, patience: float, clock: Clock = monotonic
+        self,
+        places: Sequence[Place],
+        *,
+        patience: float,
+        clock: Clock = monotonic,
+        hosted: tuple[TcpStoreServer, TcpStore] | None = None,
     ) -> None:
         if not places:
             raise ConfigError("a store is served at one place at least, got none")
@@ -60,8 +68,11 @@ class MovingStore(Store):
         self._moving = threading.RLock()
         self._closed = False
         self._at = 0
+        self._stays = hosted is not None
         self._store: TcpStore | None = None
         self._server: TcpStoreServer | None = None
+        if hosted is not None:
+            self._server, self._store = hosted
         self._heard_at = clock()
         self._refused: set[int] = set()
 
@@ -127,6 +138,21 @@ class MovingStore(Store):
                 found.close()
         return False
 
+    def follow(self) -> bool:
+        """Where the place that we serve at has come to be another's, and is served there: leave
+        our own server for it, if nobody else is with us; whether that was done."""
+        with self._moving:
+            server, store = self._server, self._store
+            if self._closed or server is None or store is None:
+                return False
+            if not set(server.labels) <= {store.label}:
+                return False
+            found = self._reached(self._at, self._places[self._at])
+            if found is not None:
+                self._stays = False
+                self._settle(self._at, found)
+            return found is not None
+
     def close(self) -> None:
         # Without the lock: whoever holds it may be trying to connect.
         self._closed = True
@@ -186,11 +212,13 @@ class MovingStore(Store):
     def _miss(self, store: TcpStore) -> None:
         with self._moving:
             away = self._clock() - self._heard_at
-            if store is not self._store or away < self._patience or self._closed:
+            stays = self._stays or away < self._patience
+            if store is not self._store or stays or self._closed:
                 return
             there = (self._at + 1) % len(self._places)
-            names = self._places[self._at].name, self._places[there].name
-            log.warning("no answer from %s for %.1f s: going on to %s", names[0], away, names[1])
+            if there != self._at:
+                here, on = self._places[self._at].name, self._places[there].name
+                log.warning("no answer from %s for %.1f s: going on to %s", here, away, on)
             self._go_to(there)
 
     def _go_to(self, number: int) -> None:

@@ -120,6 +120,10 @@ class TcpStoreServer:
         """Block until only clients whose labels are in `own` are connected, or the timeout."""
         return self._loop is None or self._loop.wait_alone(frozenset(own), timeout)
 
+    def wait_closed(self, timeout: float) -> bool:
+        """Block until nothing is served any more, or the timeout."""
+        return self._loop is None or self._loop.wait_stopped(timeout)
+
     def close(self) -> None:
         """End all connections and the thread. Closing twice is harmless."""
         if self._loop is not None:
@@ -191,6 +195,10 @@ class _Loop:
     @property
     def serving(self) -> bool:
         return self._thread.is_alive()
+
+    def wait_stopped(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def labels(self) -> tuple[str, ...]:
         with self._labels_changed:

@@ -216,6 +216,7 @@ def _let_go() -> None:
     """What the program's own objects do when they are deleted, and files left open."""
     if len(sys._current_frames()) > 1:
         return  # threads go on, and are not to find their names taken from them
+    _keep_ddp()
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     main = sys.modules["__main__"].__dict__
@@ -225,6 +226,20 @@ def _let_go() -> None:
             if name != "__builtins__" and (name[:1] == "_" and name[1:2] != "_") is private:
                 main[name] = None
     gc.collect()
+
+
+_KEPT: list[object] = []
+
+
+def _keep_ddp() -> None:
+    """torch's DDP, as it goes, waits for a thread of its group and holds the interpreter the while;
+    where that thread wants the interpreter too, neither ever goes on."""
+    if "torch.nn.parallel.distributed" in sys.modules:
+        _KEPT.extend(
+            thing
+            for thing in gc.get_objects()
+            if any(kind.__name__ == "DistributedDataParallel" for kind in type(thing).__mro__)
+        )
 
 
 def _flush_files() -> None:

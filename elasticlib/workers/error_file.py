@@ -6,7 +6,10 @@ Nothing but the standard library is imported, as each worker that is a Python pr
 from __future__ import annotations
 
 import json
+from typing import Any
 
+NO_RECORD = {"message": "<NONE>"}
+"""torch's word for the content of an error.json that there is not."""
 LONGEST = 1 << 16
 """Characters of a traceback, or of a message, that are kept."""
 _CUT = "\n[... {} characters are left out ...]\n"
@@ -24,6 +27,15 @@ def failure_record(
         extra["thread"] = thread
     record = {"message": {"message": shorten(f"{kind}: {text}", LONGEST), "extraInfo": extra}}
     return json.dumps(record).encode()
+
+
+def read_record(data: bytes) -> dict[str, Any]:
+    """All that an error.json holds; nothing where it is none."""
+    try:
+        record = json.loads(data)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) and "message" in record else {}
 
 
 def read_failure(data: bytes) -> tuple[str, str]:

@@ -6,6 +6,7 @@ A signal is told apart from an exit code, and what the worker itself wrote about
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -33,6 +34,9 @@ SIGNALS = {
 }
 
 
+_OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+"""Not SIGABRT, by which libraries end a process that has lost its peers."""
+
 FATAL = ("Fatal Python error:", "terminate called", "  what():")
 LONGEST_WORDS = 200
 
@@ -46,7 +50,8 @@ class WorkerExit:
     value that a function returned cannot be had here; empty if it can. stopped: it ended after
     this agent had told it to. out_of_memory: while it ran, the kernel killed for lack of memory
     in its cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
-    at which its end was seen; to compare with other workers of this machine alone.
+    at which its end was seen; to compare with other workers of this machine alone. error_file:
+    where its error.json is, empty if that goes with the run; error_data: what that holds.
     """
 
     local_rank: int
@@ -64,6 +69,8 @@ class WorkerExit:
     at: float = 0.0
     ending: bool = False
     after: WorkerExit | None = None
+    error_file: str = ""
+    error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:
@@ -85,6 +92,11 @@ class WorkerExit:
         if self.returncode >= 0:
             return ""
         return SIGNALS.get(-self.returncode, f"signal {-self.returncode}")
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether nobody else's failure ends a worker so: it was killed, or broke, where it was."""
+        return self.signal in _OF_ITS_OWN and not self.stopped
 
     @property
     def how(self) -> str:

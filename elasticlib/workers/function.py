@@ -6,10 +6,12 @@ to make this interpreter look like the one that sent it; its value goes back the
 
 from __future__ import annotations
 
+import io
 import multiprocessing.spawn
+import os
 import pickle
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from ..errors import ConfigError, describe
@@ -17,24 +19,58 @@ from .spec import Function
 
 
 def pickled(function: Function) -> bytes:
-    """The function and its arguments, as another interpreter can read them.
+    """The function and its arguments, as another interpreter can read them, and as often as the
+    workers are started.
 
     Raises:
         ConfigError: they cannot be sent to another process.
     """
+    file = io.BytesIO()
+    pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     try:
-        return bytes(ForkingPickler.dumps((function.target, function.args)))
+        pickler.dump((function.target, function.args))
     except Exception as error:
         # Whatever an argument's own __reduce__ raises, the cause is the same to the caller.
         raise ConfigError(
             f"cannot send {function.target!r} to a worker: {describe(error)}; "
             "it and its arguments must be picklable (a function at the top level of a module)"
         ) from error
+    if pickler.of_main and not _main_is_found():
+        raise ConfigError(
+            f"cannot send {function.target!r} to a worker: {', '.join(pickler.of_main)} of a "
+            "notebook or a prompt cannot be found from another process: put it into a module of "
+            "its own, and import it from there"
+        )
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Plain pickling, all by value: multiprocessing's, and torch's, would hand over descriptors
+    once, to children of their own."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.of_main: list[str] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+            self.of_main.append(obj.__qualname__)
+        return NotImplemented
+
+
+def _preparation() -> dict[str, Any]:
+    return multiprocessing.spawn.get_preparation_data("elasticlib worker")
+
+
+def _main_is_found() -> bool:
+    """Whether a worker can make this process's main module for itself."""
+    told = _preparation()
+    return "init_main_from_name" in told or os.path.isfile(told.get("init_main_from_path", ""))
 
 
 def write_payload(path: Path, function: Function) -> None:
     """Raises ConfigError when the function cannot be sent to another process."""
-    preparation = multiprocessing.spawn.get_preparation_data("elasticlib worker")
+    preparation = _preparation()
     # Only what concerns the interpreter: the rest describes multiprocessing's own children.
     for name in ("authkey", "log_to_stderr", "log_level", "start_method"):
         preparation.pop(name, None)

@@ -36,11 +36,16 @@ def write_failure(error_file: str, error: BaseException, trace: str, thread: str
     kind, now = type(error).__name__, int(wall())
     record = failure_record(kind, _text(error), trace, now, thread=thread)
     with contextlib.suppress(OSError):
-        aside = f"{error_file}.part"
-        with open(aside, "wb") as file:
-            file.write(record)
-        os.replace(aside, error_file)
+        replace(error_file, record)
     return record
+
+
+def replace(error_file: str, record: bytes) -> None:
+    """Raises OSError; what stood there then still does."""
+    aside = f"{error_file}.part"
+    with open(aside, "wb") as file:
+        file.write(record)
+    os.replace(aside, error_file)
 
 
 def record(error: BaseException) -> None:

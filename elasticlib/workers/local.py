@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,19 +23,24 @@ from . import session, stacks
 from .beat import Beat
 from .channel import VARIABLE as CHANNEL
 from .channels import Channels
-from .error_file import ends_process, read_failure
+from .error_file import ends_process, read_failure, read_record
 from .exits import WorkerExit
 from .function import read_result
 from .guardian import Guardian
 from .interface import Workers
+from .logs import ask
 from .memory import killed_for_memory, oom_kills
 from .notice import Notice
 from .output import Output
 from .output_plan import OutputPlan
+from .places import ERROR_FILE, Places, planned
 from .processors import Processors, count_cores
+from .run_folder import RunFolder
 from .shared_folder import SharedFolder
 from .spec import SNAPSHOTS, Worker, WorkerGroup, WorkerSpec, worker_environment
 from .starting import Starter, program
+from .timer_server import VARIABLE as TIMERS
+from .timer_server import TimerServer
 from .warm import Warm
 
 log = logging.getLogger("elasticlib.workers")
@@ -54,6 +57,7 @@ class _Process:
     popen: subprocess.Popen[bytes] | Warm
     output: Output
     folder: Path
+    error_file: Path
     ended_at: float = float("inf")
 
 
@@ -88,9 +92,11 @@ class LocalWorkers(Workers):
     ) -> None:
         self._environment = dict(environment)
         self._output = output or OutputPlan()
-        self._log_dir = log_dir
-        self._run_id = run_id
         self._guardian = Guardian()
+        # Whoever else says where output goes has a folder for it, and ours is our own affair.
+        log_dir = log_dir if self._output.specs is None else None
+        kept = log_dir is not None or (self._output.any and self._output.specs is None)
+        self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
         self._starter = Starter(
             self._guardian,
             python=python,
@@ -99,39 +105,36 @@ class LocalWorkers(Workers):
             ignored=ignored,
             processors=processors,
         )
-        kept = (self._guardian.add_folder, self._guardian.remove_folder)
-        self._channels = Channels(*kept)
-        self.memory = SharedFolder(*kept)
+        listed = (self._guardian.add_folder, self._guardian.remove_folder)
+        self._channels = Channels(*listed)
+        self.memory = SharedFolder(*listed)
         """Where the workers keep what outlives them, and not their agent."""
-        self._folder: Path | None = None
         self._processes: dict[int, _Process] = {}
         self._stopped = False
         self._channels.begin()
         self._kills: int | None = None
         self._late: list[Output] = []
+        self._timers: TimerServer | None = None
+
+    def serve_timers(self, path: str) -> None:
+        """Before the first start: workers may set timers by torch's `FileTimerClient`, and are sent
+        the signal they asked for when one runs out. path: of the pipe, empty for one of its own,
+        which it has as well where somebody else listens.
+        """
+        self._timers = TimerServer(path, self._guardian, self._leaders)
+
+    def _leaders(self) -> list[int]:
+        return [process.popen.pid for process in dict(self._processes).values()]
 
     @property
     def folder(self) -> Path:
         """This run's folder, `<log_dir>/<run_id>_<random>`; made when first asked for."""
-        if self._folder is None:
-            if self._log_dir is not None:
-                os.makedirs(self._log_dir, exist_ok=True)
-            safe = self._run_id.replace(os.sep, "_")
-            made = tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
-            self._folder = Path(made)
-            if not self._kept:
-                self._guardian.add_folder(made)
-        return self._folder
+        return self._folder.path
 
     @property
     def kept_folder(self) -> Path | None:
         """This run's folder, where there is one that stays."""
-        return self._folder if self._kept else None
-
-    @property
-    def _kept(self) -> bool:
-        """Whether the folder is somebody's to look at when the run is over."""
-        return self._log_dir is not None or self._output.any
+        return self._folder.kept_path
 
     def prepare(self, spec: WorkerSpec) -> None:
         self._starter.prepare(spec, self._environment, count_cores())
@@ -146,21 +149,20 @@ class LocalWorkers(Workers):
         self._stopped = False
         self._channels.begin()
         self._kills = oom_kills()
-        for worker in group.workers:
-            try:
-                self._start_one(group, worker, ended)
-            except OSError as error:
-                raise WorkerStartError(
-                    f"cannot start the worker of rank {worker.rank}: {error}"
-                ) from error
-        self._forget_attempts(but=group.attempt)
-
-    def _forget_attempts(self, but: int) -> None:
-        """Remove what earlier ones left in a folder that is not for people to look at."""
-        if not self._kept:
-            for path in self.folder.glob("attempt_*"):
-                if path.name != f"attempt_{but}":
-                    shutil.rmtree(path, ignore_errors=True)
+        worker = group.workers[0]
+        if self._timers is not None:
+            self._timers.open()
+        try:
+            environments, places = self._lay_out(group)
+            for worker in group.workers:
+                local = worker.local_rank
+                process = self._spawn(group, worker, environments[local], places[local])
+                self._watch(process, ended)
+        except OSError as error:
+            raise WorkerStartError(
+                f"cannot start the worker of rank {worker.rank}: {error}"
+            ) from error
+        self._folder.forget(but=group.attempt)
 
     def _prepare_late(self, spec: WorkerSpec) -> None:
         """Whoever has not called these before gets them now."""
@@ -170,36 +172,52 @@ class LocalWorkers(Workers):
             raise WorkerStartError(f"cannot start the workers' template: {error}") from error
         self.await_prepared()
 
-    def _start_one(self, group: WorkerGroup, worker: Worker, ended: Callable[[int], None]) -> None:
-        self._guardian.open()
-        process = self._spawn(group, worker)
-        pid = process.popen.pid
-        self._processes[worker.local_rank] = process
+    def _lay_out(self, group: WorkerGroup) -> tuple[dict[int, dict[str, str]], dict[int, Places]]:
+        """Each worker's environment, and where its output goes."""
+        folders = {
+            w.local_rank: str(self._folder.of(group.attempt, w.local_rank)) for w in group.workers
+        }
+        environments = {
+            worker.local_rank: worker_environment(
+                group,
+                worker,
+                self._environment,
+                error_file=f"{folders[worker.local_rank]}/{ERROR_FILE}",
+                cores=count_cores(),
+            )
+            for worker in group.workers
+        }
+        if self._output.specs is not None:
+            return environments, ask(self._output.specs, environments, self._output)
+        return environments, {
+            local: planned(self._output, local, folder) for local, folder in folders.items()
+        }
+
+    def _watch(self, process: _Process, ended: Callable[[int], None]) -> None:
+        pid, local_rank = process.popen.pid, process.worker.local_rank
+        self._processes[local_rank] = process
         self._guardian.add(pid)
 
         def noticed(local_rank: int) -> None:
             process.ended_at = wall()
             ended(local_rank)
 
-        args = (pid, worker.local_rank, noticed)
-        name = f"worker-{worker.local_rank}-end"
+        args = (pid, local_rank, noticed)
+        name = f"worker-{local_rank}-end"
         threading.Thread(target=_await_end, args=args, name=name, daemon=True).start()
         process.output.attach(process.popen)
 
-    def _spawn(self, group: WorkerGroup, worker: Worker) -> _Process:
-        folder = self.folder / f"attempt_{group.attempt}" / str(worker.local_rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        environment = worker_environment(
-            group,
-            worker,
-            self._environment,
-            error_file=str(folder / "error.json"),
-            cores=count_cores(),
-        )
+    def _spawn(
+        self, group: WorkerGroup, worker: Worker, environment: dict[str, str], places: Places
+    ) -> _Process:
+        self._guardian.open()
+        folder = self._folder.of(group.attempt, worker.local_rank)
         environment[CHANNEL] = self._channels.open(worker.local_rank)
+        if self._timers is not None:
+            environment[TIMERS] = self._timers.path
         environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         what = program(group.spec.entrypoint, worker.local_rank, folder)
-        output = Output(self._output, worker, group.spec.role, folder).open()
+        output = Output(self._output, worker, group.spec.role, places).open()
         try:
             popen = self._starter.start(what, environment, output, worker.local_rank)
         except (OSError, ElasticError):
@@ -207,7 +225,7 @@ class LocalWorkers(Workers):
             raise
         if what[0] != "command":
             self._channels.assign(worker.local_rank, popen.pid)
-        return _Process(worker, popen, output, folder)
+        return _Process(worker, popen, output, folder, Path(places.error_file))
 
     def collect(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
@@ -226,17 +244,21 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
         """With all that is known of why it failed."""
-        message, trace, wrote_at, _ = _read_error(process.folder)
+        data, wrote_at = _read_error(process.error_file)
+        message, trace = read_failure(data)
         at = min(wrote_at, process.ended_at)
         return attrs.evolve(
             found,
             message=message,
             traceback=trace,
             tail=process.output.tail(),
-            log=str(process.folder) if self._kept else "",
+            log=self._log_of(process),
             out_of_memory=killed_for_memory(self._kills, oom_kills()),
             at=at,
-            after=None if self._stopped else self._failing(before=at),
+            error_file=self._error_file_of(process) if data else "",
+            error_data=read_record(data),
+            # Others may have noticed a killed one, and have said so, before we have.
+            after=None if self._stopped or found.by_itself else self._failing(before=at),
         )
 
     def _failing(self, before: float) -> WorkerExit | None:
@@ -244,8 +266,9 @@ class LocalWorkers(Workers):
         which others notice that their peer is gone, and may end first."""
         found = []
         for local_rank, process in self._processes.items():
-            message, trace, at, ends = _read_error(process.folder)
-            if ends and at < before:
+            data, at = _read_error(process.error_file)
+            if ends_process(data) and at < before:
+                message, trace = read_failure(data)
                 who = (local_rank, process.worker.rank, process.popen.pid)
                 found.append(
                     WorkerExit(
@@ -253,12 +276,24 @@ class LocalWorkers(Workers):
                         returncode=1,
                         message=message,
                         traceback=trace,
-                        log=str(process.folder) if self._kept else "",
+                        log=self._log_of(process),
                         at=at,
+                        error_file=self._error_file_of(process),
+                        error_data=read_record(data),
                         ending=True,
                     )
                 )
         return min(found, key=lambda exit_: exit_.at, default=None)
+
+    def _log_of(self, process: _Process) -> str:
+        """The folder in which people find what is left of a worker; empty if that goes with us."""
+        return str(process.error_file.parent) if self._stays(process) else ""
+
+    def _error_file_of(self, process: _Process) -> str:
+        return str(process.error_file) if self._stays(process) else ""
+
+    def _stays(self, process: _Process) -> bool:
+        return self._folder.kept or process.error_file.parent != process.folder
 
     def running(self) -> dict[int, str]:
         return {local: f"pid {p.popen.pid}" for local, p in self._processes.items()}
@@ -283,7 +318,7 @@ class LocalWorkers(Workers):
         # A number that has passed to another process is in another session.
         return stacks.dump(
             {
-                local: (pid, processes[local].folder)
+                local: (pid, processes[local].error_file.parent)
                 for local, pid in asked.items()
                 if local in processes and session.holds(processes[local].popen.pid, pid)
             }
@@ -318,23 +353,21 @@ class LocalWorkers(Workers):
             output.drain(deadline)
         self._late.clear()
         self._channels.close_all()
+        if self._timers is not None:
+            self._timers.close()
         self.memory.remove()
         self._starter.close()
-        if self._folder is not None and not self._kept:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._guardian.remove_folder(str(self._folder))
-            self._folder = None
+        self._folder.remove()
         self._guardian.close()
 
 
-def _read_error(folder: Path) -> tuple[str, str, float, bool]:
-    """Message, traceback and time of a worker's error.json, and whether it tells of its end."""
+def _read_error(path: Path) -> tuple[bytes, float]:
+    """What is in a worker's error.json, and when that was written; nothing, and never."""
     try:
-        with (folder / "error.json").open("rb") as file:
-            data, at = file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
+        with path.open("rb") as file:
+            return file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
     except OSError:
-        return "", "", float("inf"), False
-    return *read_failure(data), at, ends_process(data)
+        return b"", float("inf")
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:

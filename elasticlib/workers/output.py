@@ -18,12 +18,12 @@ import termios
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 from ..clock import monotonic
 from .lines import TAIL_BYTES, Lines, Tail
 from .output_plan import OutputPlan
+from .places import Places
 from .spec import Worker
 from .streams import Streams
 from .warm import Warm
@@ -32,7 +32,6 @@ log = logging.getLogger("elasticlib.workers")
 
 CHUNK = 1 << 16
 STDERR = 2
-_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 
 class Output:
@@ -43,12 +42,10 @@ class Output:
     reader has seen those lines.
     """
 
-    def __init__(self, plan: OutputPlan, worker: Worker, role: str, folder: Path) -> None:
+    def __init__(self, plan: OutputPlan, worker: Worker, role: str, places: Places) -> None:
         self._plan = plan
-        self._local_rank = worker.local_rank
-        self._folder = folder
+        self._places = places
         self._prefix = plan.prefix(role, worker).encode()
-        self._shown = plan.shows(worker.local_rank)
         self._files: dict[Streams, IO[bytes]] = {}
         self._filtered: dict[Streams, IO[bytes]] = {}
         self._pumps: list[_Pump] = []
@@ -56,29 +53,23 @@ class Output:
 
     def open(self) -> Output:
         """Raises OSError where a file cannot be written."""
-        kept = self._plan.kept(self._local_rank)
-        for stream, name in _NAMES.items():
-            if stream & kept:
-                self._files[stream] = open(self._folder / f"{name}.log", "ab")  # noqa: SIM115
-            if self._plan.needles(stream) and stream & self._tee and self._shown:
-                # One file for all workers of the attempt; whole lines are appended to it.
-                path = self._folder.parent / f"filtered_{name}.log"
-                self._filtered[stream] = open(path, "ab")  # noqa: SIM115
+        for stream, path in self._places.files.items():
+            self._files[stream] = open(path, "ab")  # noqa: SIM115
+        for stream, path in self._places.filtered.items():
+            # One file for all workers of the attempt; whole lines are appended to it.
+            self._filtered[stream] = open(path, "ab")  # noqa: SIM115
         return self
-
-    @property
-    def _tee(self) -> Streams:
-        return self._plan.tee.of(self._local_rank)
 
     def target(self, stream: Streams) -> int | IO[bytes] | None:
         """What to give to Popen for stdout or stderr."""
-        if stream & self._tee:
+        if stream & self._places.tee:
             return subprocess.PIPE
         if stream in self._files:
             return self._files[stream]
+        shown = bool(stream & self._places.shown)
         if stream is Streams.OUT:
-            return None if self._shown else subprocess.DEVNULL
-        return None if self._shown and _is_terminal(STDERR) else subprocess.PIPE
+            return None if shown else subprocess.DEVNULL
+        return None if shown and _is_terminal(STDERR) else subprocess.PIPE
 
     def attach(self, process: subprocess.Popen[bytes] | Warm) -> None:
         """Read the pipes of the process that has been started with these targets."""
@@ -94,12 +85,11 @@ class Output:
         sinks: list[_Sink] = []
         if stream is Streams.ERR:
             sinks.append(_Sink("memory", self._tail.feed))
-        if stream & self._tee:
+        if stream & self._places.tee:
             file = self._files.pop(stream)
             sinks.append(_Sink(str(file.name), partial(_write_through, file), end=file.close))
-            if self._shown:
-                sinks.append(self._to_console(stream))
-        elif self._shown:
+            sinks.append(self._to_console(stream))
+        elif stream & self._places.shown:
             sinks.append(_Sink("stderr", partial(_write_all, STDERR)))
         return sinks
 
@@ -152,11 +142,11 @@ class Output:
 
     def tail(self) -> str:
         """The last lines of stderr, as far as they passed by here or stand in a file."""
-        path = self._folder / "stderr.log"
-        if Streams.ERR & self._plan.kept(self._local_rank) and not Streams.ERR & self._tee:
+        path = self._places.files.get(Streams.ERR)
+        if path is not None and not Streams.ERR & self._places.tee:
             tail = Tail()
             try:
-                with path.open("rb") as file:
+                with open(path, "rb") as file:
                     file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES - 1))
                     tail.feed(file.read())
             except OSError:

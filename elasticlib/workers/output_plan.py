@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from string import Template
+from typing import Any
 
 import attrs
 
@@ -17,7 +18,8 @@ class OutputPlan:
     ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
     stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
     of the attempt, too. template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}` and `${local_rank}` filled in.
+    `${role_name}`, `${rank}` and `${local_rank}` filled in. specs: an object with the `reify` of
+    torch's `LogsSpecs`, which says what is written to which file and shown, in place of the rest.
     """
 
     redirect: StreamChoice = attrs.field(factory=StreamChoice)
@@ -26,6 +28,7 @@ class OutputPlan:
     stdout_needles: tuple[str, ...] = ()
     stderr_needles: tuple[str, ...] = ()
     template: str | None = None
+    specs: Any = None
 
     @property
     def any(self) -> bool:

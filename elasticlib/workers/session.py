@@ -47,6 +47,24 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
+def signal_member(session: int, pid: int, number: int) -> bool:
+    """Send a signal to one process of a session, and to no other; whether it was there."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        # Looked at through the handle's eyes: the number may have a new owner since.
+        if _session_of(pid) != session:
+            return False
+        signal.pidfd_send_signal(handle, number)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
 def ends_within(pid: int, seconds: float | None) -> bool:
     """Whether a process, which nobody reaps meanwhile, ends in time; None waits until it does.
 

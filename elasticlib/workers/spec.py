@@ -16,8 +16,11 @@ from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
 from ..stores.secret import VARIABLE as SECRET
 
-START_METHODS = ("warm", "spawn")
-"""How Python workers begin: forked from a process that has torch imported, or from nothing."""
+START_METHODS = ("warm", "spawn", "fork", "forkserver")
+"""How Python workers begin: forked from a process that has torch imported, or from nothing. The
+last two are torch's names, and mean the first: to fork the agent itself, with its threads and
+locks, is no good beginning, and a server that forks clean processes is what warm is."""
+COLD = "spawn"
 
 LOCAL_RANK_MACRO = "${local_rank}"
 
@@ -194,15 +197,20 @@ def common_environment(
 def check_start(method: str, preload: tuple[str, ...]) -> None:
     """Raises ConfigError for a way to start workers that there is not."""
     if method not in START_METHODS:
-        raise ConfigError(
-            f"--start-method is {' or '.join(START_METHODS)}, got {method!r}"
-            + ("; warm forks workers, from a clean process" if "fork" in method else "")
-        )
-    if preload and method != "warm":
+        raise ConfigError(f"--start-method is one of {', '.join(START_METHODS)}, got {method!r}")
+    if preload and method == COLD:
         raise ConfigError(f"--preload is for --start-method warm, got {method}")
     for name in preload:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f"--preload takes the names of modules, a,b.c, got {name!r}")
+
+
+def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
+    """Raises ConfigError for modules that the workers of such a program would not import."""
+    if preload and isinstance(entrypoint, Command):
+        raise ConfigError(
+            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
+        )
 
 
 def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:

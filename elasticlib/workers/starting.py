@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from .guardian import Guardian
 from .output import Output
 from .processors import Processors, bound_to
 from .spec import (
+    COLD,
     Command,
     Entrypoint,
     Function,
@@ -30,7 +32,7 @@ from .spec import (
     with_local_rank,
 )
 from .streams import Streams
-from .warm import Warm, WarmStart
+from .warm import Warm, WarmStart, has_stdin
 
 _ENTER = str(Path(__file__).with_name("enter.py"))
 _START = str(Path(__file__).with_name("start.py"))
@@ -52,7 +54,7 @@ class Starter:
         check_start(start_method, tuple(preload))
         self._guardian = guardian
         self._python = python
-        self._warm = start_method == "warm"
+        self._warm = start_method != COLD
         self._preload = tuple(preload)
         self._ignored = tuple(sorted(ignored))
         self._processors = dict(enumerate(processors))
@@ -103,7 +105,7 @@ class Starter:
             return subprocess.Popen(
                 self._entered(environment, program),
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=None if has_stdin() else subprocess.DEVNULL,
                 stdout=targets[0],
                 stderr=targets[1],
                 start_new_session=True,
@@ -123,7 +125,8 @@ class Starter:
         # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
         locale = environment.get("LC_CTYPE", "")
         ignored = ",".join(map(str, self._ignored))
-        return [self._python, "-I", "-S", _ENTER, str(os.getpid()), locale, ignored, *program]
+        # By our own interpreter: the workers' may be a script that starts one in its own way.
+        return [sys.executable, "-I", "-S", _ENTER, str(os.getpid()), locale, ignored, *program]
 
 
 def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:

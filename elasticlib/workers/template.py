@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import signal
@@ -30,6 +31,9 @@ TORCH = (
     "torch._dynamo",
 )
 STREAMS = 3
+# torch sets it as it is imported, and anew whenever it looks: a script that imports it later may
+# set it first.
+SET_ANEW = ("TORCHINDUCTOR_CACHE_DIR",)
 # Those whose default action ends or stops a process, but for its own faults.
 MEANT_FOR_WORKERS = (
     signal.SIGHUP,
@@ -57,6 +61,8 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     # What the user asked for is looked at before the seconds that torch takes.
     problem = _import_all(folder, preload) or _unclean() or _import_torch() or _unclean()
     changed = {key: text for key, text in os.environ.items() if before.get(key) != text}
+    for key in SET_ANEW:
+        changed.pop(key, None)
     link.send(problem.encode()[:4096] if problem else b"ready")
     # What is there by now is shared, and looked at by no collection in any worker.
     gc.collect()
@@ -80,10 +86,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             job = None
         if job is not None:
             _name(name)
-            # A Python in a bare locale gives itself one, which the template did for its workers;
-            # and modules may set variables for those that they are imported with.
-            own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
-            return _enter(job, own, changed)
+            return _enter(job, before, changed)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -194,9 +197,20 @@ def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str
     return job
 
 
-def _enter(job: dict[str, object], own: dict[str, str], changed: dict[str, str]) -> list[str]:
-    """Leave nothing in this process by which it could be told from a fresh interpreter."""
+def _enter(job: dict[str, object], before: dict[str, str], changed: dict[str, str]) -> list[str]:
+    """Leave nothing in this process by which it could be told from a fresh interpreter.
+
+    before: the template's variables as its interpreter began. changed: those that modules have set
+    since, for whoever imports them.
+    """
     environment, what, processors = job["environment"], job["what"], job["processors"]
+    told = job["template"]
+    assert isinstance(told, dict)
+    # A Python in a bare locale gives itself one, which the template did for its workers.
+    own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
+    # What starts the interpreter (PYTHON_EXEC may be a script) has its own say.
+    wrapped = {k: text for k, text in before.items() if told.get(k) != text and k not in own}
+    unset = told.keys() - before.keys()
     os.chdir(str(job["folder"]))
     assert isinstance(processors, list)
     if set(processors) != os.sched_getaffinity(0):
@@ -204,9 +218,30 @@ def _enter(job: dict[str, object], own: dict[str, str], changed: dict[str, str])
     assert isinstance(environment, dict)
     assert isinstance(what, list)
     os.environ.clear()
-    os.environ.update({**own, **environment, **changed})
+    os.environ.update({**own, **environment, **wrapped, **changed})
+    for name in unset:
+        os.environ.pop(name, None)
+    _open_stdin()
     _draw_anew()
     return what
+
+
+def _open_stdin() -> None:
+    """As an interpreter does: what there was has asked the template's whether it can be sought."""
+    was = sys.__stdin__
+    if was is None or sys.stdin is not was:
+        return  # what was imported has put something else there
+    raw = io.FileIO(0, closefd=False)
+    raw.name = was.name
+    now = io.TextIOWrapper(
+        io.BufferedReader(raw),
+        was.encoding,
+        was.errors,
+        newline="\n",
+        write_through=was.write_through,
+    )
+    now.mode = was.mode  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = now  # type: ignore[misc]
 
 
 def _draw_anew() -> None:

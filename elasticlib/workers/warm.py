@@ -62,6 +62,7 @@ class Template:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._environment = dict(environment)
         self._said = ""
         self._heard = threading.Event()
         self._ear = threading.Thread(target=self._listen, name="worker-template", daemon=True)
@@ -112,14 +113,15 @@ class Template:
             job = {
                 "what": list(what),
                 "environment": dict(environment),
+                "template": self._environment,
                 "folder": os.getcwd(),
                 "processors": sorted(os.sched_getaffinity(0)),
             }
             json.dump(job, request)
             request.flush()
-            nothing = opened.enter_context(open(os.devnull, "rb"))
+            stdin = 0 if has_stdin() else opened.enter_context(open(os.devnull, "rb")).fileno()
             pipes = [_pipe(opened, target, own) for own, target in enumerate(targets, 1)]
-            descriptors = [request.fileno(), nothing.fileno(), *(theirs for theirs, _ in pipes)]
+            descriptors = [request.fileno(), stdin, *(theirs for theirs, _ in pipes)]
             try:
                 pid = self._ask(lambda: socket.send_fds(self._link, [b"fork"], descriptors))
             except ElasticError:
@@ -163,6 +165,15 @@ class Template:
             self._process.wait()
         self._ear.join(ANSWER_SECONDS)
         self._link.close()
+
+
+def has_stdin() -> bool:
+    """Whether this process has one to hand on to its workers."""
+    try:
+        # Where it was closed, another file may stand there, and none that is opened is inherited.
+        return os.get_inheritable(0)
+    except OSError:
+        return False
 
 
 def _pipe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ class Supervised:
     def run(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> RunResult:
         return self.agent(line, max_restarts, grace).run()
 
-    def begin(self, line: str) -> None:
+    def begin(self, line: str) -> LocalElasticAgent:
         agent = self.agent(line)
 
         def work() -> None:
@@ -91,6 +92,7 @@ class Supervised:
 
         self._thread = threading.Thread(target=work)
         self._thread.start()
+        return agent
 
     def end(self) -> RunResult:
         assert self._thread is not None
@@ -193,3 +195,13 @@ def test_what_runs_the_workers_is_asked_for_all_that_workers_can_do() -> None:
     promised = {name for name in vars(Workers) if not name.startswith("_")}
     agent = LocalElasticAgent(WorkerSpec(Command("true")), OneNode(), LocalWorkers({}))
     assert promised <= {*vars(LocalElasticAgent), *vars(agent)}
+
+
+def test_an_agent_in_a_thread_is_told_what_it_cannot_hear_as_a_signal(
+    supervised: Supervised,
+) -> None:
+    agent = supervised.begin('touch "$1/up"; exec sleep 600')
+    supervised.poll("up")
+    agent.heed(signal.SIGINT)
+    result = supervised.end()
+    assert (result.state, result.signal) == (WorkerState.STOPPED, signal.SIGINT)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hosts import PORT, Cluster
+from hosts import NETWORK, PORT, Cluster
 from jobs import PROGRAMS, check_one_world, generation_of
 
 pytestmark = pytest.mark.faults
 
 QUICK = ("--rdzv-conf", "last_call_timeout=0.3")
+SHORT_LEASE = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.3")
 
 
 def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) -> None:
@@ -66,3 +67,75 @@ def test_two_jobs_on_one_port_are_told_apart_by_name(cluster: Cluster) -> None:
     cluster.job.finish()
     assert first.exit_code() == 0
     assert not cluster.job.places(generation_of(places) + 1)
+
+
+def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted_there(
+    cluster: Cluster,
+) -> None:
+    """As DNS does with a container that was just started: it says something old, or nothing (see
+    tests/integrations/test_kubernetes.py)."""
+    hosts = cluster.grow(2)
+    for host in hosts:
+        host.know({"train-0.train": f"{NETWORK}.99"})
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"train-0.train:{PORT}", *SHORT_LEASE)
+    nodes = [host.run(*flags) for host in hosts]
+    for node in nodes:
+        node.says("another process hosts the store")
+        node.says("the store is away, trying for 600 s")
+    for host in hosts:
+        host.know({"train-0.train": hosts[0].address})
+    check_one_world(cluster.job.settled(2, seconds=15.0))
+    assert "this node hosts the store" in nodes[0].text
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    for node in nodes:
+        lines = [line.partition(" ")[2] for line in node.text.splitlines() if "another pr" in line]
+        assert len(set(lines)) == len(lines)
+
+
+def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Cluster) -> None:
+    hosts = [cluster.host("train-0"), cluster.host("train-1")]
+    for host in hosts:
+        host.know({"train-0.train": f"{NETWORK}.99"})
+    place = ("--master-addr", "train-0.train", "--rdzv-conf", "keep_alive_interval=0.2")
+    nodes = [host.run("--nnodes=2", f"--node-rank={n}", *place) for n, host in enumerate(hosts)]
+    nodes[0].says("hosts the store at train-0.train:29500 once the name means it")
+    for host in hosts:
+        host.know({"train-0.train": hosts[0].address})
+    check_one_world(cluster.job.settled(2, seconds=15.0))
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluster) -> None:
+    one, _ = cluster.grow(2)
+    node = one.run("--nnodes", "2", "--node-rank=0", "--master-addr=h2", f"--master-port={PORT}")
+    assert node.exit_code() == 2
+    assert f"is to host the store at h2:{PORT}, but cannot" in node.text
+    assert "give this node --rdzv-conf is_host=true" in node.text
+
+
+def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to_lead(
+    cluster: Cluster,
+) -> None:
+    """As where DNS still says an address of the first pod's that is another pod's by now."""
+    hosts = cluster.grow(2)
+    for host in hosts:
+        host.know({"train-0.train": host.address})
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", f"train-0.train:{PORT}", *SHORT_LEASE)
+    nodes = [host.run(*flags) for host in hosts]
+    for node in nodes:
+        node.says("this node hosts the store")
+    hosts[1].know({"train-0.train": hosts[0].address})
+    nodes[1].says("goes to the store there")
+    check_one_world(cluster.job.settled(2, seconds=15.0))
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_a_name_of_several_machines_is_refused(cluster: Cluster) -> None:
+    one, two = cluster.grow(2)
+    two.know_lines(f"{one.address} train", f"{two.address} train")
+    node = two.run("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
+    assert node.exit_code() == 2
+    assert f"several machines, this one ({two.address}) and others ({one.address})" in node.text

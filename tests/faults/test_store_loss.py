@@ -248,11 +248,12 @@ def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster:
     end_well(cluster.job, [agents[0], again])
 
 
+@pytest.mark.parametrize("places", [1, 2])
 def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
-    cluster: Cluster,
+    cluster: Cluster, places: int
 ) -> None:
-    first, second = cluster.grow(2)
-    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "8")
+    first, second = hosts = cluster.grow(2)
+    flags = ("--nnodes", "1:2", *at(*hosts[:places]), "--store-grace", "8" if places > 1 else "3")
     agents = [first.run(*flags)]
     agents[0].says("hosts the store")
     agents.append(second.run(*flags))
@@ -262,6 +263,16 @@ def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
     (after,) = cluster.job.settled(1, after=generation_of(before), seconds=SOON)
     assert after["node"] == second.name
     end_well(cluster.job, agents[1:])
+
+
+def test_a_host_that_is_told_to_leave_waits_for_nobody_who_cannot_go_on(cluster: Cluster) -> None:
+    first, second = cluster.grow(2)
+    flags = ("--nnodes", "2", *at(first), "--store-grace", "1")
+    agents = [host.run(*flags) for host in (first, second)]
+    cluster.job.settled(2, seconds=SOON)
+    agents[0].signal(signal.SIGTERM)
+    assert agents[0].exit_code(10.0) == 128 + signal.SIGTERM
+    assert agents[1].exit_code(SOON) == 1
 
 
 # -- etcd --------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import build_flags, parse
+from elasticlib.launch.arguments import build_flags, parse, read_launch
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elasticrun import main
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
@@ -69,16 +72,27 @@ REFUSED = [
     ("--nnodes 2 SCRIPT", "2 nodes need a place to meet"),
     ("--nnodes 1:2 --master-addr h SCRIPT", "fixed number of nodes, got 1:2"),
     ("--nnodes 2 --node-rank 2 --master-addr h SCRIPT", "0 <= --node-rank < 2 nodes, got 2"),
-    ("--rdzv-endpoint h:1 --master-port 2 SCRIPT", "--master-port belong to the static"),
-    ("--rdzv-backend static --rdzv-endpoint h:1 --master-addr h SCRIPT", "same place"),
+    ("--rdzv-endpoint h:1 --master-port 2 SCRIPT", "--master-port belongs to the static"),
+    ("--rdzv-backend static --rdzv-endpoint h:1 --master-addr g SCRIPT", "same place"),
+    ("--nnodes 2 --master-addr 0.0.0.0 SCRIPT", "--master-addr is an address that the other nodes"),
+    ("--nnodes 2 --master-port 0 SCRIPT", "cannot meet at --master-port 0"),
+    ("--node-rank -1 SCRIPT", "0 <= --node-rank < 1 nodes, got -1"),
     ("--standalone --nnodes 2 SCRIPT", "--standalone is one node"),
     ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint has no meaning beside"),
     ("--standalone --rdzv-backend file SCRIPT", "--standalone is one node"),
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
     ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id names the job"),
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
-    ("--nproc-per-node many SCRIPT", "a number, cpu, gpu or auto, got 'many'"),
-    ("--nproc-per-node gpu SCRIPT", "torch sees no GPU"),
+    ("--nproc-per-node many SCRIPT", "a backend that torch was given, got 'many'"),
+    ("--nproc-per-node gpu SCRIPT", "sees no GPU on this machine; it sees no accelerator and"),
+    ("--nproc-per-node xpu SCRIPT", "sees no XPU on this machine; it sees no accelerator and"),
+    ("--nproc-per-node privateuseone SCRIPT", "sees no PRIVATEUSEONE on this machine"),
+    ("--nproc-per-node 2.5 SCRIPT", "a backend that torch was given, got '2.5'"),
+    ("--event-log-handler file SCRIPT", "--event-log-handler is null or console, got 'file'"),
+    (
+        "--logs-specs mine SCRIPT",
+        "an entry point of the group torchrun.logs_specs: default; got 'mine'",
+    ),
     ("--max-restarts=-1 SCRIPT", "max_restarts >= 0, got -1"),
     ("--monitor-interval 0 SCRIPT", "--monitor-interval is positive"),
     ("--shutdown-timeout=-1 SCRIPT", "--shutdown-timeout is seconds from 0 to 1e+06, got -1.0"),
@@ -86,7 +100,7 @@ REFUSED = [
     ("--monitor-interval 1e10 SCRIPT", "--monitor-interval is positive, up to 1e+06 s"),
     ("--rdzv-conf close_timeout=1e10 SCRIPT", "up to 1e+06, got '1e10'"),
     ("--nnodes 1: SCRIPT", "--nnodes is N or MIN:MAX, got '1:'"),
-    ("--node-rank 3 --rdzv-endpoint h:1 SCRIPT", "0 <= --node-rank < 1 nodes, got 3"),
+    ("--node-rank -3 --rdzv-endpoint h:1 SCRIPT", "0 <= --node-rank < 1 nodes, got -3"),
     ("-t 5:3 SCRIPT", "--tee names local rank 5, and there are 1 workers a node"),
     ("-t 0:1,0:2 SCRIPT", "--tee is 0, 1, 2 or 3"),
     ("--rdzv-backend file SCRIPT", "--rdzv-backend file needs an --rdzv-endpoint"),
@@ -105,7 +119,6 @@ REFUSED = [
     ("--rdzv-conf colour=red SCRIPT", "no key 'colour'; it takes close_timeout"),
     ("--rdzv-conf join_timeout=soon SCRIPT", "number of seconds up to 1e+06, got 'soon'"),
     ("--rdzv-conf join_timeout=nan SCRIPT", "number of seconds up to 1e+06, got 'nan'"),
-    ("--rdzv-conf timeout=1,join_timeout=2 SCRIPT", "got both"),
     ("--rdzv-conf keep_alive_max_attempt=1 SCRIPT", "whole number from 2"),
     ("--rdzv-conf is_host=maybe SCRIPT", "true or false, got 'maybe'"),
     ("--rdzv-conf heartbeat_timeout=5 SCRIPT", "keep_alive_interval"),
@@ -124,6 +137,7 @@ REFUSED = [
         "ca_cert in two spellings",
     ),
     ("-m --no-python x", "give one of them"),
+    ("-m --run-path x", "--run-path a script by its path: give one of them"),
     ("no-such-script.py", "no script 'no-such-script.py' here"),
 ]
 
@@ -179,6 +193,26 @@ def test_what_cannot_outlive_a_loss_as_asked_is_refused_with_exit_code_2(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [(["--nnodes", "3:1", __file__], "ConfigError: --nnodes needs"), ([7], "TypeError: ")],
+)
+def test_what_ends_the_launcher_itself_is_in_its_own_error_file(
+    argv: list[Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = tmp_path / "termination-log"
+    error.touch()
+    before = error.stat().st_ino
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error))
+    with contextlib.suppress(TypeError):
+        assert main(argv) == 2
+    message = json.loads(error.read_text())["message"]
+    assert message["message"].startswith(said)
+    assert said.startswith("Config") or "Traceback" in message["extraInfo"]["py_callstack"]
+    # In its place: it may be mounted there.
+    assert error.stat().st_ino == before
+
+
 @pytest.mark.parametrize("line", ["--store-grace soon", "--spares some", "--spares 1.5"])
 def test_what_is_no_number_is_refused_with_exit_code_2_and_the_flag(
     line: str, script: str, capsys: pytest.CaptureFixture[str]
@@ -215,7 +249,7 @@ def test_a_quorum_counts_where_the_store_may_move(
 
 def test_an_unknown_backend_is_refused_by_the_config_too() -> None:
     with pytest.raises(
-        ConfigError, match="one of tcp, c10d, file, static, etcd, etcd-v2, got 'zk'"
+        ConfigError, match="one of tcp, c10d, file, static, etcd, etcd-v2, torch-c10d, got 'zk'"
     ):
         LaunchConfig(rdzv_backend="zk")
 
@@ -234,7 +268,7 @@ def test_etcd_is_found_by_all_of_torchs_spellings(script: str) -> None:
 @pytest.mark.parametrize("key", sorted(ETCD_KEYS))
 @pytest.mark.parametrize("backend", ["tcp", "file", "static"])
 def test_etcds_keys_are_refused_beside_other_backends(backend: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} belong to --rdzv-backend etcd, not to {backend}"):
+    with pytest.raises(ConfigError, match=f"{key} belongs to .* etcd, not to {backend}"):
         LaunchConfig(
             run_id="job",
             rdzv_backend=backend,
@@ -248,6 +282,14 @@ def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     place = EtcdPlace("h", user="u", password_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"password_file cannot be read: .*none"):
         place.open(1.0)
+
+
+def test_of_two_words_for_the_time_to_join_torchs_newer_one_counts(script: str) -> None:
+    line = ["--rdzv-conf", "timeout=900,join_timeout=600", script]
+    told = read_launch(line, {})
+    assert told.config.timing.join == 600
+    (note,) = told.settings.notes
+    assert note == "--rdzv-conf timeout=900 is passed over: join_timeout=600 goes before it"
 
 
 def test_conf_values_may_be_numbers_or_text() -> None:
@@ -265,10 +307,11 @@ def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--start-method=fork",), "--start-method is warm or spawn, got 'fork'; warm forks"),
+        (("--start-method=threads",), "is one of warm, spawn, fork, forkserver, got 'threads'"),
         (("--start-method=spawn", "--preload=json"), "--preload is for --start-method warm"),
         (("--preload=a b",), "--preload takes the names of modules, a,b.c, got 'a b'"),
         (("--no-python", "--start-method=warm"), "--no-python runs another program"),
+        (("--no-python", "--start-method=fork"), "--start-method fork is for Python"),
     ],
 )
 def test_a_start_that_cannot_be_is_refused(flags: tuple[str, ...], sentence: str) -> None:

@@ -26,6 +26,13 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+# Where they are is known when they are made.
+PLACES = {
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_TIMER_FILE"),
+    *("ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS"),
+}
+
+
 def dry(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, list[str]]]:
     """The exit code, and each line's cells by its first."""
     code = main(["--dry-run", *args])
@@ -59,9 +66,13 @@ def test_each_setting_stands_beside_its_origin(
 
 
 def test_workers_find_in_their_environment_what_was_foretold(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flags = ["--standalone", "--nproc-per-node", "2", "--start-method", "spawn", "--rdzv-id", "j"]
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     code, rows = dry(capsys, *flags, script)
     assert code == 0
     subprocess.run(
@@ -70,12 +81,10 @@ def test_workers_find_in_their_environment_what_was_foretold(
     for rank in (0, 1):
         seen = json.loads((tmp_path / str(rank)).read_text())
         told = {name for name, text in seen.items() if os.environ.get(name) != text}
-        # Where its agent's own files are, which no user has a use for.
-        missing = told - rows.keys() - {"ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS"}
-        assert not missing
+        assert not told - rows.keys()
         for name in told & rows.keys():
             value = rows[name][1]
-            if name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
+            if name in PLACES:
                 continue
             if value != "settled when the nodes meet":
                 assert value == seen[name] or f"{seen[name]} (local rank {rank})" in value, name
@@ -95,6 +104,9 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
     _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
     assert rows["RANK"][1] == "1"
     assert rows["meeting place"][0] == "note"
+    anothers = ("--rdzv-endpoint", "192.0.2.1", "--rdzv-conf", "is_host=true")
+    _, rows = dry(capsys, "--nnodes", "2", *anothers, script)
+    assert "serve the store, at all of its own addresses" in rows["meeting place"][2]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +115,8 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
         ("--log-dir /proc/1/no", "--log-dir", "cannot be written to"),
         ("--preload no_such_module_here", "--preload", "is not found"),
         ("--no-python", "program", "not to be executed"),
+        ("--no-python --preload json", "--preload", "is another program"),
+        ("--requeue slurm", "--requeue", "--requeue slurm"),
         ("-m", "module", "is not found"),
         ("--nnodes 2 --rdzv-endpoint host.invalid", "meeting place", "resolves to nothing"),
         (
@@ -121,9 +135,39 @@ def test_what_would_fail_is_found_and_is_in_the_exit_code(
     program.touch()
     named = "nothing_here" if flags == "-m" else str(program)
     code, rows = dry(capsys, *flags.split(), named)
-    row = [cells for key, cells in rows.items() if check in key][-1]
-    assert (code, row[0]) == (1, "BAD")
-    assert words in row[2]
+    bad = [cells for key, cells in rows.items() if check in key and cells[0] == "BAD"]
+    assert code == 1
+    assert words in bad[0][2]
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("LOGLEVEL=bogus", "LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got 'bogus'"),
+        ("TORCHELASTIC_TIMER_FILE=/no/t", "no pipe can be made at /no/t: there is no /no"),
+        ("CUDA_VISIBLE_DEVICES=none", "CUDA_VISIBLE_DEVICES has 'none'"),
+    ],
+)
+def test_what_a_variable_would_be_refused_for_is_found(
+    variable: str,
+    words: str,
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    monkeypatch.setenv(*variable.split("="))
+    code, rows = dry(capsys, "--numa-binding", "node", script)
+    assert code == 1
+    assert any(words in cells[-1] for cells in rows.values() if cells[0] == "BAD")
+
+
+def test_of_a_module_only_what_was_looked_at_is_said_to_be_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, rows = dry(capsys, "-m", "json.nope")
+    assert code == 0
+    assert rows["module"][2].startswith("json is found; whether it has json.nope is not looked at")
 
 
 def test_a_command_line_that_cannot_work_is_refused_as_ever(

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import signal
+import sys
 import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
+from elasticlib import (
+    ChildFailedError,
+    LaunchConfig,
+    SignalException,
+    WorkerState,
+    elastic_launch,
+)
 from elasticlib.errors import ConfigError
 
 pytestmark = pytest.mark.faults
@@ -43,11 +55,17 @@ def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
         ChildFailedError, match=r"fail_on_rank_1: .*ValueError: not today"
     ) as caught:
         elastic_launch(config, fail_on_rank_1)("not today")
-    first = caught.value.get_first_failure()
-    assert first is not None
-    assert (first.rank, first.message) == (1, "ValueError: not today")
-    assert "in fail_on_rank_1" in first.traceback
-    assert list(caught.value.failures) == [1]
+    error = caught.value
+    rank, failure = error.get_first_failure()
+    assert (rank, failure.local_rank, failure.exitcode, failure.error_file) == (1, 1, 1, "<N/A>")
+    assert failure.message["message"] == failure.text == "ValueError: not today"
+    assert "in fail_on_rank_1" in failure.message["extraInfo"]["py_callstack"]
+    assert error.failures == {1: failure}
+    assert error.cause is not None
+    assert error.cause.rank == 1
+    assert str(error).endswith("ValueError: not today")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.failures) == (str(error), error.failures)
 
 
 def test_a_restart_is_counted_and_the_second_try_gives_the_value(tmp_path: Path) -> None:
@@ -60,9 +78,14 @@ def import_nothing() -> None:
     import no_such_module  # noqa: F401
 
 
-def test_a_missing_module_is_told_once_and_not_tried_again() -> None:
+def test_a_missing_module_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+    config = LaunchConfig(max_restarts=5, log_dir=str(tmp_path))
     with pytest.raises(ChildFailedError, match="No module named 'no_such_module'") as caught:
-        elastic_launch(LaunchConfig(max_restarts=5), import_nothing)()
+        elastic_launch(config, import_nothing)()
+    _, failure = caught.value.get_first_failure()
+    assert Path(failure.error_file).is_relative_to(tmp_path)
+    assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
+    assert caught.value.result is not None
     assert caught.value.result.generation == 1
     assert "(not retried: they failed at start)" in caught.value.result.reason
 
@@ -75,6 +98,68 @@ def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
 def test_what_cannot_be_sent_to_a_worker_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be picklable"):
         elastic_launch(LaunchConfig(), lambda: 1)()
+
+
+def signal_the_launcher(number: int) -> None:
+    os.kill(int(os.environ["LAUNCHER"]), number)
+    threading.Event().wait(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(signal.SIGTERM, WorkerState.STOPPED), (signal.SIGUSR2, WorkerState.DRAINED)],
+)
+def test_a_signal_ends_a_launch_by_the_exception_that_names_it(
+    number: signal.Signals, state: WorkerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    config = LaunchConfig(max_restarts=0, start_method="spawn")
+    with pytest.raises(SignalException, match=f"received {number.name}") as caught:
+        elastic_launch(config, signal_the_launcher)(number)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.sigval, error.result.state, error.result.signal) == (number, state, number)
+    assert not isinstance(error, ChildFailedError)
+
+
+def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is a function or a program, got None"):
+        elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="config is a LaunchConfig, got 3"):
+        elastic_launch(3, rank_times)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="health_check_server is torch's"):
+        elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
+
+
+class Thing:
+    """An argument may be of a prompt as well, however deep in others."""
+
+
+@pytest.mark.parametrize("path", [None, "<stdin>"])
+@pytest.mark.parametrize("what", [rank_times, Thing])
+def test_what_is_of_a_notebook_or_a_prompt_is_refused_before_anything_starts(
+    path: str | None, what: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = types.ModuleType("__main__")
+    if path is not None:
+        main.__file__ = path
+    main.__dict__[what.__name__] = what
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(what, "__module__", "__main__")
+    given = (rank_times, 1) if what is rank_times else (len, [{"deep": Thing()}])
+    with pytest.raises(ConfigError, match=f"{what.__name__} of a notebook or a prompt cannot be"):
+        elastic_launch(LaunchConfig(), given[0])(given[1])
+
+
+def double(tensor: Any) -> Any:
+    return tensor * 2
+
+
+def test_a_tensor_is_sent_and_comes_back() -> None:
+    # Not at the top, where each worker that looks for its function here would import it.
+    import torch
+
+    config = LaunchConfig(max_restarts=0, start_method="spawn")
+    assert elastic_launch(config, double)(torch.ones(2))[0].tolist() == [2, 2]
 
 
 class Unreadable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -117,6 +118,18 @@ PLACES = [
         ("static", "h:1", 0),
         1,
     ),
+    # One node without a port for others is by itself, and one place may be named twice.
+    ("--node-rank 0", {}, ("tcp", "", None), 0),
+    ("--rdzv-backend static --node-rank 5 --master-addr m", {}, ("tcp", "", None), 3),
+    ("", {"PET_NODE_RANK": "5", "PET_MASTER_PORT": "0"}, ("tcp", "", None), 1),
+    ("--master-port 0", {}, ("tcp", "", None), 0),
+    ("--standalone --node-rank 0 --master-port 0", {}, ("tcp", "", None), 0),
+    ("--node-rank 0 --master-port 0", {"PET_STANDALONE": ""}, ("tcp", "", None), 0),
+    ("--rdzv-backend static --rdzv-endpoint localhost:0", {}, ("tcp", "", 0), 0),
+    ("--master-addr 0.0.0.0 --master-port 7", {}, ("static", "127.0.0.1:7", 0), 0),
+    ("--rdzv-backend static --rdzv-endpoint H:9 --master-addr h", {}, ("static", "H:9", 0), 0),
+    # A spare node's wish, which nothing comes of.
+    ("--nnodes 1:2 --rdzv-endpoint h --node-rank 2", {}, ("tcp", "h", None), 1),
 ]
 
 
@@ -129,12 +142,13 @@ def test_what_is_said_more_directly_tells_where_nodes_meet_and_the_rest_is_named
     assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == place
     assert len(told.settings.notes) == passed_over
     assert all("is passed over: " in note for note in told.settings.notes)
+    assert not any(re.search(r" and \S+ says$", note) for note in told.settings.notes)
 
 
 def test_two_flags_that_contradict_each_other_are_refused_as_before(script: str) -> None:
     with pytest.raises(ConfigError, match="has no meaning beside --standalone"):
         launch(script, "--standalone --rdzv-endpoint h")
-    with pytest.raises(ConfigError, match="belong to the static backend"):
+    with pytest.raises(ConfigError, match="--master-addr belongs to the static backend"):
         launch(script, "--master-addr m --rdzv-endpoint h --nnodes 2")
 
 

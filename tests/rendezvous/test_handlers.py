@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
 import pytest
 
+from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
 from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.rendezvous.document import Limits, Node
@@ -15,6 +17,7 @@ from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.static import StaticRendezvousHandler
 from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.interface import Listing
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
 
@@ -157,6 +160,34 @@ def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
     assert handler.shutdown()
     with pytest.raises(RendezvousClosed):
         waiting.result(20)
+
+
+def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
+    cluster: Cluster,
+) -> None:
+    """As where a name server is silent."""
+    searching, found = threading.Event(), threading.Event()
+
+    class Searched(MemoryStore):
+        def list(self, prefix: str) -> Listing:
+            searching.set()
+            found.wait(20.0)
+            return super().list(prefix)
+
+    node = Node(id="a-1", host="a", address="127.0.0.1", slots=1)
+    timing = attrs.evolve(TIMING, close=20.0)
+    with Searched() as store:
+        handler = DynamicRendezvousHandler(store, "run", node, Limits(1, 1), timing=timing)
+        joining = cluster.join(handler)
+        assert searching.wait(5.0)
+        began = monotonic()
+        assert not handler.shutdown()
+        assert monotonic() - began < 10.0
+        with pytest.raises(RendezvousClosed):
+            joining.result(5.0)
+        found.set()
+        assert handler.shutdown()
+        assert store.list("").entries == ()
 
 
 def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> None:

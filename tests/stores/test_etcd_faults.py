@@ -21,7 +21,7 @@ from elasticlib.stores.etcd import EtcdStore
 from elasticlib.stores.interface import ABSENT
 from elasticlib.testing.store_process import ClientRecipe, said
 
-pytestmark = [pytest.mark.xdist_group("etcd"), needs_etcd]
+pytestmark = needs_etcd
 
 
 def free_endpoint() -> str:

@@ -23,7 +23,7 @@ from elasticlib.stores.etcd_access import Member, read_members
 from elasticlib.stores.interface import Store
 from elasticlib.testing import ClientRecipe, StoreContract
 
-pytestmark = [pytest.mark.xdist_group("etcd"), needs_etcd]
+pytestmark = needs_etcd
 
 
 class TestEtcdStore(StoreContract):

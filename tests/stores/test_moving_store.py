@@ -304,6 +304,42 @@ def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_
     assert all(is_closed(left) for left in one.reached)
 
 
+def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with_it(
+    world: World,
+) -> None:
+    """Its place has come to lead to the second spot."""
+    one, two, _ = world.spots
+    server = one.open()
+    place = Place("name:1", two.reach, one.serve)
+    store = MovingStore([place], patience=PATIENCE, hosted=(server, one.reach()))
+    with store:
+        entry = store.set("key", b"value")
+        assert not store.follow()  # nobody serves there
+        two.open()
+        with one.reach() as other:
+            other.connect()
+            assert not store.follow()
+            assert other.get("key") == entry
+        until("the other to be gone", lambda: server.clients == 1)
+        assert store.follow()
+        assert (store.get("key"), store.server, server.serving) == (None, None, False)
+        assert not store.follow()
+
+
+def test_who_hosts_stays_where_it_is_however_long_its_server_is_silent(world: World) -> None:
+    one, two, _ = world.spots
+    server = one.open()
+    with MovingStore(
+        [Place(one.endpoint, two.reach, one.serve)],
+        patience=PATIENCE,
+        clock=lambda: world.now,
+        hosted=(server, two.reach()),
+    ) as store:
+        world.misses(store, 0.0)
+        world.misses(store, 10 * PATIENCE)
+        assert (store.server, server.serving, one.served) == (server, True, [])
+
+
 # -- closing -----------------------------------------------------------------------------------
 
 

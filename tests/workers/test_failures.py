@@ -238,6 +238,40 @@ def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) 
         assert not exit_.failed
 
 
+def test_ddp_of_a_script_that_is_through_is_left_alone_as_torch_may_hang_there(
+    run: Run, tmp_path: Path
+) -> None:
+    script = tmp_path / "through.py"
+    script.write_text(
+        "import sys, types\n"
+        "sys.modules['torch.nn.parallel.distributed'] = types.ModuleType('distributed')\n"
+        "class Other:\n"
+        "    def __del__(self): print('gone:', type(self).__name__)\n"
+        "class DistributedDataParallel(Other): pass\n"
+        "model, other = DistributedDataParallel(), Other()\n"
+    )
+    run.writing("1", "0").start(Script(str(script)))
+    assert run.end().ok
+    assert run.file("stdout.log") == "gone: Other\n"
+
+
+def test_one_that_is_killed_is_the_first_though_another_has_told_of_it_before(run: Run) -> None:
+    # As gloo's peers do, while on a busy machine the agent has yet to look.
+    run.start(
+        shell(
+            "own=$TORCHELASTIC_ERROR_FILE; first=${own%/*/*}/0/error.json\n"
+            'if [ "$own" = "$first" ]; then\n'
+            """  echo '{"message": {"message": "peer gone", "extraInfo": {}}}' > $own; sleep 60\n"""
+            "fi\n"
+            "until [ -s $first ]; do sleep 0.01; done; kill -9 $$"
+        ),
+        count=2,
+    )
+    exit_ = run.end()
+    assert (exit_.rank, exit_.after) == (1, None)
+    assert "was killed by SIGKILL (not sent by this agent)" in exit_.describe()
+
+
 def test_an_error_file_of_torchs_record_stays_as_it_is(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "recorded.py"
     script.write_text(

@@ -318,3 +318,15 @@ def test_a_folder_of_ones_own_keeps_all_attempts(run: Run) -> None:
         assert run.end().ok
     names = sorted(path.name for path in run.workers.folder.iterdir())
     assert names == ["attempt_0", "attempt_1"]
+
+
+def test_who_goes_elsewhere_still_finds_where_to_write_of_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(Path("logs"))
+    run.start(shell('cd / && echo \'{"message": "no"}\' > "$TORCHELASTIC_ERROR_FILE"; exit 1'))
+    exit_ = run.end()
+    run.workers.close()
+    assert exit_.error_data == {"message": "no"}
+    assert Path(exit_.error_file).is_relative_to(tmp_path / "logs")

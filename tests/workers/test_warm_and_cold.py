@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -128,7 +129,9 @@ def read(said: Said) -> dict[str, Any]:
     first, *rest = said.out.splitlines()
     found: dict[str, Any] = json.loads(first)
     # The paths of what is a worker's own differ on purpose, by the attempt's number.
-    told = ("TORCHELASTIC_ERROR_FILE", "ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS")
+    told = ["TORCHELASTIC_ERROR_FILE", "ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS"]
+    # Set by torch._dynamo, and in a fork not until it is looked at.
+    told.append("TORCHINDUCTOR_CACHE_DIR")
     for name in told:
         found["environment"].pop(name, None)
     lines = found["C environment"]
@@ -190,6 +193,67 @@ def test_a_script_ends_as_under_python(
         left.unlink(missing_ok=True)
     assert said[1] == said[0]
     assert said[2] == said[0]
+
+
+@contextlib.contextmanager
+def standing_at_0(descriptor: int | None) -> Iterator[None]:
+    """As this process's input; None: it is closed, and what stands there is of its own."""
+    before = os.dup(0)
+    if descriptor is None:
+        os.close(0)
+        assert os.open(os.devnull, os.O_RDWR) == 0
+    else:
+        os.dup2(descriptor, 0)
+    try:
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+INPUT = """
+import io, sys
+stream = sys.stdin
+print([stream.seekable(), stream.isatty(), stream.name, stream.mode, stream.newlines])
+print(stream.readline() if stream.seekable() else input(), repr(stream.read()))
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "closed"])
+def test_workers_have_the_input_of_their_agent(
+    warm: Runner, cold: Runner, tmp_path: Path, kind: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INPUT)
+    said = []
+    for run in (
+        lambda: python(cold, str(script)),
+        lambda: cold.run(Script(str(script))),
+        lambda: warm.run(Script(str(script))),
+    ):
+        reading, writing = os.pipe()
+        if kind == "file":
+            writing = os.open(tmp_path / "input", os.O_RDWR | os.O_CREAT)
+        os.write(writing, b"one\ntwo\r\n")
+        os.lseek(writing, 0, os.SEEK_SET) if kind == "file" else os.close(writing)
+        given = {"pipe": reading, "file": writing, "closed": None}[kind]
+        with standing_at_0(given):
+            said.append(run())
+    assert said[0].returncode == 0, said[0].err
+    assert said[0].out.endswith("''\n" if kind == "closed" else "'two\\r\\n'\n")
+    assert said[1:] == [said[0]] * 2
+
+
+def test_a_script_may_say_where_torch_compiles_to(
+    warm: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', '/tmp')\n"
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())\n"
+    )
+    assert warm.run(Script(str(script))).out == "/tmp\n"
 
 
 def test_a_script_that_was_named_relatively_knows_where_it_is(

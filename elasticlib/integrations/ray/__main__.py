@@ -1,0 +1,152 @@
+"""`python -m elasticlib.integrations.ray [ray's flags] [elasticrun's flags] script args`.
+
+Exit codes are elasticrun's: 0 success, 1 failure, 2 a command line that cannot work, 75 or what
+--drain-exit-code says after a drain, 128 + n after signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...agent.interface import RunResult
+from ...errors import ConfigError, ElasticError
+from ...launch.arguments import build_flags, read_launch
+from ...launch.config import LaunchConfig
+from ...launch.elasticrun import leave_error_of, with_prefix
+from ...launch.report import told
+from ...launch.torchrun_options import log_level
+from ...workers.spec import Entrypoint, WorkerState
+from .agent import start_logging
+from .launch import run_job
+from .options import ENDPOINT, RayOptions
+
+log = logging.getLogger("elasticlib.ray")
+
+Run = Callable[[LaunchConfig, Entrypoint, RayOptions], RunResult]
+
+_NAME = "elasticlib.integrations.ray"
+_HELP = {"-h", "--help"}
+_OWN = {
+    *_HELP,
+    *("--address", "--num-cpus", "--num-gpus", "--memory", "--resources", "--working-dir"),
+}
+
+
+def _flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_NAME}",
+        usage="%(prog)s [these flags first] [elasticrun's flags] training_script ...",
+        description="Run a training script on the workers of an elastic job, whose agents are "
+        "actors of a Ray cluster, one a node. What follows is as for elasticrun: see its --help.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--address", default="auto", help="of the cluster (default auto)")
+    parser.add_argument("--num-cpus", type=float, help="of each agent (default: one a worker)")
+    parser.add_argument("--num-gpus", type=float, default=0, help="of each agent (default 0)")
+    parser.add_argument("--memory", type=float, help="bytes of each agent that Ray reserves")
+    parser.add_argument("--resources", default="{}", help="custom ones of each agent, as JSON")
+    parser.add_argument(
+        "--working-dir",
+        help="a folder that Ray brings to every node, and that the script is run in (default: the "
+        "current one, which each node has at the same place)",
+    )
+    return parser
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Ray's flags, which come first, and the command line of elasticrun."""
+    own = {"--address", "--num-cpus", "--num-gpus", "--memory", "--resources", "--working-dir"}
+    rest, mine = list(argv), []
+    while (rest and rest[0] in ("-h", "--help")) or (rest and _dashed(rest[0]) in own):
+        word = rest.pop(0)
+        _, equals, value = word.partition("=")
+        mine.append(_dashed(word) + equals + value)
+        if not equals and word not in ("-h", "--help") and rest:
+            mine.append(rest.pop(0))
+    return mine, rest
+
+
+def _dashed(word: str) -> str:
+    name = word.partition("=")[0]
+    return "--" + name.removeprefix("--").replace("_", "-") if name.startswith("--") else name
+
+
+def _options(given: argparse.Namespace) -> RayOptions:
+    try:
+        resources = json.loads(given.resources)
+    except ValueError:
+        resources = None
+    if not isinstance(resources, dict) or not all(
+        isinstance(amount, (int, float)) for amount in resources.values()
+    ):
+        raise ConfigError(f'--resources is JSON as {{"name": 1}}, got {given.resources!r}')
+    runtime_env: dict[str, Any] = {}
+    if given.working_dir is not None:
+        try:
+            os.chdir(given.working_dir)
+        except OSError as error:
+            raise ConfigError(f"--working-dir {given.working_dir!r}: {error.strerror}") from error
+        runtime_env["working_dir"] = os.getcwd()
+    return RayOptions(
+        address=given.address,
+        num_cpus=given.num_cpus,
+        num_gpus=given.num_gpus,
+        memory=given.memory,
+        resources=resources,
+        runtime_env=runtime_env,
+    )
+
+
+def _run(argv: Sequence[str], run: Run) -> int:
+    mine, rest = split(argv)
+    options = _options(_flags().parse_args(mine))
+    # Theirs come later, and one that names another place is refused by that name.
+    rest = ["--rdzv-endpoint", ENDPOINT, *rest]
+    flags = build_flags()
+    said = {**flags.read_variables(os.environ)[0], **flags.read_flags(rest)[0]}
+    count = said["nproc_per_node"].value if "nproc_per_node" in said else "1"
+    if not str(count).isdigit():
+        raise ConfigError(
+            f"--nproc-per-node {count} would count what the driver's machine has, and Ray is asked "
+            "for it beforehand: give a number"
+        )
+    launch = read_launch(rest, os.environ)
+    if launch.settings["dry_run"]:
+        raise ConfigError(
+            f"--dry-run looks at the machine that it is given on, and {_NAME} has Ray choose the "
+            "machines: leave it out, or see `elasticrun --dry-run` on one of them"
+        )
+    config = with_prefix(launch.config, os.environ)
+    start_logging(
+        log_level(os.environ.get("LOGLEVEL", "INFO")), "%(asctime)s elasticlib: %(message)s"
+    )
+    for note in launch.settings.notes:
+        log.warning("%s", note)
+    result = run(config, launch.entrypoint, options)
+    sys.stderr.write(told(result))
+    leave_error_of(result)
+    if result.state is WorkerState.DRAINED:
+        return config.supervision.drain_exit_code
+    return result.exit_code
+
+
+def main(argv: Sequence[str] | None = None, run: Run = run_job) -> int:
+    """Run it; returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv, run)
+    except ConfigError as error:
+        sys.stderr.write(f"{_NAME}: error: {error}\n")
+        return 2
+    except ElasticError as error:
+        sys.stderr.write(f"{_NAME}: FAILED: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

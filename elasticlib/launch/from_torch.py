@@ -1,0 +1,283 @@
+"""torch's rendezvous handlers under our agent: its own over a c10d store, and registered ones.
+
+What torch's interface cannot tell (why a generation ended, who drains, whose workers failed
+first) stays unsaid. What it leaves to each agent, the nodes tell one another in the store that it
+returns: how many workers each has, which generation this is, where torch's store is, who is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous import RendezvousHandler as TorchHandler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from ..clock import duration
+from ..errors import (
+    ElasticError,
+    RendezvousClosed,
+    RendezvousError,
+    RendezvousTimeout,
+    StoreUnavailable,
+    describe,
+)
+from ..rendezvous.bootstrap import BootstrapStore, open_torch_store, torch_store
+from ..rendezvous.change import Change, ChangeKind
+from ..rendezvous.document import FailureKind, Node
+from ..rendezvous.interface import (
+    BootstrapStoreInfo,
+    RendezvousHandler,
+    RendezvousInfo,
+    deal_seats,
+)
+from .backends import BackendRequest
+from .torch_names import TORCH_C10D
+
+log = logging.getLogger("elasticlib.launch")
+
+PREFIX = "elasticlib/node/"
+DONE = "elasticlib/done/"
+TORCHS_TIMEOUT = 900
+MEET_SECONDS = 60.0
+"""For the other nodes of a generation to say who they are, once torch has settled it."""
+
+
+def open_from_torch(name: str, request: BackendRequest) -> HandlerFromTorch:
+    """The handler that torchrun would have under that name, as ours.
+
+    Raises:
+        Exception: whatever the handler, or torch's registry, raises.
+    """
+    # Where torch's dynamic handler shares its store with the workers, it tells a node that comes
+    # later nothing of where that is, and both agents fail; it has this variable to turn that off.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d" if name == TORCH_C10D else name,
+            endpoint=request.endpoint,
+            run_id=request.run_id,
+            min_nodes=request.limits.min_nodes,
+            max_nodes=request.limits.max_nodes,
+            local_addr=request.node.address,
+            # As torchrun gives it, which some handlers rely on.
+            **{"timeout": TORCHS_TIMEOUT, **request.options},
+        )
+    )
+    return HandlerFromTorch(handler, name, request.node, torch_store(request.use_libuv))
+
+
+@attrs.frozen
+class _Held:
+    """The generation that this node is in: torch's store of it, and who is where."""
+
+    store: Any
+    info: RendezvousInfo
+
+    @property
+    def done_keys(self) -> list[str]:
+        return [f"{DONE}{rank}" for rank in range(self.info.world_size)]
+
+
+class HandlerFromTorch(RendezvousHandler):
+    """A `torch.distributed.elastic` rendezvous handler, for our agent.
+
+    torch's store for the workers is a fresh one for each generation, served by group rank 0 at
+    its own address; what torch's handler says of a bootstrap store is not used.
+    """
+
+    def __init__(
+        self,
+        theirs: TorchHandler,
+        name: str,
+        node: Node,
+        open_bootstrap: Callable[[str], BootstrapStore] = open_torch_store,
+    ) -> None:
+        self._theirs = theirs
+        self._name = name
+        self._node = node
+        self._open_bootstrap = open_bootstrap
+        self._bootstrap: BootstrapStore | None = None
+        self._left = threading.Event()
+        self._held: _Held | None = None
+        self._ending = False
+        self._done = False
+
+    def get_backend(self) -> str:
+        return self._name
+
+    def get_run_id(self) -> str:
+        return str(self._theirs.get_run_id())
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._close_bootstrap()
+        self._ending = self._done = False
+        found = self._waited_for(self._theirs.next_rendezvous)
+        self._held = self._waited_for(lambda: self._meet(found))
+        return self._held.info
+
+    def is_closed(self) -> bool:
+        return bool(_in_our_words(self._theirs.is_closed))
+
+    def set_closed(self) -> None:
+        _in_our_words(self._theirs.set_closed)
+
+    def num_nodes_waiting(self) -> int:
+        return int(_in_our_words(self._theirs.num_nodes_waiting))
+
+    def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
+        """False, as torch's agents each count their own; and this may be the node's end."""
+        del kind, reason
+        self._ending = True
+        return False
+
+    def report_done(self) -> bool:
+        assert self._held is not None
+        store, rank = self._held.store, self._held.info.rank
+        self._ending = True
+        try:
+            _in_our_words(lambda: store.set(f"{DONE}{rank}", "1"))
+        except ElasticError as error:
+            log.warning("the others are not waited for, the store being away: %s", error)
+            return False
+        self._done = True
+        return True
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        """As the interface has it; and that all are done, once this node is."""
+        if not self._done:
+            return super().wait_for_change(timeout)
+        try:
+            if self._all_done():
+                return Change(ChangeKind.SUCCEEDED, "all nodes are done")
+            return super().wait_for_change(timeout)
+        except ElasticError as error:
+            # The store goes with the node that serves it, which may have been the last to be done.
+            return Change(ChangeKind.SUCCEEDED, f"this node is done, and the store gone: {error}")
+
+    def shutdown(self) -> bool:
+        """Leave. torch's own shutdown, which ends the job for all, is called as torchrun does:
+        after success or failure, and not where the node was told to go."""
+        if self._left.is_set():
+            return True
+        self._left.set()
+        ended = True
+        if self._ending:
+            try:
+                ended = bool(self._theirs.shutdown())
+            except Exception as error:
+                log.warning("%s was not shut down cleanly: %s", self._name, describe(error))
+                ended = False
+        self._close_bootstrap()
+        return ended
+
+    def _all_done(self) -> bool:
+        held = self._held
+        assert held is not None
+        return bool(_in_our_words(lambda: held.store.check(held.done_keys)))
+
+    def _waited_for(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns; torch's calls cannot be ended, so one is left to itself."""
+        told: queue.SimpleQueue[tuple[Any, ElasticError | None]] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                told.put((_in_our_words(act), None))
+            except ElasticError as error:
+                told.put((None, error))
+
+        threading.Thread(target=call, name="torch-rendezvous", daemon=True).start()
+        while True:
+            if self._left.is_set():
+                raise RendezvousClosed("this node has left the rendezvous")
+            try:
+                answer, error = told.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            return answer
+
+    def _meet(self, found: Any) -> _Held:
+        """Tell the others of this node, and hear who they are."""
+        store, rank, nodes = found.store, found.rank, found.world_size
+        last = 0 if self._held is None else self._held.info.generation
+        said: dict[str, Any] = {
+            "slots": self._node.slots,
+            "role": self._node.role,
+            "generation": last,
+            "incarnation": secrets.token_hex(8) if self._held is None else self._incarnation,
+        }
+        if rank == 0:
+            self._bootstrap = self._open_bootstrap(self._node.address)
+            said |= {"address": self._node.address, "port": self._bootstrap.port}
+        store.set(f"{PREFIX}{rank}", json.dumps(said))
+        keys = [f"{PREFIX}{number}" for number in range(nodes)]
+        try:
+            store.wait(keys, duration(MEET_SECONDS))
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"not all of the {nodes} nodes that torch's rendezvous has settled with have said "
+                f"who they are within {MEET_SECONDS:g} s (each must run elasticrun): {error}"
+            ) from error
+        heard = [json.loads(bytes(store.get(key))) for key in keys]
+        return _Held(store, self._read(heard, rank))
+
+    def _read(self, heard: list[dict[str, Any]], rank: int) -> RendezvousInfo:
+        nodes = [
+            Node(id=str(at), host="", address="", slots=said["slots"], role=said["role"])
+            for at, said in enumerate(heard)
+        ]
+        # Of several starts that have come together, the one that has come furthest goes on.
+        oldest = max(heard, key=lambda said: int(said["generation"]))
+        return RendezvousInfo(
+            run_id=self.get_run_id(),
+            generation=oldest["generation"] + 1,
+            seat=deal_seats(nodes)[rank],
+            bootstrap_store_info=BootstrapStoreInfo(heard[0]["address"], heard[0]["port"]),
+            cause=f"settled by {self._name}",
+            incarnation=oldest["incarnation"],
+        )
+
+    @property
+    def _incarnation(self) -> str:
+        return "" if self._held is None else self._held.info.incarnation
+
+    def _close_bootstrap(self) -> None:
+        bootstrap, self._bootstrap = self._bootstrap, None
+        if bootstrap is not None:
+            bootstrap.close()
+
+
+_WORDS: tuple[tuple[type[Exception], type[ElasticError]], ...] = (
+    (RendezvousClosedError, RendezvousClosed),
+    (RendezvousGracefulExitError, RendezvousClosed),
+    (RendezvousTimeoutError, RendezvousTimeout),
+    (RendezvousConnectionError, StoreUnavailable),
+    (Exception, RendezvousError),
+)
+
+
+def _in_our_words(act: Callable[[], Any]) -> Any:
+    """What it returns; its errors as ours."""
+    try:
+        return act()
+    except ElasticError:
+        raise
+    except Exception as error:
+        kind = next(ours for theirs, ours in _WORDS if isinstance(error, theirs))
+        raise kind(f"torch's rendezvous: {describe(error)}") from error

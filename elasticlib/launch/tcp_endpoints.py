@@ -1,0 +1,49 @@
+"""Which endpoints TCP stores can be met at: each is an address for all nodes, and named once."""
+
+from __future__ import annotations
+
+from ..endpoint import STORE_PORT, split_endpoint
+from ..errors import ConfigError
+
+HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
+    """text: what --rdzv-endpoint says; the others: whether those keys of --rdzv-conf are given.
+
+    Raises:
+        ConfigError: the nodes of a job could not meet there.
+    """
+    endpoints = parts_of(text)
+    places = [split_endpoint(endpoint, STORE_PORT) for endpoint in endpoints]
+    for endpoint, (host, port) in zip(endpoints, places, strict=True):
+        if port == 0:
+            raise ConfigError(
+                f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
+                "--standalone takes a free port for one node"
+            )
+        if host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
+            )
+    if len({(host.lower(), port) for host, port in places}) < len(endpoints):
+        raise ConfigError(f"--rdzv-endpoint names a place twice: {text}")
+    several = len(endpoints) > 1
+    if several and is_host:
+        raise ConfigError("--rdzv-conf is_host=true means one endpoint, got several")
+    if quorum and not several:
+        raise ConfigError("--rdzv-conf quorum is for a list of endpoints, got one")
+
+
+def parts_of(text: str) -> tuple[str, ...]:
+    """The endpoints of a list, the first one first."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def is_any_port_here(text: str) -> bool:
+    """Whether this is torchrun's `localhost:0`: some free port of this machine, for it alone."""
+    try:
+        host, port = split_endpoint(text, STORE_PORT)
+    except ConfigError:
+        return False  # refused with its reason where it is looked at as an endpoint
+    return port == 0 and host.lower() in HERE

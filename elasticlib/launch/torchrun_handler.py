@@ -1,0 +1,264 @@
+"""Our rendezvous under stock torchrun: its agent's idea of a handler, over a handler of ours.
+
+torch's agent asks one thing while workers run, how many nodes wait, and restarts them if any do.
+So the answer is above 0 whenever the generation is over, be it that a node has come or has gone;
+and what ends the job, or this node, is an error with its reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
+
+from ..errors import (
+    ConfigError,
+    ElasticError,
+    RendezvousClosed,
+    RendezvousTimeout,
+    StoreError,
+)
+from ..rendezvous import interface as ours
+from ..rendezvous.change import Change, ChangeKind
+from .config import LaunchConfig
+from .meeting import Meeting, open_meeting
+from .secret import read_secret
+from .torchrun_options import TorchrunOptions, wants_libuv
+from .torchrun_store import AgentStore, GenerationEnded
+
+log = logging.getLogger("elasticlib.launch")
+
+SOON = 1.0
+"""Seconds; who waits for longer says so."""
+TORCHS_TIMEOUT = 900
+"""What torchrun puts under `timeout`, a number, where nobody has given one."""
+MARK = "@torchrun"
+"""Ends our own name of a job whose agents are torch's: those of elasticrun deal ranks otherwise,
+and a job of both would wait for ever."""
+
+
+def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHandler:
+    """The handler that `--rdzv-backend el-KIND` asks for; no other node is waited for.
+
+    Raises:
+        ConfigError: the settings cannot work, or the store cannot be served or opened.
+    """
+    try:
+        config = read_params(kind, params, os.environ)
+        secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
+        meeting = open_meeting(attrs.evolve(config, run_id=config.run_id + MARK), secret)
+    except ConfigError as error:
+        raise ConfigError(f"--rdzv-backend {params.backend}: {error}") from error
+    return TorchrunHandler(params.backend, config, meeting)
+
+
+def read_params(
+    kind: str, params: RendezvousParameters, environment: Mapping[str, str]
+) -> LaunchConfig:
+    """What torchrun was told, as a launch of ours.
+
+    Raises:
+        ConfigError: an option that is none of ours, or a value that cannot work.
+    """
+    conf = dict(params.config)
+    if "join_timeout" in conf and conf.get("timeout") == TORCHS_TIMEOUT:
+        # torchrun's own, for its old backends; what is given on the command line is text.
+        del conf["timeout"]
+    return LaunchConfig(
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        run_id=params.run_id,
+        rdzv_backend=kind,
+        rdzv_endpoint=params.endpoint,
+        rdzv_configs=conf,
+        # torch's agents count their restarts by themselves: a failure that comes here is the end.
+        max_restarts=0,
+        local_addr=params.local_addr,
+        torchrun=TorchrunOptions(use_libuv=wants_libuv(environment)),
+    )
+
+
+class TorchrunHandler(RendezvousHandler):
+    """Membership that is noticed and survives, for torch's agent.
+
+    Args:
+        name: what --rdzv-backend was given.
+        config: the launch as torchrun was told of it.
+        meeting: where this node meets the others; closed by `shutdown`.
+    """
+
+    def __init__(self, name: str, config: LaunchConfig, meeting: Meeting) -> None:
+        self._name = name
+        self._config = config
+        self._meeting = meeting
+        self._handler = meeting.handler
+        self._held = False
+        self._left = False
+        # Something that the caller handles already is no news of how this launch ended.
+        self._handled = sys.exc_info()[1]
+        # After a signal torchrun leaves handlers alone, as its own would end the job for all.
+        atexit.register(self._leave)
+
+    def get_backend(self) -> str:
+        return self._name
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: torch's store is served by group rank 0's agent, anew for each generation."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with _in_torchs_words():
+            while True:
+                info = self._handler.next_rendezvous()
+                at = info.bootstrap_store_info
+                try:
+                    store = self._open_store(at)
+                except GenerationEnded as error:
+                    log.info("generation %d: %s", info.generation, error)
+                    continue
+                self._held = True
+                return RendezvousInfo(
+                    store,
+                    info.rank,
+                    info.world_size,
+                    RendezvousStoreInfo(at.master_addr, at.master_port),
+                )
+
+    def is_closed(self) -> bool:
+        with _in_torchs_words():
+            return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        with _in_torchs_words():
+            self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Above 0 when this node's workers must start anew, for whatever reason.
+
+        Raises:
+            RendezvousClosedError: the job is over, or goes on without this node.
+            RendezvousConnectionError: the store was away for longer than the job can bear.
+        """
+        change = self._handler.wait_for_change(0.0)
+        if change is None:
+            return 0
+        if change.kind.final:
+            raise _end_of(change)
+        # torch's agent logs that it found new nodes, which may be wrong.
+        log.warning("the workers start anew: %s", change.reason)
+        return max(1, self._handler.num_nodes_waiting())
+
+    def shutdown(self) -> bool:
+        """Leave. After success the job is over once all have succeeded; after a failure it goes
+        on without this node where enough others are left, and has failed where not.
+
+        The node that serves the TCP store stays for as long as others live.
+        """
+        if self._left:
+            return True
+        error = sys.exc_info()[1]
+        if error is self._handled:
+            error = None
+        if self._held and error is None:
+            self._handler.report_done()
+            self._wait_for_all()
+        elif self._held and isinstance(error, ChildFailedError):
+            self._tell_failure(error)
+        return self._leave(serve=True)
+
+    def _open_store(self, at: ours.BootstrapStoreInfo) -> AgentStore:
+        return AgentStore(
+            at.master_addr,
+            at.master_port,
+            ended=self._why_over,
+            patience=2 * self._config.timing.lease,
+            timeout=self._config.options.read_timeout,
+        )
+
+    def _why_over(self, seconds: float) -> str | None:
+        change = self._handler.wait_for_change(seconds)
+        return None if change is None else change.reason
+
+    def _wait_for_all(self) -> None:
+        """Until all are done, which cannot be heard where the store is away."""
+        patience = self._config.timing.close
+        soon = min(SOON, patience)
+        if self._handler.wait_for_change(soon) is None:
+            log.warning(
+                "the workers here are done, and the other nodes are waited for, for %g s at most "
+                "(--rdzv-conf close_timeout)",
+                patience,
+            )
+            self._handler.wait_for_change(patience - soon)
+
+    def _tell_failure(self, error: ChildFailedError) -> None:
+        """Say why, and stay until the others have heard it, or have had the time to."""
+        rank, failure = error.get_first_failure()
+        told = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        self._handler.report_failure(f"rank {rank} ended with {told}, its node's last restart")
+        give_up = threading.Timer(self._config.timing.close, self._handler.shutdown)
+        give_up.daemon = True
+        give_up.start()
+        with contextlib.suppress(ElasticError):
+            self._handler.next_rendezvous()
+        give_up.cancel()
+
+    def _leave(self, serve: bool = False) -> bool:
+        if self._left:
+            return True
+        self._left = True
+        atexit.unregister(self._leave)
+        ended = self._handler.shutdown()
+        if serve:
+            self._meeting.serve_others(lambda: False)
+        else:
+            self._meeting.hand_over(lambda: False, self._config.timing, self._config.min_nodes)
+        self._meeting.close()
+        return ended
+
+
+def _end_of(change: Change) -> TorchRendezvousError:
+    told = f"{change.kind.value}: {change.reason}"
+    if change.kind is ChangeKind.LOST:
+        return RendezvousConnectionError(told)
+    return RendezvousClosedError(told)
+
+
+_WORDS: tuple[tuple[type[Exception], Callable[[str], TorchRendezvousError]], ...] = (
+    (RendezvousClosed, RendezvousClosedError),
+    (RendezvousTimeout, RendezvousTimeoutError),
+    (StoreError, RendezvousConnectionError),
+    (ElasticError, TorchRendezvousError),
+)
+
+
+@contextlib.contextmanager
+def _in_torchs_words() -> Iterator[None]:
+    """Errors of ours as those that torch's agents and their users know."""
+    try:
+        yield
+    except ElasticError as error:
+        raise next(theirs for kind, theirs in _WORDS if isinstance(error, kind))(
+            str(error)
+        ) from error

@@ -1,0 +1,241 @@
+"""How a launch failed, in the shapes that torch gives to it, for whoever catches the error.
+
+What this node's workers did comes first, what is known of other nodes only where none of these
+failed; and the text of an error ends with the first cause, which is what people read.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ..clock import local_date_of, wall
+from ..errors import ElasticError, NoFailure
+from .error_file import NO_RECORD, read_failure
+from .exits import SIGNALS, WorkerExit, last_words
+
+if TYPE_CHECKING:
+    from ..agent.interface import Cause, RunResult
+
+NOT_AVAILABLE = "<N/A>"
+
+
+def _read(failure: ProcessFailure) -> dict[str, Any]:
+    path = Path(failure.error_file)
+    return json.loads(path.read_bytes()) if path.is_file() else dict(NO_RECORD)
+
+
+def _message(failure: ProcessFailure) -> Any:
+    if failure.error_file_data != NO_RECORD:
+        return failure.error_file_data["message"]
+    if failure.exitcode < 0:
+        return f"was killed by {failure.signal_name()}"
+    return f"exited with code {failure.exitcode}, and left no error file"
+
+
+def _timestamp(failure: ProcessFailure) -> int:
+    message = failure.error_file_data["message"]
+    if isinstance(message, dict):
+        return int(message["extraInfo"]["timestamp"])
+    return int(failure.error_file_data.get("timestamp", wall()))
+
+
+@attrs.frozen
+class ProcessFailure:
+    """One worker that failed.
+
+    exitcode: negative for a signal. error_file: its error.json, or `<N/A>` if it left none, or one
+    that went with the run (see `log_dir`). error_file_data: what that held, in either case;
+    `{"message": "<NONE>"}` if there was none. message: what stands there under that name, which
+    is a dict with `message` and `extraInfo` or a text; else a sentence on how it ended.
+    timestamp: when it failed, in whole seconds since 1970 by its own machine's clock. tail: the
+    last lines of its stderr. host: where, if that was another node.
+
+    What is left out besides the first four is read from the error file, as torch does.
+
+    Raises:
+        OSError, ValueError, KeyError: it is left out, and the error file cannot be read.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = attrs.field(
+        default=attrs.Factory(_read, takes_self=True), kw_only=True
+    )
+    message: Any = attrs.field(default=attrs.Factory(_message, takes_self=True), kw_only=True)
+    timestamp: int = attrs.field(default=attrs.Factory(_timestamp, takes_self=True), kw_only=True)
+    tail: str = attrs.field(default="", kw_only=True)
+    host: str = attrs.field(default="", kw_only=True)
+
+    def signal_name(self) -> str:
+        """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
+        return SIGNALS.get(-self.exitcode, NOT_AVAILABLE)
+
+    def timestamp_isoformat(self) -> str:
+        """As `2026-01-31_23:59:59`, in this machine's time zone."""
+        return local_date_of(self.timestamp)
+
+    @property
+    def text(self) -> str:
+        """The message in one text, without its traceback."""
+        if isinstance(self.message, dict):
+            return str(self.message.get("message", ""))
+        return str(self.message)
+
+    @property
+    def traceback(self) -> str:
+        """As the worker wrote it, or an empty text."""
+        return read_failure(json.dumps(self.error_file_data).encode())[1]
+
+
+def failure_of(exit_: WorkerExit) -> ProcessFailure:
+    """What is known of the end of a worker of this node."""
+    data = dict(exit_.error_data) or dict(NO_RECORD)
+    return ProcessFailure(
+        exit_.local_rank,
+        exit_.pid,
+        exit_.returncode,
+        exit_.error_file or NOT_AVAILABLE,
+        error_file_data=data,
+        message=data["message"] if exit_.error_data else _how(exit_),
+        timestamp=int(exit_.at),
+        tail=exit_.tail,
+    )
+
+
+def _how(exit_: WorkerExit) -> str:
+    why = last_words(exit_.tail, exit_.returncode)
+    return f"{exit_.how}: {why}" if why else exit_.how
+
+
+def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
+    """By global rank, the first one first; exits: those that failed, in the order of their ends."""
+    found = dict(exits)
+    root = next(iter(exits.values())).root if exits else None
+    if root is not None:
+        # It had failed before, and ended later, if it has.
+        found = {root.rank: found.get(root.rank, root), **found}
+    return {rank: failure_of(exit_) for rank, exit_ in found.items()}
+
+
+def failure_elsewhere(cause: Cause) -> ProcessFailure:
+    """What another node told of its worker; pid and local rank are that node's."""
+    data: dict[str, Any] = dict(NO_RECORD)
+    if cause.message or cause.traceback:
+        data = {"message": {"message": cause.message, "extraInfo": {}}}
+        data["message"]["extraInfo"]["py_callstack"] = cause.traceback
+    return ProcessFailure(
+        cause.local_rank,
+        cause.pid,
+        cause.returncode,
+        NOT_AVAILABLE,
+        error_file_data=data,
+        message=cause.sentence if data == NO_RECORD else data["message"],
+        timestamp=0,
+        tail=cause.tail,
+        host=cause.host,
+    )
+
+
+class ChildFailedError(ElasticError):
+    """The job failed.
+
+    name: of what ran. failures: the workers of this node that failed, by global rank, the first
+    one first; empty where another node's did, or where the job failed without one. result: how
+    this node's run ended; cause: the first failure over all nodes. Both may be None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        failures: Mapping[int, ProcessFailure],
+        result: RunResult | None = None,
+    ) -> None:
+        self.name = name
+        self.failures = dict(failures)
+        self.result = result
+        self.cause = None if result is None else result.cause
+        super().__init__(self.format_msg())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.failures, self.result)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """Global rank and failure of the first worker of this node that failed; where none did,
+        of the first of another node, as far as that was told.
+
+        Raises:
+            NoFailure: no worker's failure is known; the message says why the job failed.
+        """
+        if self.failures:
+            # By time, as a caller may have put them together; else the first one is the first.
+            return min(self.failures.items(), key=lambda item: item[1].timestamp)
+        if self.cause is not None and self.cause.rank >= 0:
+            return self.cause.rank, failure_elsewhere(self.cause)
+        raise NoFailure(f"{self.name}: no worker is known to have failed: {self._reason}")
+
+    @property
+    def _reason(self) -> str:
+        return "workers failed" if self.result is None else self.result.reason
+
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
+        """What stands in the error: why, all that failed, and the first failure with its traceback
+        at the end. The delimiters are those of torch's, and make up the lines between."""
+        told = [f"{self.name}: {self._reason}"]
+        try:
+            rank, first = self.get_first_failure()
+        except NoFailure:
+            return told[0]
+        told.append(boarder_delim * 60)
+        others = {r: f for r, f in self.failures.items() if r != rank}
+        if others:
+            told.append("Other failures:")
+            told += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
+            told.append(section_delim * 60)
+        told.append("Root cause (first failure):")
+        told += [f"  {line}" for line in _explained(rank, first)]
+        return "\n".join(told)
+
+
+def _headline(rank: int, failure: ProcessFailure) -> str:
+    who = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid})"
+    how = f"exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"signal {-failure.exitcode} ({failure.signal_name()})"
+    return f"{who}, {how}: {failure.text.strip().partition(chr(10))[0]}"
+
+
+def _explained(rank: int, failure: ProcessFailure) -> list[str]:
+    lines = [_headline(rank, failure)]
+    if failure.host:
+        lines.append(f"host: {failure.host}")
+    if failure.timestamp:
+        lines.append(f"time: {failure.timestamp_isoformat()}")
+    if failure.error_file != NOT_AVAILABLE:
+        lines.append(f"error file: {failure.error_file}")
+    evidence = failure.traceback
+    if not evidence and failure.tail:
+        evidence = f"the last lines of its stderr:\n{failure.tail}"
+    return lines + evidence.rstrip().splitlines()
+
+
+class SignalException(ElasticError):
+    """A signal ended this node's part: it was stopped, or it was drained and has saved.
+
+    sigval: which. result: how the run ended, with its state STOPPED or DRAINED; may be None.
+    """
+
+    def __init__(self, msg: str, sigval: signal.Signals, result: RunResult | None = None) -> None:
+        super().__init__(msg)
+        self.sigval = sigval
+        self.result = result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.sigval, self.result)

@@ -1,0 +1,107 @@
+"""A driver as a user has one: `ray_driver.py ADDRESS MODE FOLDER [NODES]` runs a function on Ray.
+
+It prints what the job came to as JSON. The function and the class of its value are this script's
+own, and so of no module that a worker could import.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import attrs
+
+from elasticlib import (
+    AgentOptions,
+    ChildFailedError,
+    LaunchConfig,
+    SignalException,
+    SupervisionOptions,
+    context,
+)
+from elasticlib.integrations.ray import RayOptions, ray_launch
+
+FOLDER = Path(sys.argv[3])
+
+
+@attrs.frozen
+class Trained:
+    total: float
+    devices: str | None
+    threads: str
+    folder: str
+    argv: list[str]
+    imported: bool
+
+
+def train(folder: Path) -> Trained:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    total = torch.tensor([float(os.environ["RANK"]) + 1])
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    print(f"trained on rank {os.environ['RANK']} under {folder.name}", flush=True)
+    devices, threads = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_NUM_THREADS"]
+    # Where multiprocessing puts the script of the process that sent this function.
+    main = str(getattr(sys.modules.get("__mp_main__"), "__file__", ""))
+    return Trained(
+        total.item(), devices, threads, os.getcwd(), sys.argv, main.endswith("default_worker.py")
+    )
+
+
+def fail(folder: Path) -> None:
+    del folder
+    if os.environ["RANK"] == "1":
+        raise ValueError("the loss is not a number")
+    signal.pause()
+
+
+def save(folder: Path) -> None:
+    # From here on it is asked to save, and not just stopped.
+    told = context()
+    assert not told.should_stop()
+    place = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION")}
+    name = "place.{ELASTICLIB_GENERATION}.{RANK}.0".format(**place)
+    (folder / f"{name}.part").write_text(json.dumps(place))
+    (folder / f"{name}.part").rename(folder / f"{name}.json")
+    while not told.should_stop():
+        pass
+    (folder / f"saved.{os.environ['RANK']}").touch()
+
+
+def main() -> None:
+    _, address, mode, _, *nodes = sys.argv
+    low, high = (int(number) for number in (nodes or ["2:2"])[0].split(":"))
+    gpus = 2 if mode == "gpus" else 0
+    config = LaunchConfig(
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=2 if gpus else 1,
+        rdzv_endpoint="ray",
+        rdzv_configs={"join_timeout": 3} if mode == "starve" else {},
+        max_restarts=0,
+        supervision=SupervisionOptions(agent=AgentOptions(drain_grace=30.0)),
+    )
+    options = RayOptions(address=address, num_cpus=2 if gpus else 1, num_gpus=gpus)
+    work = {"fail": fail, "save": save}.get(mode, train)
+    try:
+        values = ray_launch(config, work, options)(FOLDER)
+    except SignalException as error:
+        print(json.dumps({"state": error.result.state.value}))
+    except ChildFailedError as error:
+        said = attrs.asdict(error.cause) if error.cause else None
+        state = error.result.state.value
+        ranks = sorted(error.failures)
+        print(json.dumps({"state": state, "says": str(error), "cause": said, "failures": ranks}))
+    else:
+        print(json.dumps({rank: value and attrs.asdict(value) for rank, value in values.items()}))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main()

@@ -1,0 +1,79 @@
+"""docs/examples.md: what it names is there, and its commands run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import DOCS, blocks_of
+
+from elasticlib.examples import imagenet
+from elasticlib.launch.arguments import build_flags
+
+TEXT, BLOCKS = blocks_of("examples.md")
+COMMANDS = [code.strip() for _, code in BLOCKS]
+TEXT_RUN, IMAGES_RUN, CLUSTER_RUN, EVALUATION, DEMO = COMMANDS
+DONE = r"^done: .* weights sha256 \w{64}$"
+
+
+def run(command: str, folder: Path) -> str:
+    """A line of the page, with this Python's programs; what it prints."""
+    words = shlex.split(command)
+    module = {"elasticrun": ["-m", "elasticlib.launch"], "python": []}[words[0]]
+    done = subprocess.run(
+        [sys.executable, *module, *words[1:]],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_names_each_example_that_is_a_program_and_no_other() -> None:
+    named = {(DOCS / path).resolve() for path in re.findall(r"\]\((\S+\.py)\)", TEXT)}
+    folder = DOCS.parent / "elasticlib/examples"
+    own = {"demo.py", "imagenet.py", "train_text.py"}
+    assert named >= {folder / name for name in own}
+    programs = {path for path in folder.glob("*.py") if "__main__" in path.read_text()}
+    programs |= set(folder.glob("with_*.py"))
+    assert named == programs
+
+
+def test_text_and_images_are_trained_on_by_the_pages_commands(tmp_path: Path) -> None:
+    assert re.search(DONE, run(TEXT_RUN, tmp_path), re.MULTILINE)
+    # Both use the default folder for checkpoints, as somebody who tries one after the other would
+    # not in one folder: the second would find the state of another training.
+    other = tmp_path / "images"
+    other.mkdir()
+    trained = run(IMAGES_RUN, other)
+    assert re.search(DONE, trained, re.MULTILINE)
+    last = re.findall(r"validated epoch 1 (loss \S+ top-1 \S+ top-5 \S+) on (\d+) images", trained)
+    assert last, trained
+    scored = run(EVALUATION, other)
+    assert scored == f"step 8: {last[0][0]} on {last[0][1]} images\n"
+
+
+def test_the_command_for_a_cluster_is_understood_by_the_launcher_and_the_script() -> None:
+    agent = build_flags().parser.parse_args(shlex.split(CLUSTER_RUN)[1:])
+    assert agent.training_script == "elasticlib.examples.imagenet"
+    script = imagenet.parse(agent.training_script_args)
+    assert (script.arch, script.batch_size, script.max_micro_batch) == ("resnet50", 1024, 128)
+
+
+def test_the_demo_is_a_target_of_the_makefile() -> None:
+    assert DEMO == "make demo"
+    made = (DOCS.parent / "Makefile").read_text()
+    assert re.search(r"^demo: .*\n.* -m elasticlib\.examples\.demo$", made, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", re.findall(r"`(--[\w-]+)", TEXT))
+def test_each_flag_that_the_page_names_is_there(name: str) -> None:
+    folder = DOCS.parent / "elasticlib/examples"
+    assert any(f'"{name}"' in path.read_text() for path in folder.glob("*.py")), name

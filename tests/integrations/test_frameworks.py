@@ -1,0 +1,97 @@
+"""Frameworks as shipped, under elasticrun: killed, drained and resized, and counted."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from framework_jobs import BATCH, SAMPLES, SAVE_EVERY, STEPS, FrameworkJob, said, undisturbed
+from jobs import Job
+
+NAMES = ("lightning", "transformers", "accelerate", "torchdata")
+NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
+KILLS = (12, 18)
+"""In the midst of an epoch both: the one after its first checkpoint, which ends an epoch."""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(params=NAMES)
+def framework(request: pytest.FixtureRequest, job: Job) -> Iterator[FrameworkJob]:
+    pytest.importorskip(NEEDS.get(request.param, request.param))
+    yield FrameworkJob(job, request.param)
+    for folder in job.temporary.glob("pymp-*"):
+        shutil.rmtree(folder)  # multiprocessing's own, of loader workers that were killed
+
+
+@pytest.fixture(scope="session")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The hash of the weights that a framework's job must end with."""
+    base = tmp_path_factory.mktemp("undisturbed")
+    return lambda name: undisturbed(name, base / name)
+
+
+def test_workers_are_killed_and_the_job_ends_as_if_nothing_had_been(
+    framework: FrameworkJob, right: Callable[[str], str]
+) -> None:
+    kills = ",".join(map(str, KILLS))
+    node = framework.alone("a", "--max-restarts", "2", kills=kills)
+    assert node.exit_code() == 0, node.text
+    assert "2 of 2 restarts" in node.text
+    assert said(node, "done") == (STEPS, right(framework.name))
+    found = framework.survey()
+    assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
+    assert found.exactly_once(SAMPLES)
+    if framework.keeps_each_step:
+        # The step under way; and the one before, if rank 0 was still keeping it when rank 1 died.
+        assert len(KILLS) <= found.redone <= 2 * len(KILLS)
+    else:
+        assert found.redone == sum(step % SAVE_EVERY for step in KILLS)
+
+
+def test_a_drain_stops_at_a_step_and_the_next_launch_goes_on_at_the_one_after(
+    framework: FrameworkJob, right: Callable[[str], str]
+) -> None:
+    framework.hold.write_text("7")
+    first = framework.alone("a")
+    framework.trains(7, world=2)
+    first.signal(signal.SIGUSR2)
+    first.says("drain: the workers have")
+    framework.hold.unlink()
+    assert first.exit_code() == 75, first.text
+    stopped_at, _ = said(first, "stopped: drain")
+    assert 7 <= stopped_at <= 9
+    second = framework.alone("b")
+    assert second.exit_code() == 0, second.text
+    assert stopped_at in [line.get("resumed") for line in framework.lines()]
+    assert said(second, "done") == (STEPS, right(framework.name))
+    found = framework.survey()
+    assert (found.steps, found.redone) == (STEPS, 0)
+    assert found.exactly_once(SAMPLES)
+
+
+def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
+    framework: FrameworkJob,
+) -> None:
+    framework.hold.write_text("7")
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", framework.job.store(), "--max-restarts", "2")
+    meet += ("--rdzv-conf", "last_call_timeout=0.5")
+    nodes = {name: framework.start(name, *meet) for name in "ab"}
+    framework.trains(7, world=2)
+    nodes["b"].kill()
+    framework.resumes(generation=2)
+    nodes["c"] = framework.start("c", *meet)
+    nodes["a"].says("resize: the workers have")
+    framework.hold.unlink()
+    framework.trains(8, world=2)
+    for name in "ac":
+        assert nodes[name].exit_code() == 0, nodes[name].text
+    worlds = [line["world_size"] for line in framework.lines() if "step" in line]
+    assert {1, 2} == set(worlds)
+    found = framework.survey()
+    assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
+    # Since the last checkpoint, or the last snapshot that the other node has; none by the resize.
+    assert found.redone in ((0, 1, 2) if framework.keeps_each_step else (7 % SAVE_EVERY,))
+    assert found.exactly_once(SAMPLES)

@@ -1,0 +1,44 @@
+"""docs/frameworks.md shows what is run: its commands, its code and its versions."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib import metadata
+from pathlib import Path
+
+from framework_jobs import PRELOAD
+from pages import blocks_of
+
+from elasticlib.launch.arguments import parse
+
+TEXT, BLOCKS = blocks_of("frameworks.md")
+ROOT = Path(__file__).parent.parent.parent
+NAMES = ["lightning", "transformers", "accelerate", "torchdata"]
+COMMANDS = [shlex.split(code) for language, code in BLOCKS if language == "sh"]
+CODES = [code for language, code in BLOCKS if language == "python"]
+
+
+def test_each_command_starts_the_example_as_the_tests_do() -> None:
+    assert len(COMMANDS) == len(NAMES)
+    for name, (program, *arguments) in zip(NAMES, COMMANDS, strict=True):
+        assert program == "elasticrun"
+        config, _ = parse(arguments)
+        assert arguments[-1] == f"elasticlib/examples/with_{name}.py"
+        assert (ROOT / arguments[-1]).exists()
+        assert ",".join(config.preload) == PRELOAD.get(name, "")
+
+
+def test_each_line_of_code_stands_in_the_example() -> None:
+    assert len(CODES) == len(NAMES)
+    for name, code in zip(NAMES, CODES, strict=True):
+        lines = (ROOT / f"elasticlib/examples/with_{name}.py").read_text().splitlines()
+        assert [line for line in code.splitlines() if line not in lines] == []
+
+
+def test_the_versions_that_it_names_are_those_that_the_tests_run() -> None:
+    rows = dict(re.findall(r"^\| (\w+) (\d+\.\d+\.\d+) \|", TEXT, re.MULTILINE))
+    assert [name.lower() for name in rows] == NAMES
+    for name, version in rows.items():
+        assert metadata.version(name.lower()) == version
+    assert metadata.version("torch").startswith("2.13.0")

@@ -1,0 +1,183 @@
+"""The manifests of docs/kubernetes at work: pods are evicted, come back elsewhere, and are scaled.
+
+No cluster is needed: a pod is a set of namespaces, its command and variables are the manifest's,
+and what a controller would add is added by `manifests`.
+"""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+pytest.importorskip("yaml", reason="needs PyYAML: make test-integrations")
+
+from hosts import NETWORK, PORT, Cluster
+from jobs import check_one_world
+from manifests import (
+    Container,
+    indexed_job,
+    of_kind,
+    pytorch_job,
+    runai_job,
+    train_job,
+    with_master,
+)
+from pods import Pods
+
+from elasticlib.examples.trace import survey
+
+pytestmark = pytest.mark.timeout(240)
+
+SAMPLES = 4000  # at 16 a step, and no faster than 0.15 s each, longer than what is done to them
+DRAINED = 75
+
+
+@pytest.fixture
+def pods(cluster: Cluster) -> Pods:
+    return Pods(cluster)
+
+
+def quick(container: Container) -> Container:
+    """With seconds of a test's size where DNS is waited for."""
+    there, here = "last_call_timeout=30", "last_call_timeout=4"
+    texts = (*container.command, *container.environment.values())
+    assert sum(there in text for text in texts) == 1
+    return attrs.evolve(
+        container,
+        command=tuple(word.replace(there, here) for word in container.command),
+        environment={k: v.replace(there, here) for k, v in container.environment.items()},
+    )
+
+
+def check_all_was_used_once(pods: Pods, samples: int = SAMPLES) -> None:
+    found = survey(pods.volume / "trace")
+    assert found.steps == -(-samples // 16)
+    assert found.exactly_once(samples), pods.said()
+
+
+def test_a_pytorchjobs_workers_are_evicted_and_come_back_elsewhere_the_first_of_them_too(
+    pods: Pods,
+) -> None:
+    job = of_kind("pytorchjob.yaml", "PyTorchJob")
+    containers = [quick(pytorch_job(job, index)) for index in range(3)]
+    zero, one, _ = (pods.start(container, f"--samples={SAMPLES}") for container in containers)
+    pods.publish()
+    before = pods.trained(3)
+    # It hosts the store, so the others know of its leaving before it is gone, and go on.
+    assert zero.evict() == DRAINED, pods.said()
+    without = pods.trained(2, after=before)
+    zero = pods.start(containers[0], f"--samples={SAMPLES}")
+    # Where it is it knows itself; the others still hear its old address.
+    zero.node.says("this node hosts the store")
+    pods.publish()
+    again = pods.trained(3, after=without)
+    # Killed before it could save, and not even its connections are closed.
+    assert one.evict(grace=0.0) not in (0, DRAINED)
+    less = pods.trained(2, after=again)
+    pods.start(containers[1], f"--samples={SAMPLES}")
+    pods.publish()
+    pods.trained(3, after=less)
+    assert pods.finish() == [0, 0, 0], pods.said()
+    check_all_was_used_once(pods)
+    # Its generations were counted on, and nobody began it anew.
+    assert len(pods.launches()) == 1
+
+
+def test_a_first_pod_that_dns_hides_for_too_long_begins_anew_and_the_others_come_to_it(
+    pods: Pods,
+) -> None:
+    job = of_kind("pytorchjob.yaml", "PyTorchJob")
+    containers = [quick(pytorch_job(job, index)) for index in range(2)]
+    zero, _ = (pods.start(container, f"--samples={SAMPLES}") for container in containers)
+    pods.publish()
+    before = pods.trained(2)
+    assert zero.evict() == DRAINED
+    pods.trained(1, after=before)
+    (first,) = pods.launches()
+    pods.start(containers[0], f"--samples={SAMPLES}")
+    pods.wait("a second start", lambda: len(pods.launches()) == 2)
+    (second,) = pods.launches() - {first}
+    pods.trained(1, launch=second)
+    pods.publish()
+    pods.trained(2, launch=second)
+    assert pods.finish() == [0, 0], pods.said()
+    check_all_was_used_once(pods)
+
+
+def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> None:
+    job = of_kind("indexed-job.yaml", "Job")
+    containers = [quick(indexed_job(job, index)) for index in range(3)]
+    first = pods.start(containers[0], f"--samples={SAMPLES}")
+    # The service has not published it, and the pod itself knows only its long name.
+    first.node.says("the name in train-0.train:29400 means nothing here yet")
+    first.node.says(
+        r"the store is away, trying for 600 s \(join_timeout\): train-0.train:29400 was"
+    )
+    pods.publish()
+    alone = pods.trained(1)
+    two, three = (pods.start(container, f"--samples={SAMPLES}") for container in containers[1:])
+    pods.publish()
+    together = pods.trained(3, after=alone)
+    assert three.evict() == DRAINED
+    fewer = pods.trained(2, after=together)
+    assert two.evict() == DRAINED
+    pods.publish()
+    pods.trained(1, after=fewer)
+    assert pods.finish() == [0], pods.said()
+    check_all_was_used_once(pods)
+
+
+def test_a_trainjob_loses_the_machine_of_its_first_node_and_has_it_back_elsewhere(
+    pods: Pods,
+) -> None:
+    runtime, job = (of_kind("trainjob.yaml", k) for k in ("ClusterTrainingRuntime", "TrainJob"))
+    containers = [quick(train_job(runtime, job, index)) for index in range(3)]
+    zero, *_ = (pods.start(container, f"--samples={SAMPLES}") for container in containers)
+    pods.publish()
+    before = pods.trained(3)
+    zero.lose()
+    zero = pods.start(containers[0], f"--samples={SAMPLES}")
+    zero.node.says("means nothing here yet|another process hosts the store")
+    pods.publish()
+    pods.trained(3, after=before)
+    assert pods.finish() == [0, 0, 0], pods.said()
+    check_all_was_used_once(pods)
+
+
+def test_a_job_of_runai_runs_whatever_its_operator_says_of_a_master(pods: Pods) -> None:
+    for index in range(2):
+        container = with_master(quick(pytorch_job(runai_job(), index)), index, 7)
+        pods.start(container, "--samples=320")
+    pods.publish()
+    pods.trained(2)
+    assert pods.finish() == [0, 0], pods.said()
+    check_all_was_used_once(pods, 320)
+
+
+def test_of_a_name_of_several_machines_the_one_that_is_told_to_hosts(cluster: Cluster) -> None:
+    one, two = cluster.grow(2)
+    for host in (one, two):
+        host.know_lines(f"{one.address} train", f"{two.address} train")
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
+    nodes = [two.run(*flags, "--rdzv-conf=is_host=true")]
+    nodes.append(one.run(*flags, "--rdzv-conf=is_host=false"))
+    check_one_world(cluster.job.settled(2))
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+
+
+def test_who_is_told_to_host_behind_a_translated_address_serves_at_all_of_its_own(
+    cluster: Cluster,
+) -> None:
+    """As a Service's: what it means is nobody's own address, and leads to the first node."""
+    one, two = cluster.grow(2)
+    one.know({"train": f"{NETWORK}.99"})
+    two.know({"train": one.address})
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
+    nodes = [one.run(*flags, "--rdzv-conf=is_host=true"), two.run(*flags)]
+    nodes[0].says("this node hosts the store at all of its addresses")
+    places = cluster.job.settled(2)
+    check_one_world(places)
+    cluster.check_reachable(places)
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]

@@ -1,0 +1,306 @@
+"""docs/kubernetes is valid by the models of the clients of those who read it, and by our rules."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import blocks_of
+
+pytest.importorskip("yaml", reason="needs PyYAML: make test-integrations")
+kubernetes = pytest.importorskip("kubernetes.client.models")
+kubeflow = pytest.importorskip("kubeflow.training.models")
+trainer = pytest.importorskip("kubeflow_trainer_api.models")
+
+from manifests import (  # noqa: E402
+    FILES,
+    Container,
+    Yaml,
+    build,
+    documents,
+    expanded,
+    indexed_job,
+    of_kind,
+    pytorch_job,
+    runai_job,
+    runai_words,
+    train_job,
+    with_master,
+)
+
+from elasticlib.launch.arguments import Launch, read_launch  # noqa: E402
+from elasticlib.workers.spec import Module  # noqa: E402
+
+MODELS = {
+    "Service": "V1Service",
+    "Job": "V1Job",
+    "PodDisruptionBudget": "V1PodDisruptionBudget",
+    "HorizontalPodAutoscaler": "V2HorizontalPodAutoscaler",
+    "PyTorchJob": "KubeflowOrgV1PyTorchJob",
+    "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+}
+VERSIONS = {
+    "Service": "v1",
+    "Job": "batch/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "HorizontalPodAutoscaler": "autoscaling/v2",
+    "PyTorchJob": "kubeflow.org/v1",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+}
+ALL = [pytest.param(d, id=f"{f.name}-{d['kind']}") for f in FILES for d in documents(f.name)]
+DNS_SECONDS = 30.0  # what kubeadm writes, for answers and for their absence
+RESERVED = {
+    "PET_NNODES",
+    "PET_NPROC_PER_NODE",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+}
+# Of `runai training pytorch submit`, by the reference of its command line; and what takes no value.
+RUNAI_FLAGS = {
+    "--project",
+    "--image",
+    "--workers",
+    "--min-replicas",
+    "--max-replicas",
+    "--cpu-core-request",
+    "--cpu-memory-request",
+    "--existing-pvc",
+    "--environment",
+}
+RUNAI_SWITCHES = {"--no-master", "--large-shm", "--command"}
+
+RUNTIME, TRAIN_JOB = (of_kind("trainjob.yaml", k) for k in ("ClusterTrainingRuntime", "TrainJob"))
+JOB = of_kind("indexed-job.yaml", "Job")
+PYTORCH_JOB = of_kind("pytorchjob.yaml", "PyTorchJob")
+CONTAINERS = {
+    "indexed-job": indexed_job(JOB, 1),
+    "pytorchjob": pytorch_job(PYTORCH_JOB, 1),
+    "trainjob": train_job(RUNTIME, TRAIN_JOB, 1),
+    "runai": pytorch_job(runai_job(), 1),
+}
+
+
+def launched(container: Container) -> Launch:
+    assert container.command[0] == "elasticrun"
+    return read_launch(container.command[1:], container.environment)
+
+
+def valid(document: Yaml) -> None:
+    """Raises ValueError where the model says no."""
+    name = MODELS[document["kind"]]
+    if not hasattr(trainer, name):
+        build(name, (kubeflow, kubernetes), document)
+        return
+    # What the model does not know it leaves out.
+    if (kept := getattr(trainer, name).from_dict(document).to_dict()) != document:
+        raise ValueError(f"{name} has no such field: {kept} is not {document}")
+
+
+@pytest.mark.parametrize("document", ALL)
+def test_a_manifest_has_the_fields_of_its_kind_and_no_other(document: Yaml) -> None:
+    assert document["apiVersion"] == VERSIONS[document["kind"]]
+    valid(document)
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where the mappings stand whose keys are fields, and not labels, requests or kinds."""
+    if isinstance(value, list):
+        return [found for n, one in enumerate(value) for found in paths(one, (*path, n))]
+    if not isinstance(value, dict) or (path and path[-1] in FREE):
+        return []
+    below = [found for key, one in value.items() for found in paths(one, (*path, key))]
+    return [path, *below]
+
+
+FREE = ("labels", "requests", "selector", "matchLabels", "pytorchReplicaSpecs")
+
+
+@pytest.mark.parametrize("document", ALL)
+def test_a_field_that_is_misspelt_anywhere_is_found(document: Yaml) -> None:
+    found = paths(document)
+    assert len(found) > 2
+    for path in found:
+        (again,) = [d for f in FILES for d in documents(f.name) if d == document]
+        there = again
+        for key in path:
+            there = there[key]
+        there["misspelt"] = "x"
+        with pytest.raises(ValueError, match="misspelt"):
+            valid(again)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_command_and_its_variables_are_an_elastic_launch(name: str) -> None:
+    container = CONTAINERS[name]
+    launch = launched(container)
+    config = launch.config
+    assert (config.min_nodes, config.max_nodes) == (1, 3 if name == "trainjob" else 4)
+    assert (config.nproc_per_node, config.max_restarts, config.run_id) == (1, 3, "train")
+    endpoint = {
+        "indexed-job": "train-0.train:29400",
+        "trainjob": "train-node-0-0.train:29500",
+    }
+    assert config.endpoints == (endpoint.get(name, "train-worker-0:23456"),)
+    assert launch.entrypoint == Module(
+        "elasticlib.examples.train_text", (f"--checkpoint-dir={container.mount}",)
+    )
+    assert launch.settings.notes == ()
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
+    config = launched(CONTAINERS[name]).config
+    ours = config.supervision.agent.drain_grace + config.shutdown_timeout + config.timing.close
+    assert ours < CONTAINERS[name].grace
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_who_comes_back_to_an_empty_store_waits_for_as_long_as_dns_may_say_something_old(
+    name: str,
+) -> None:
+    assert launched(CONTAINERS[name]).config.limits.last_call == DNS_SECONDS
+
+
+def test_what_the_operator_says_of_a_master_does_not_change_the_launch() -> None:
+    """RANK and its like are of the node, and are for the agent nothing."""
+    plain = CONTAINERS["pytorchjob"]
+    told, more = launched(plain), launched(with_master(plain, 2, 3))
+    assert more.config.endpoints == told.config.endpoints
+    assert (more.config.nproc_per_node, more.config.max_nodes) == (1, 4)
+    assert more.config.node_rank == 2
+
+
+def test_a_single_nodes_switch_is_set_to_nothing_by_the_operator() -> None:
+    switched = {"PET_STANDALONE": "", "PET_NNODES": "1:1"}
+    environment = {**CONTAINERS["pytorchjob"].environment, **switched}
+    launch = read_launch(CONTAINERS["pytorchjob"].command[1:], environment)
+    assert launch.settings["standalone"]
+    assert launch.config.alone
+
+
+def test_the_indexed_job_is_one_that_may_be_resized_and_replaced() -> None:
+    spec = JOB["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    drained = launched(CONTAINERS["indexed-job"]).config.supervision.drain_exit_code
+    for job in (spec, RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]):
+        pod = job["template"]["spec"]
+        # The Job controller takes a podFailurePolicy with these alone.
+        assert (pod["restartPolicy"], job["podReplacementPolicy"]) == ("Never", "Failed")
+        rules = job["podFailurePolicy"]["rules"]
+        # One pod's trouble, such as exit code 2, is bounded and does not end the job for all.
+        assert {rule["action"] for rule in rules} == {"Ignore"}
+        assert job["backoffLimitPerIndex"] > 0
+        (codes,) = [rule["onExitCodes"] for rule in rules if "onExitCodes" in rule]
+        assert codes["values"] == [drained]
+        assert codes["containerName"] in {container["name"] for container in pod["containers"]}
+
+
+def test_the_names_in_the_indexed_job_are_each_others() -> None:
+    service, budget = (of_kind("indexed-job.yaml", k) for k in ("Service", "PodDisruptionBudget"))
+    name, labels = JOB["metadata"]["name"], {"batch.kubernetes.io/job-name": "train"}
+    assert name == "train"
+    assert service["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == labels
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["metadata"]["name"] == JOB["spec"]["template"]["spec"]["subdomain"]
+    port = service["spec"]["ports"][0]["port"]
+    assert launched(CONTAINERS["indexed-job"]).config.rdzv_endpoint.endswith(f":{port}")
+
+
+def test_the_autoscaler_keeps_to_the_limits_of_what_it_scales() -> None:
+    spec = of_kind("autoscaler.yaml", "HorizontalPodAutoscaler")["spec"]
+    target, policy = spec["scaleTargetRef"], PYTORCH_JOB["spec"]["elasticPolicy"]
+    assert (target["kind"], target["apiVersion"]) == ("PyTorchJob", PYTORCH_JOB["apiVersion"])
+    assert target["name"] == PYTORCH_JOB["metadata"]["name"]
+    for limit in ("minReplicas", "maxReplicas"):
+        assert spec[limit] == policy[limit]
+    assert "metrics" not in policy
+
+
+def test_the_trainer_finds_its_node_and_no_variable_of_its_own() -> None:
+    (replicated,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert (replicated["name"], container["name"]) == ("node", "node")
+    assert TRAIN_JOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
+    for env in (container.get("env", []), TRAIN_JOB["spec"]["trainer"]["env"]):
+        assert not {one["name"] for one in env} & RESERVED
+
+
+def test_runais_command_line_has_flags_of_its_reference_alone() -> None:
+    words = runai_words()
+    assert words[:4] == ["runai", "training", "pytorch", "submit"]
+    rest = iter(words[5 : words.index("--")])
+    for word in rest:
+        assert word in RUNAI_FLAGS | RUNAI_SWITCHES
+        if word in RUNAI_FLAGS:
+            assert not next(rest).startswith("-")
+    least, most = (runai_job()["spec"]["elasticPolicy"][k] for k in ("minReplicas", "maxReplicas"))
+    assert least <= runai_job()["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] <= most
+    valid(runai_job())
+
+
+def test_the_example_that_the_manifests_run_is_there() -> None:
+    for container in CONTAINERS.values():
+        (module,) = re.findall(r"-m (\S+)", " ".join(container.command))
+        assert importlib.util.find_spec(module)
+
+
+# -- docs/kubernetes.md ------------------------------------------------------------------------
+
+TEXT, BLOCKS = blocks_of("kubernetes.md")
+LINES = [line for _, code in BLOCKS for line in code.splitlines()]
+
+
+def test_the_page_names_every_file_and_nothing_else() -> None:
+    named = re.findall(r"\]\(kubernetes/([\w.-]+)\)", TEXT)
+    assert sorted(named) == sorted(path.name for path in FILES[0].parent.iterdir())
+
+
+def test_the_page_says_what_the_manifests_need_of_a_cluster() -> None:
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in JOB["spec"]["template"]["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == {"checkpoints"}
+    for word in ("1.31", "`successPolicy`", "`checkpoints`", "ReadWriteMany", "fsGroup"):
+        assert word in TEXT
+
+
+def test_the_pages_resizes_are_of_what_is_there_and_leave_it_valid() -> None:
+    scale, patch, delete = (shlex.split(line) for line in LINES if line.startswith("kubectl"))
+    assert scale[2] == f"pytorchjob/{PYTORCH_JOB['metadata']['name']}"
+    replicas = int(scale[3].removeprefix("--replicas="))
+    assert replicas <= PYTORCH_JOB["spec"]["elasticPolicy"]["maxReplicas"]
+    assert patch[2] == f"job/{JOB['metadata']['name']}"
+    change = json.loads(patch[4].removeprefix("--patch="))["spec"]
+    assert change["completions"] == change["parallelism"]
+    valid({**JOB, "spec": {**JOB["spec"], **change}})
+    assert delete[2] == f"pod/{indexed_job(JOB, 2).pod}"
+
+
+def test_the_pages_commands_for_a_job_with_a_master_meet_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    environment = with_master(CONTAINERS["pytorchjob"], 1, 2).environment
+    environment = {k: v for k, v in environment.items() if "RDZV" not in k} | {"PET_NNODES": "2"}
+    static, elastic = (
+        read_launch(expanded(line, environment).split()[1:], environment).config
+        for line in LINES
+        if line.startswith("elasticrun")
+    )
+    assert (static.rdzv_backend, static.node_rank) == ("static", 1)
+    assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes) == ("tcp", 1, 2)
+    assert static.rdzv_endpoint == elastic.rdzv_endpoint == "train-master-0:23456"

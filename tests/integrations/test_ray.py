@@ -1,0 +1,298 @@
+"""Jobs whose agents are actors of a real Ray cluster: several raylets of this machine.
+
+Ray's nodes are killed here, its actors, the workers, and the driver; a job goes on with what is
+left, and takes what is added. Of a job that is over, however it ended, nothing runs any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import WORKER, Job, Node, alive, check_one_world, generation_of, until
+from pages import blocks_of
+
+pytest.importorskip("ray", reason="Ray is not installed here: make test-integrations has it")
+from ray.cluster_utils import Cluster
+
+DRIVER = str(Path(__file__).with_name("ray_driver.py"))
+MARK = "ELASTICLIB_TEST_RAY"
+SMALL = {"object_store_memory": 78 * 1024 * 1024}
+# Ray takes a quarter of a minute to miss a node unless it is told otherwise.
+QUICK = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 300,
+    # Who is killed refuses the connection at once, and a machine with much to do is slow to answer.
+    "health_check_timeout_ms": 10_000,
+    "health_check_failure_threshold": 5,
+}
+
+
+class Rays:
+    """A head that has no room for agents, and nodes that come and go."""
+
+    def __init__(self, folder: str) -> None:
+        self.mark = uuid.uuid4().hex
+        os.environ[MARK] = self.mark
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **SMALL}
+        self._cluster = Cluster(True, head_node_args={**head, "_system_config": QUICK})
+        self.address = self._cluster.address
+        self.nodes: list[Any] = []
+
+    def add(self, **resources: float) -> Any:
+        self.nodes.append(self._cluster.add_node(**{"num_cpus": 1, **resources}, **SMALL))
+        return self.nodes[-1]
+
+    def have(self, count: int) -> None:
+        """So many nodes of one CPU, as the next test wants them."""
+        while len(self.nodes) < count:
+            self.add()
+        while len(self.nodes) > count:
+            self.kill(self.nodes[-1])
+
+    def kill(self, node: Any) -> None:
+        self.nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def raylet_of(self, pid: int) -> int:
+        """The raylet that started this process's actor, of which its environment tells."""
+        return int(environment(pid)["RAY_RAYLET_PID"])
+
+    def node_of(self, pid: int) -> Any:
+        raylet = self.raylet_of(pid)
+        (found,) = (
+            node
+            for node in self.nodes
+            if raylet in [process.process.pid for process in node.all_processes["raylet"]]
+        )
+        return found
+
+    def processes(self) -> dict[int, str]:
+        """All that descend from the cluster, with their command lines."""
+        found = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            if environment(int(name)).get(MARK) == self.mark and alive(int(name)):
+                line = Path(f"/proc/{name}/cmdline")
+                found[int(name)] = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return found
+
+    def ours(self) -> dict[int, str]:
+        """Those of them that are not Ray's own: agents, workers, and what clears up."""
+        rays = ("/ray/", "ray::")
+        return {
+            pid: line
+            for pid, line in self.processes().items()
+            if not any(word in line for word in rays) or "ray::NodeAgent" in line
+        }
+
+    def clear(self) -> None:
+        """Waits until no agent or worker is left."""
+        try:
+            until("the job's processes to be gone", lambda: not self.ours(), 20.0)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.ours()}") from None
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+        del os.environ[MARK]
+        until("the cluster to be gone", lambda: not self.processes(), 30.0)
+
+
+def environment(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Rays]:
+    # Short, as the paths of its sockets begin with it.
+    folder = tempfile.mkdtemp(prefix="ray")
+    rays = Rays(folder)
+    yield rays
+    rays.close()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def rays(cluster: Rays) -> Iterator[Rays]:
+    """The cluster, on which nothing of the test is left, also in shared memory."""
+    yield cluster
+    cluster.clear()
+
+
+def drive(job: Job, rays: Rays, mode: str, *args: str) -> Node:
+    """A driver of its own process, which runs a function."""
+    return job.start("driver", sys.executable, DRIVER, rays.address, mode, str(job.folder), *args)
+
+
+def launch(job: Job, rays: Rays, *flags: str) -> Node:
+    """The command line, which runs the fault worker."""
+    name = "elasticlib.integrations.ray"
+    command = (sys.executable, "-m", name, "--address", rays.address, "--num-cpus=1", *flags)
+    return job.start("driver", *command, "--start-method=spawn", WORKER, str(job.folder))
+
+
+def said(driver: Node) -> Any:
+    """What the driver printed at its end."""
+    assert driver.exit_code() == 0, driver.text
+    return json.loads(driver.text.strip().splitlines()[-1])
+
+
+def memory_of(places: list[dict[str, Any]]) -> list[Path]:
+    """The folders in shared memory of these workers' agents."""
+    return [Path(environment(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in places]
+
+
+def gone(folders: list[Path]) -> None:
+    until("what is in memory to be cleared", lambda: not any(f.exists() for f in folders))
+
+
+def test_a_function_trains_on_two_nodes_and_all_values_come_back(job: Job, rays: Rays) -> None:
+    rays.have(2)
+    driver = drive(job, rays, "train")
+    values = said(driver)
+    assert [value["total"] for value in values.values()] == [3.0, 3.0]
+    assert list(values) == ["0", "1"]
+    for value in values.values():
+        assert value["argv"][1:] == [rays.address, "train", str(job.folder)]
+        assert value["folder"] == os.getcwd()
+        assert (value["threads"], value["imported"]) == ("1", False)
+    # Ray shows at the driver what the workers print.
+    assert re.search(r"NodeAgent pid=\d+.*trained on rank 0", driver.text)
+
+
+def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays) -> None:
+    rays.have(2)
+    node = rays.add(num_cpus=2, num_gpus=3)
+    try:
+        values = said(drive(job, rays, "gpus", "1:1"))
+    finally:
+        rays.kill(node)
+    given = {value["devices"] for value in values.values()}
+    assert len(values) == 2
+    assert len(given) == 1
+    assert len(given.pop().split(",")) == 2
+
+
+def test_a_job_goes_on_without_a_lost_node_and_takes_a_new_one(job: Job, rays: Rays) -> None:
+    rays.have(2)
+    driver = launch(job, rays, "--nnodes=1:2", "--max-restarts=1")
+    two = job.settled(2)
+    check_one_world(two)
+    memory = memory_of(two)
+    rays.kill(rays.node_of(two[1]["pid"]))
+    one = job.settled(1, generation_of(two))
+    until("the lost node's worker to be gone", lambda: not alive(two[1]["pid"]))
+    rays.add()
+    again = job.settled(2, generation_of(one))
+    check_one_world(again)
+    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in again} == {"0"}
+    memory += memory_of(again)
+    job.finish()
+    assert driver.exit_code() == 0, driver.text
+    assert "SUCCEEDED" in driver.text
+    gone(memory)
+
+
+def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None:
+    rays.have(2)
+    driver = launch(job, rays, "--nnodes=2", "--max-restarts=1")
+    first = job.settled(2)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    second = job.settled(2, generation_of(first))
+    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in second} == {"1"}
+    memory = memory_of(second)
+    (agent,) = {pid for pid, line in rays.ours().items() if is_parent(pid, second[0]["pid"])}
+    os.kill(agent, signal.SIGKILL)
+    third = job.settled(2, generation_of(second))
+    memory += memory_of(third)
+    # What is lost is replaced, and charged to nobody's budget.
+    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in third} == {"1"}
+    assert not any(alive(place["pid"]) for place in second)
+    job.finish()
+    assert driver.exit_code() == 0, driver.text
+    gone(memory)
+
+
+def is_parent(pid: int, child: int) -> bool:
+    try:
+        stat = Path(f"/proc/{child}/stat").read_text()
+    except OSError:
+        return False
+    return int(stat.rpartition(")")[2].split()[1]) == pid
+
+
+def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) -> None:
+    rays.have(2)
+    outcome = said(drive(job, rays, "fail"))
+    assert outcome["state"] == "failed"
+    assert outcome["cause"]["rank"] == 1
+    assert outcome["cause"]["message"] == "ValueError: the loss is not a number"
+    assert "in fail" in outcome["cause"]["traceback"]
+    assert "1" in map(str, outcome["failures"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_runs_on_without_its_driver(job: Job, rays: Rays, number: int) -> None:
+    rays.have(2)
+    driver = launch(job, rays, "--nnodes=2")
+    places = job.settled(2)
+    memory = memory_of(places)
+    driver.signal(number)
+    assert driver.exit_code() == (130 if number == signal.SIGINT else -number), driver.text
+    rays.clear()
+    gone(memory)
+
+
+def test_a_drained_driver_has_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
+    rays.have(2)
+    driver = drive(job, rays, "save")
+    job.settled(2)
+    driver.signal(signal.SIGUSR2)
+    assert said(driver)["state"] == "drained"
+    assert sorted(path.name for path in job.folder.glob("saved.*")) == ["saved.0", "saved.1"], (
+        driver.text
+    )
+
+
+def test_a_job_for_which_there_is_no_room_is_given_up_with_the_reason(job: Job, rays: Rays) -> None:
+    rays.have(1)
+    outcome = said(drive(job, rays, "starve", "2:2"))
+    assert outcome["state"] == "failed"
+    assert re.search(r"of 2 to 2 agents run|join_timeout", outcome["says"])
+
+
+def test_the_page_on_ray_runs_as_it_stands(job: Job, rays: Rays) -> None:
+    text, blocks = blocks_of("ray.md")
+    [program] = [code for language, code in blocks if language == "python"]
+    train = str(job.folder / "train.py")
+    Path(train).write_text(program)
+    [command] = [code for language, code in blocks if language == "bash"]
+    script = job.folder / "script.py"
+    script.write_text("import os, sys; print(sys.argv[1:], 'rank', os.environ['RANK'])")
+    node = rays.add(num_cpus=2, num_gpus=2)
+    try:
+        ran = job.start("page", sys.executable, train, RAY_ADDRESS=rays.address)
+        assert ran.exit_code() == 0, ran.text
+        assert "{0: 1.0, 1: 1.0}" in ran.text
+        words = command.replace("\\\n", " ").replace("train.py", str(script)).split()
+        assert words.pop(0) == "python"
+        ran = job.start("command", sys.executable, *words, RAY_ADDRESS=rays.address)
+        assert ran.exit_code() == 0, ran.text
+        assert len(re.findall(r"\['--epochs', '3'\] rank [01]", ran.text)) == 2
+    finally:
+        rays.kill(node)
+    assert "ray 2.60" in text

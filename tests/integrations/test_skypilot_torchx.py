@@ -1,0 +1,94 @@
+"""The tasks and the component of docs/skypilot_torchx.md, run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Cluster, why_no_hosts
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world
+from pages import blocks_of, by_name
+
+yaml = pytest.importorskip("yaml", reason="PyYAML reads the tasks")
+
+BLOCKS = blocks_of("skypilot_torchx.md")[1]
+TASKS = by_name([code for language, code in BLOCKS if language == "yaml"])
+VENV = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def put_script(folder: Path) -> None:
+    shutil.copy(PROGRAMS / "slurm_worker.py", folder / "train.py")
+    shutil.copy(PROGRAMS / "fault_worker.py", folder)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_a_task_of_skypilots_trains_on_both_nodes(
+    name: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cluster.job
+    put_script(job.folder)
+    # Nodes begin where the test is.
+    monkeypatch.chdir(job.folder)
+    task = yaml.safe_load(TASKS[name])
+    hosts = cluster.grow(task["num_nodes"])
+    shared = {
+        "SKYPILOT_NODE_IPS": "\n".join(host.address for host in hosts),
+        "SKYPILOT_NUM_NODES": str(len(hosts)),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+        "SKYPILOT_TASK_ID": "sky-2026-11-21-06-21-18-563597_cluster_1",
+        "PATH": VENV,
+        "PYTHONPATH": WITHOUT_TORCH,
+    }
+    for rank, host in enumerate(hosts):
+        own = {"SKYPILOT_NODE_RANK": str(rank), **shared}
+        host.start(host.name, "bash", "-ec", task["run"], **own)
+    places = job.settled(4)
+    check_one_world(places)
+    assert [place["node"] for place in places] == ["h1", "h1", "h2", "h2"]
+    if name == "elastic.yaml":
+        assert {place["id"] for place in places} == {shared["SKYPILOT_TASK_ID"]}
+        # What a drained node ends with.
+        assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    job.finish()
+    for node in job.nodes:
+        assert node.exit_code() == 0, node.text
+
+
+def test_torchx_starts_our_nodes_with_the_command_line_that_it_builds_for_torchrun(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchx", reason="torchx is not installed")
+    if why_no_hosts():
+        pytest.skip(why_no_hosts())
+    put_script(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (component,) = (code for language, code in BLOCKS if language == "python")
+    (tmp_path / "elastic.py").write_text(component)
+    (command,) = (code for language, code in BLOCKS if language == "sh")
+    environment = {"PATH": VENV, "PYTHONPATH": WITHOUT_TORCH, "HOME": str(tmp_path)}
+    # Port 29500 of a network that is the test's own.
+    network = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    node = job.start("torchx", *network, "bash", "-ec", command, **environment)
+    places = job.settled(4)
+    check_one_world(places)
+    assert len({place["agent"] for place in places}) == 2
+    (app,) = {place["id"] for place in places}
+    assert re.fullmatch(r"train-\w+", app)
+    job.finish()
+    assert node.exit_code() == 0, node.text
+    told = subprocess.run(
+        ["torchx", "run", "--dryrun", *command.split()[2:]],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    # As dist.ddp has it, but for one word and what we have added.
+    assert "elasticrun --max-restarts 3 --rdzv_backend c10d" in told
+    assert "--tee 3 --role ''" in told

@@ -1,0 +1,300 @@
+"""The batch scripts of docs/slurm.md, run as they stand there by a real Slurm of two nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world, generation_of, until
+from pages import blocks_of
+from slurm_cluster import GPUS, Slurm, needs_slurm, slurm, whole_slurm
+
+from elasticlib.launch.nodelist import expand_nodelist
+
+__all__ = ["slurm", "whole_slurm"]
+pytestmark = pytest.mark.timeout(240)
+
+SCRIPTS = {
+    re.findall(r"--job-name=(\S+)", code)[0]: code
+    for language, code in blocks_of("slurm.md")[1]
+    if language == "bash"
+}
+MINUTE = timedelta(minutes=1)
+REAL = "container"
+"""The one that trains with torch."""
+DRAINED = "drain"
+
+
+class Batch:
+    """A batch script that was submitted, the training that it starts, and what became of it."""
+
+    def __init__(self, slurm: Slurm, folder: Path, text: str, flags: Sequence[str]) -> None:
+        self._slurm = slurm
+        self.folder = folder
+        self.reports = Job(folder)
+        # Its processes are Slurm's, which has a temporary folder for them.
+        self.reports.shortcut.unlink()
+        for name in ("slurm_worker", "slurm_training", "fault_worker"):
+            shutil.copy(PROGRAMS / f"{name}.py", folder)
+        paths = {"PYTHONPATH": WITHOUT_TORCH}
+        if real := text == SCRIPTS[REAL]:
+            paths = {}
+        program = "slurm_training" if real else "slurm_worker"
+        (folder / f"{program}.py").rename(folder / "train.py")
+        (folder / "batch.sh").write_text(text)
+        self.id = slurm.submit(folder / "batch.sh", *flags, **paths)
+
+    @property
+    def said(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("*.out"))
+
+    def settled(self, world: int, after: int = 0) -> list[dict[str, Any]]:
+        try:
+            return self.reports.settled(world, after)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.said}") from None
+
+    def ends(self, reason: str, folder: str = ".") -> list[tuple[int, int]]:
+        """The ranks that ended for this reason, each with the step at which it did."""
+        found = (self.folder / folder).glob(f"end.*.*.{reason}")
+        return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in found)
+
+    def finish(self, state: str = "COMPLETED") -> None:
+        self.reports.finish()
+        self.becomes(state)
+
+    def becomes(self, state: str) -> None:
+        try:
+            self._slurm.becomes(self.id, state)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.said}") from None
+
+    def check_drained_and_goes_on(self) -> None:
+        """All ranks have saved at one step; the job is in the queue again, and goes on there."""
+        until("the job to be requeued", lambda: self._slurm.field(self.id, "Restarts") == "1")
+        ends = self.ends(DRAINED)
+        (step,) = {step for _, step in ends}
+        assert [rank for rank, _ in ends] == [0, 1], self.said
+        self.becomes("PENDING")
+        for path in self.folder.glob("place.*.json"):
+            path.unlink()
+        self.wake(self.id)
+        places = self.settled(2)
+        # A new start: its generations count from 1, and its budget is whole.
+        assert generation_of(places) == 1
+        assert sorted(p.name for p in self.folder.glob(f"start.*.{step}")) == [
+            f"start.{rank}.{step}" for rank in range(2)
+        ]
+        self.finish()
+        assert self._slurm.field(self.id, "Restarts") == "1"
+
+    def wake(self, job: str) -> None:
+        """Slurm lets a requeued job wait for two minutes from its end, which it sees late.
+
+        Not at all would be too short: whoever starts in the second in which the job was ended has
+        "credentials revoked".
+        """
+
+        def runs() -> bool:
+            told = self._slurm.field(job, "StartTime")
+            # Whoever asks again and again is put off again and again.
+            if self._slurm.field(job, "JobState") == "PENDING" and is_far(told):
+                update = ("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+                self._slurm.tell(*update, check=False)
+            return self._slurm.field(job, "JobState") == "RUNNING"
+
+        until("the job to run again", runs)
+
+
+def is_far(moment: str) -> bool:
+    """Whether it is more than half a minute away, as Slurm tells times."""
+    return moment != "Unknown" and datetime.fromisoformat(moment) > datetime.now() + MINUTE / 2
+
+
+@pytest.fixture
+def submit(slurm: Slurm, tmp_path: Path) -> Any:
+    def submit(text: str, *flags: str) -> Batch:
+        return Batch(slurm, tmp_path, SCRIPTS.get(text, text), flags)
+
+    return submit
+
+
+def hosts_of(places: list[dict[str, Any]]) -> list[str]:
+    return [place["node"] for place in places]
+
+
+def test_a_script_for_torchrun_needs_one_word_changed(submit: Any) -> None:
+    batch = submit("torchrun")
+    places = batch.settled(4)
+    check_one_world(places)
+    assert sorted(hosts_of(places)) == ["n1", "n1", "n2", "n2"]
+    batch.finish()
+
+
+def test_slurm_says_who_meets_where_and_with_how_many_workers(submit: Any) -> None:
+    batch = submit("elastic")
+    places = batch.settled(2 * GPUS)
+    check_one_world(places)
+    # In Slurm's order.
+    assert hosts_of(places) == ["n1"] * GPUS + ["n2"] * GPUS
+    assert {place["id"] for place in places} == {f"{batch.id}.0"}
+    # Slurm sends its signals to every process of a step, the workers among them.
+    assert all(place["deaf"] for place in places)
+    batch.finish()
+    assert len(batch.ends("finished")) == 2 * GPUS
+
+
+def test_ranks_are_slurms_under_the_static_rendezvous(submit: Any) -> None:
+    batch = submit("static")
+    places = batch.settled(2)
+    check_one_world(places)
+    assert hosts_of(places) == ["n1", "n2"]
+    batch.finish()
+
+
+def test_before_its_time_is_over_a_job_saves_at_one_step_and_is_requeued_once(
+    submit: Any, slurm: Slurm
+) -> None:
+    # Slurm looks every half minute, and may send the signal up to a minute early.
+    batch = submit("requeue", "--time=00:02:00", "--signal=USR1@60")
+    batch.settled(2)
+    until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
+    batch.check_drained_and_goes_on()
+    assert batch.said.count("requeued as") == 1, batch.said
+    assert slurm.field(batch.id, "ExitCode") == "0:0"
+
+
+def test_a_batch_script_requeues_on_the_exit_code_where_a_container_has_no_scontrol(
+    submit: Any, slurm: Slurm
+) -> None:
+    batch = submit("container")
+    batch.settled(2)
+    slurm.tell("scancel", "--signal=USR1", batch.id)
+    batch.check_drained_and_goes_on()
+
+
+def test_a_signal_to_the_batch_shell_alone_is_passed_on(submit: Any, slurm: Slurm) -> None:
+    batch = submit("shell")
+    batch.settled(2)
+    slurm.tell("scancel", "--signal=USR1", "--batch", batch.id)
+    batch.check_drained_and_goes_on()
+
+
+def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) -> None:
+    batch = submit("array")
+    tasks = [f"{batch.id}_{index}" for index in range(2)]
+    folders = [batch.folder / f"task.{index}" for index in range(2)]
+    until("both to train", lambda: all(list(f.glob("place.*.json")) for f in folders))
+    slurm.tell("scancel", "--signal=USR1", tasks[1])
+    until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
+    slurm.becomes(tasks[1], "PENDING")
+    assert slurm.field(tasks[0], "JobState") == "RUNNING"
+    ((_, step),) = batch.ends(DRAINED, "task.1")
+    batch.wake(tasks[1])
+    until("it to go on", (folders[1] / f"start.0.{step}").exists)
+    for task, folder in zip(tasks, folders, strict=True):
+        (folder / "finish").touch()
+        slurm.becomes(task, "COMPLETED")
+    assert [slurm.field(task, "Restarts") for task in tasks] == ["0", "1"]
+
+
+def test_a_job_that_is_cancelled_stays_cancelled(submit: Any, slurm: Slurm) -> None:
+    batch = submit("requeue")
+    batch.settled(2)
+    slurm.tell("scancel", batch.id)
+    slurm.idle()
+    # Slurm itself would have let it: a job that is asked for while it is being ended comes back.
+    assert "DRAINED: received SIGTERM" in batch.said
+    assert (slurm.field(batch.id, "JobState"), slurm.field(batch.id, "Restarts")) == (
+        "CANCELLED",
+        "0",
+    )
+
+
+def test_where_slurm_refuses_that_is_said_and_the_exit_code_stands(
+    submit: Any, slurm: Slurm
+) -> None:
+    batch = submit("requeue", "--no-requeue")
+    batch.settled(2)
+    slurm.tell("scancel", "--signal=USR1", batch.id)
+    batch.becomes("FAILED")
+    assert slurm.field(batch.id, "ExitCode") == "75:0"
+    assert len(batch.ends(DRAINED)) == 2
+    said = re.findall(r"not requeued: \S*scontrol requeue (\d+) says: (.*)", batch.said)
+    assert said == [(batch.id, "Requested operation is presently disabled for job " + batch.id)]
+
+
+def test_a_node_that_is_drained_alone_leaves_and_nothing_is_requeued(
+    submit: Any, slurm: Slurm
+) -> None:
+    # A worker's parent is the agent where it is started cold.
+    flags = "--from-env slurm --requeue slurm --start-method spawn"
+    text = SCRIPTS["no-kill"].replace("--from-env slurm", flags)
+    batch = submit(text)
+    places = batch.settled(2)
+    os.kill(places[1]["agent"], signal.SIGUSR1)
+    (left,) = batch.settled(1, after=generation_of(places))
+    assert left["node"] == "n1"
+    until("its word", lambda: "not requeued by this node: the others go on: n1" in batch.said)
+    # srun's exit code is the highest of its tasks, so Slurm has the job as failed.
+    batch.finish("FAILED")
+    assert slurm.field(batch.id, "ExitCode") == "75:0"
+    assert slurm.field(batch.id, "Restarts") == "0"
+
+
+def test_a_job_goes_on_without_a_node_that_has_died(submit: Any, slurm: Slurm) -> None:
+    batch = submit("no-kill")
+    places = batch.settled(2)
+    slurm.nodes["n2"].power_off()
+    try:
+        (left,) = batch.settled(1, after=generation_of(places))
+        assert left["node"] == "n1"
+        until("Slurm to know", lambda: "down" in slurm.tell("sinfo", "-h", "-n", "n2", "-o", "%T"))
+        assert slurm.field(batch.id, "JobState") == "RUNNING"
+        # It has gone on from what was trained, uncharged.
+        assert left["TORCHELASTIC_RESTART_COUNT"] == "0"
+        batch.reports.finish()
+        until("it to end", lambda: batch.ends("finished"))
+    finally:
+        slurm.repair("n2")
+
+
+LISTS = [
+    "n1",
+    "n[1-2]",
+    "n[01-03,7],m2",
+    "r[1-2]n[1-4]",
+    "r[2,1]n[4,3]",
+    "n[8-11]",
+    "n[08-11]",
+    "n[1-3,010]",
+    "a[1-2]b[3,5-6]c[07-08],d,e[9]",
+    "a[1-2]b[1-2]c[1-2]d[1-2]",
+    "node9,node10,node-a1",
+    "gpu[001-002]",
+]
+
+
+@needs_slurm
+@pytest.mark.parametrize("text", LISTS)
+def test_a_list_of_nodes_is_expanded_as_scontrol_does(text: str, tmp_path: Path) -> None:
+    # It reads its configuration, and asks nobody.
+    configuration = tmp_path / "slurm.conf"
+    configuration.write_text("ClusterName=c\nSlurmctldHost=h\nAuthType=auth/none\n")
+    done = subprocess.run(
+        ["scontrol", "show", "hostnames", text],
+        env={**os.environ, "SLURM_CONF": str(configuration)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert expand_nodelist(text) == done.stdout.split()

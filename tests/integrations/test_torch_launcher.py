@@ -1,0 +1,46 @@
+"""The launcher of docs/coming_from_torch.md does under torch what it does here: its import alone
+differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import blocks_of
+
+_, [(_, OURS), (_, IMPORTS)] = blocks_of("coming_from_torch.md")
+IMPORT = "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
+
+
+def run(folder: Path, program: str, steps: str) -> tuple[int, str, object]:
+    """Exit code, what was printed, and what the launcher left to its own launcher."""
+    folder.mkdir()
+    script, error_file = folder / "launcher.py", folder / "error.json"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script), steps],
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    left = json.loads(error_file.read_text())["message"] if error_file.exists() else {}
+    return done.returncode, done.stdout, (left.get("message"), left.get("errorCode"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "cause"),
+    [("2", 0, (None, None)), ("1", 1, ("ValueError: 1 steps are too few", 1))],
+)
+def test_one_program_ends_alike_under_both(
+    steps: str, code: int, cause: object, tmp_path: Path
+) -> None:
+    assert OURS.count(IMPORT) == 1
+    ours = run(tmp_path / "ours", OURS, steps)
+    assert ours == run(tmp_path / "torchs", OURS.replace(IMPORT, IMPORTS), steps)
+    assert (ours[0], ours[2]) == (code, cause)

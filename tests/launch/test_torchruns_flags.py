@@ -1,0 +1,109 @@
+"""The installed torchrun's own parser, flag by flag, beside ours."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch.distributed.run as torchrun
+
+from elasticlib.launch.arguments import build_flags, read_launch
+from elasticlib.launch.flags import PREFIX
+
+ACTIONS = {
+    action.dest: action
+    for action in torchrun.get_args_parser()._actions
+    if action.option_strings and action.dest != "help"
+}
+OURS = build_flags()
+OTHER_DEFAULTS = {
+    # Not given is told from given, so that what contradicts another is seen.
+    "rdzv_backend": (None, "static"),
+    "node_rank": (None, 0),
+    "master_addr": (None, "127.0.0.1"),
+    "start_method": (None, "spawn"),
+    # Read into the same values later.
+    "rdzv_conf": ([], ""),
+    "duplicate_stdout_filters": ("", []),
+    "duplicate_stderr_filters": ("", []),
+    "signals_to_handle": (None, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    # torch's default is in its LaunchConfig.
+    "shutdown_timeout": (30.0, None),
+    "event_log_handler": ("null", "null"),
+}
+
+
+def is_switch(action: argparse.Action) -> bool:
+    return action.nargs == 0
+
+
+@pytest.mark.parametrize("dest", sorted(ACTIONS))
+def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
+    theirs, parser = ACTIONS[dest], OURS.parser
+    for spelling in theirs.option_strings:
+        ours = parser._option_string_actions[spelling]
+        assert (ours.dest, is_switch(ours)) == (dest, is_switch(theirs))
+        assert {*(theirs.choices or ())} <= {*(ours.choices or theirs.choices or ())}
+    assert not theirs.required
+    told = (OURS.options[dest].default, theirs.default)
+    assert told[0] == told[1] or told == OTHER_DEFAULTS[dest]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+VALUES = {
+    "nnodes": "1:3",
+    "nproc_per_node": "2",
+    "rdzv_backend": "c10d",
+    "rdzv_conf": "join_timeout=9,read_timeout=7",
+    "max_restarts": "2",
+    "monitor_interval": "0.5",
+    "start_method": "forkserver",
+    "event_log_handler": "console",
+    "redirects": "0:1",
+    "tee": "3",
+    "local_ranks_filter": "0",
+    "duplicate_stdout_filters": "a,,b,c",
+    "duplicate_stderr_filters": "a",
+    "node_rank": "0",
+    "master_port": "1",
+    "logs_specs": "default",
+    "numa_binding": "node",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "shutdown_timeout": "4",
+}
+
+
+BESIDE = {"nnodes": "1:3", "rdzv_endpoint": "h:1", "nproc_per_node": "2", "tee": "3"}
+"""With these each flag has a meaning, but for those that are another answer to where nodes meet."""
+ELSEWHERE = {"standalone": {}, "master_addr": {"nnodes": "2"}, "master_port": {"nnodes": "2"}}
+
+
+@pytest.mark.parametrize("dest", sorted(ACTIONS))
+def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
+    flag, variable = ACTIONS[dest].option_strings[-1], PREFIX + dest.upper()
+    beside = ELSEWHERE.get(dest, {**BESIDE, dest: ""})
+    line = [f"--{name}={value}" for name, value in beside.items() if value]
+    program = "json" if dest == "module" else script
+    value = "" if is_switch(ACTIONS[dest]) else VALUES.get(dest, "word")
+    told = read_launch([*line, flag, *filter(None, [value]), program], {}).settings
+    theirs = read_launch([*line, program], {variable: value}).settings
+    assert theirs[dest] == told[dest] != OURS.options[dest].default or dest in (
+        "logs_specs",
+        "role",
+    )
+    assert theirs.found[dest].origin == variable
+
+
+def test_no_flag_is_known_by_its_first_letters(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read_launch(["--stand", script], {})
+    assert "--stand" in capsys.readouterr().err

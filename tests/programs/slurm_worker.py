@@ -1,0 +1,54 @@
+"""What docs/slurm.md calls `train.py`, as small as it may be: it imports no torch.
+
+Started in the folder where it reports: each rank leaves start.RANK.STEP and end.RANK.STEP.REASON,
+and its place in the fault worker's shape; each task of an array does so in `task.INDEX`. It goes on
+until it is to stop, when it saves its step, or until there is a file `finish`.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from fault_worker import NAMES
+
+from elasticlib import context
+
+
+def main() -> None:
+    enter_folder()
+    rank, saved = os.environ["RANK"], Path(f"step.{os.environ['RANK']}")
+    step = int(saved.read_text()) if saved.exists() else 0
+    Path(f"start.{rank}.{step}").touch()
+    context().starting()
+    say_place()
+    stop = None
+    while stop is None and not Path("finish").exists():
+        step += 1
+        time.sleep(0.02)
+        context().step(step)
+        stop = context().should_stop()
+    saved.write_text(str(step))
+    Path(f"end.{rank}.{step}.{stop.reason if stop else 'finished'}").touch()
+
+
+def enter_folder() -> None:
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is not None:
+        os.makedirs(f"task.{task}", exist_ok=True)
+        os.chdir(f"task.{task}")
+
+
+def say_place() -> None:
+    place = {name: os.environ[name] for name in NAMES}
+    place |= {"node": os.uname().nodename, "pid": os.getpid(), "beside": []}
+    place |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": os.getppid()}
+    place["deaf"] = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
+    Path(f"{name}.part").write_text(json.dumps(place))
+    Path(f"{name}.part").rename(f"{name}.json")
+
+
+if __name__ == "__main__":
+    main()
