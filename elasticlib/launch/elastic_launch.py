@@ -25,6 +25,7 @@ from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..errors import ConfigError
+from ..observe.step_watch import StepWatch
 from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
 from ..workers.interface import Workers
@@ -44,6 +45,7 @@ from ..workers.spec import (
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
+from .journals import open_journal
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
@@ -135,11 +137,12 @@ def run_node(
     runners = workers or local_workers(config, options)
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(meeting.close)
         if requeue is not None:
             check_requeue(meeting, config.rdzv_backend)
-        told = config.event_log_handler == "console"
-        kind = RecordingAgent if told else LocalElasticAgent
+        journal = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
+        kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
             meeting.handler,
@@ -149,18 +152,18 @@ def run_node(
             interval=config.monitor_interval,
             options=options,
             memory=memory,
+            journal=journal,
         )
         if began is not None:
             began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.
-        with SignalObserver(options.drain_signals, lambda _: None):
+        stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
+        with StepWatch(runners, agent.get_worker_group, journal):
             result = agent.run()
-            if isinstance(runners, LocalWorkers):
-                _write_report(runners.kept_folder, result)
-            _depart(meeting, config, result, requeue)
+        if isinstance(runners, LocalWorkers):
+            _write_report(runners.kept_folder, result)
+        _depart(meeting, config, result, requeue)
         return result
-    finally:
-        meeting.close()
 
 
 def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:

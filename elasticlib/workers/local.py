@@ -136,6 +136,11 @@ class LocalWorkers(Workers):
         """This run's folder, where there is one that stays."""
         return self._folder.kept_path
 
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this run's folder, made or not, stays when the run is over."""
+        return self._folder.kept
+
     def prepare(self, spec: WorkerSpec) -> None:
         self._starter.prepare(spec, self._environment, count_cores())
 
