@@ -137,7 +137,8 @@ def test_each_attempt_has_a_folder_in_one_of_the_runs(restarted: Ran, spent: Ran
     logs = restarted.folder.parents[1] / "logs"
     runs = sorted(logs.iterdir(), key=lambda run: len(list(run.iterdir())))
     assert [run.name.startswith("job_") for run in runs] == [True, True]
-    assert {path.name for path in runs[1].iterdir()} == {"attempt_0", "attempt_1", "attempt_2"}
+    attempts = {"attempt_0", "attempt_1", "attempt_2"}
+    assert {path.name for path in runs[1].iterdir()} == {*attempts, "events.jsonl"}
     for restart in range(3):
         for rank in range(2):
             folder = runs[1] / f"attempt_{restart}" / str(rank)
