@@ -64,9 +64,9 @@ class FileJournal(Journal):
     def close(self) -> None:
         self._closing.set()
         try:
-            self._queue.put_nowait(None)
+            self._queue.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:
-            return  # its thread stands before a disk that takes nothing
+            return  # its thread stands before a disk that does not answer
         self._thread.join(CLOSE_SECONDS)
 
     def _lose(self, count: int) -> None:
@@ -74,23 +74,24 @@ class FileJournal(Journal):
             self._lost += count
 
     def _write_all(self) -> None:
+        last: Event | None = None
         while (event := self._queue.get()) is not None:
-            while not self._written(event):
+            last = event
+            while not self._written(encode(event), event):
                 # An event is worth the wait, as long as there is room for those behind it.
                 if self._closing.wait(self._retry) or self._queue.full():
                     self._lose(1)
                     break
+        if last is not None:
+            self._written(b"", last)
 
-    def _written(self, event: Event) -> bool:
-        """Whether the event is in the file, behind the number of those lost before it."""
+    def _written(self, line: bytes, at: Event) -> bool:
+        """Whether the line is in the file, behind the number of the events lost before it."""
         with self._lost_lock:
             lost = self._lost
-        line = encode(event)
         if lost:
-            line = (
-                encode(attrs.evolve(event, kind="lost", rank=None, facts={"events": lost})) + line
-            )
-        if not _appended(self.path, line):
+            line = encode(attrs.evolve(at, kind="lost", rank=None, facts={"events": lost})) + line
+        if line and not _appended(self.path, line):
             return False
         self._lose(-lost)
         return True
