@@ -196,7 +196,9 @@ take = Step(model, torch.optim.SGD(model.parameters(), 0.0), precision.scaler(),
 first, second = torch.full((2 - rank, 1, 2, 2), 3.0 * rank), torch.zeros(1 - rank, 1, 2, 2)
 for images, batch in ((first, 3), (second, 1)):
     take(images, torch.zeros(len(images), dtype=torch.int64), plan_batches(batch, 2))
-    print(f"rank {rank} batch {batch} mean {model[0].running_mean.item():.3f}", flush=True)
+    mean = model[0].running_mean.item()
+    # With its end in one write, or the ranks' lines run into one another.
+    sys.stdout.write(f"rank {rank} batch {batch} mean {mean:.3f}\\n")
 del take
 leave_process_group()
 """
