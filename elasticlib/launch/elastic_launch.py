@@ -85,7 +85,7 @@ class elastic_launch:
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        entrypoint = _with_args(self._entrypoint, args)
+        entrypoint = with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
         return values_of(entry_name(entrypoint), run_node(self._config, entrypoint))
@@ -105,7 +105,14 @@ def values_of(name: str, result: RunResult) -> dict[int, Any]:
     return result.values
 
 
-def _with_args(entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[Any, ...]) -> Any:
+def with_args(
+    entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[Any, ...]
+) -> Entrypoint:
+    """What is run, with these as its last arguments.
+
+    Raises:
+        ConfigError: it is nothing that can be run.
+    """
     if not isinstance(entrypoint, Entrypoint | str) and not callable(entrypoint):
         raise ConfigError(f"what is to be run is a function or a program, got {entrypoint!r}")
     if isinstance(entrypoint, str):

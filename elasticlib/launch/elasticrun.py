@@ -59,7 +59,8 @@ def _carry_out(argv: Sequence[str]) -> int:
     from .elastic_launch import run_node
     from .report import told
 
-    _start_logging(os.environ.get("LOGLEVEL", "INFO"))
+    level = log_level(os.environ.get("LOGLEVEL", "INFO"))
+    start_logging(level, "%(asctime)s elasticrun: %(message)s")
     for note in launch.settings.notes:
         log.warning("%s", note)
     result = run_node(config, launch.entrypoint)
@@ -127,13 +128,13 @@ def _show(text: str) -> None:
             os.dup2(nothing.fileno(), 2)
 
 
-def _start_logging(level: str) -> None:
-    known = log_level(level)
+def start_logging(level: int, form: str) -> None:
+    """What elasticlib has to say goes to stderr, each line in this form."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s elasticrun: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logger = logging.getLogger("elasticlib")
     logger.handlers = [handler]
-    logger.setLevel(known)
+    logger.setLevel(level)
     logger.propagate = False
 
 

@@ -46,13 +46,12 @@ from ..rendezvous.interface import (
     deal_seats,
 )
 from .backends import BackendRequest
-from .torch_names import TORCH_C10D
+from .torch_names import TORCH_C10D, TORCHS_TIMEOUT
 
 log = logging.getLogger("elasticlib.launch")
 
 PREFIX = "elasticlib/node/"
 DONE = "elasticlib/done/"
-TORCHS_TIMEOUT = 900
 MEET_SECONDS = 60.0
 """For the other nodes of a generation to say who they are, once torch has settled it."""
 

@@ -21,14 +21,13 @@ from ..workers.streams import StreamChoice, Streams
 from .logs_specs import check_name
 from .supervision_flags import _numbers
 from .tcp_endpoints import is_any_port_here
+from .torch_names import TORCHS_TIMEOUT
 from .torchrun_options import check_event_log_handler
 
 if TYPE_CHECKING:
     from .config import LaunchConfig
 
 LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
-DEFAULT_TIMEOUT = 900
-"""Seconds that torch's own `LaunchConfig` writes into its rdzv_configs where nobody named any."""
 
 
 def texts(value: Iterable[str] | None) -> tuple[str, ...]:
@@ -194,7 +193,7 @@ def ours(config: Any, kind: type[LaunchConfig]) -> LaunchConfig:
         if values.pop(name) != names[name].default:
             raise ConfigError(f"elasticlib does not know the field {name} of torch's LaunchConfig")
     conf = dict(values["rdzv_configs"])
-    if "join_timeout" in conf and conf.get("timeout") == DEFAULT_TIMEOUT:
+    if "join_timeout" in conf and conf.get("timeout") == TORCHS_TIMEOUT:
         del conf["timeout"]  # torch has put it there, and its c10d does not read it
     values["rdzv_configs"] = conf
     return kind(**values)

@@ -20,6 +20,8 @@ TORCH_GROUP = "torchrun.handlers"
 """torch's own group of entry points, in which others register handlers for torchrun."""
 TORCH_C10D = "torch-c10d"
 """torch's dynamic rendezvous over a c10d store, which torchrun calls c10d."""
+TORCHS_TIMEOUT = 900
+"""Seconds that torch itself writes under `timeout` into its rdzv_configs where nobody did."""
 TORCHRUN_NAMES = {"el-tcp": "tcp", "el-file": "file", "el-etcd": "etcd"}
 """What our backends are called under torchrun; who changes to elasticrun need not change it."""
 

@@ -47,8 +47,6 @@ log = logging.getLogger("elasticlib.launch")
 
 SOON = 1.0
 """Seconds; who waits for longer says so."""
-TORCHS_TIMEOUT = 900
-"""What torchrun puts under `timeout`, a number, where nobody has given one."""
 MARK = "@torchrun"
 """Ends our own name of a job whose agents are torch's: those of elasticrun deal ranks otherwise,
 and a job of both would wait for ever."""
@@ -77,17 +75,14 @@ def read_params(
     Raises:
         ConfigError: an option that is none of ours, or a value that cannot work.
     """
-    conf = dict(params.config)
-    if "join_timeout" in conf and conf.get("timeout") == TORCHS_TIMEOUT:
-        # torchrun's own, for its old backends; what is given on the command line is text.
-        del conf["timeout"]
     return LaunchConfig(
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,
         run_id=params.run_id,
         rdzv_backend=kind,
         rdzv_endpoint=params.endpoint,
-        rdzv_configs=conf,
+        # With a timeout of torchrun's own, before which a join_timeout goes.
+        rdzv_configs=dict(params.config),
         # torch's agents count their restarts by themselves: a failure that comes here is the end.
         max_restarts=0,
         local_addr=params.local_addr,

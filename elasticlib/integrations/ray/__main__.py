@@ -18,11 +18,10 @@ from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import build_flags, read_launch
 from ...launch.config import LaunchConfig
-from ...launch.elasticrun import leave_error_of, with_prefix
+from ...launch.elasticrun import leave_error_of, start_logging, with_prefix
 from ...launch.report import told
 from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
-from .agent import start_logging
 from .launch import run_job
 from .options import ENDPOINT, RayOptions
 
@@ -32,10 +31,7 @@ Run = Callable[[LaunchConfig, Entrypoint, RayOptions], RunResult]
 
 _NAME = "elasticlib.integrations.ray"
 _HELP = {"-h", "--help"}
-_OWN = {
-    *_HELP,
-    *("--address", "--num-cpus", "--num-gpus", "--memory", "--resources", "--working-dir"),
-}
+_OWN = {"--address", "--num-cpus", "--num-gpus", "--memory", "--resources", "--working-dir"}
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -61,13 +57,12 @@ def _flags() -> argparse.ArgumentParser:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Ray's flags, which come first, and the command line of elasticrun."""
-    own = {"--address", "--num-cpus", "--num-gpus", "--memory", "--resources", "--working-dir"}
     rest, mine = list(argv), []
-    while (rest and rest[0] in ("-h", "--help")) or (rest and _dashed(rest[0]) in own):
+    while (rest and rest[0] in _HELP) or (rest and _dashed(rest[0]) in _OWN):
         word = rest.pop(0)
         _, equals, value = word.partition("=")
         mine.append(_dashed(word) + equals + value)
-        if not equals and word not in ("-h", "--help") and rest:
+        if not equals and word not in _HELP and rest:
             mine.append(rest.pop(0))
     return mine, rest
 

@@ -20,6 +20,7 @@ from ...agent.interface import RunResult
 from ...errors import ElasticError
 from ...launch.config import LaunchConfig
 from ...launch.elastic_launch import run_node
+from ...launch.elasticrun import start_logging
 from ...stores.secret import VARIABLE as SECRET
 from ...workers.spec import Entrypoint
 
@@ -108,13 +109,3 @@ class NodeAgent:
                     self._told.folder,
                     error.strerror,
                 )
-
-
-def start_logging(level: int, form: str) -> None:
-    """What elasticlib has to say goes to stderr, which Ray shows at the driver."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
-    logger = logging.getLogger("elasticlib")
-    logger.handlers = [handler]
-    logger.setLevel(level)
-    logger.propagate = False

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import attrs
-
 from ...agent.interface import RunResult
 from ...errors import ConfigError
 from ...launch.config import LaunchConfig
-from ...launch.elastic_launch import values_of
-from ...workers.spec import Command, Entrypoint, Function
+from ...launch.elastic_launch import values_of, with_args
+from ...launch.events import entry_name
+from ...workers.spec import Entrypoint, Function
 from .driver import run_on
 from .function import read_values, sent
 from .options import RayOptions, check, find_ray
@@ -50,26 +49,12 @@ class ray_launch:
         self._options = options or RayOptions()
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        entrypoint, name = self._with_args(args)
-        result = run_job(self._config, entrypoint, self._options)
-        values = values_of(name, result)
+        entrypoint = with_args(self._entrypoint, args)
+        name = entry_name(entrypoint)
+        if isinstance(entrypoint, Function):
+            entrypoint = sent(find_ray().cloudpickle, entrypoint.target, entrypoint.args)
+        values = values_of(name, run_job(self._config, entrypoint, self._options))
         return read_values(values) if isinstance(entrypoint, Function) else values
-
-    def _with_args(self, args: tuple[Any, ...]) -> tuple[Entrypoint, str]:
-        """What the workers run, and its name."""
-        given = self._entrypoint
-        if isinstance(given, str):
-            return Command(given, tuple(str(arg) for arg in args)), given
-        if isinstance(given, Function):
-            return self._sent(given.target, (*given.args, *args))
-        if isinstance(given, Entrypoint):
-            name = str(attrs.astuple(given, recurse=False)[0])
-            return attrs.evolve(given, args=(*given.args, *args)), name
-        return self._sent(given, args)
-
-    def _sent(self, target: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Entrypoint, str]:
-        function = sent(find_ray().cloudpickle, target, args)
-        return function, getattr(target, "__qualname__", repr(target))
 
 
 def run_job(config: LaunchConfig, entrypoint: Entrypoint, options: RayOptions) -> RunResult:
