@@ -41,6 +41,12 @@ def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
     return journal
 
 
+def kept_logs(workers: Workers) -> str:
+    """The folder of the workers' logs, empty where it goes with the run."""
+    kept = isinstance(workers, LocalWorkers) and workers.keeps_folder
+    return str(workers.folder) if isinstance(workers, LocalWorkers) and kept else ""
+
+
 def _version(name: str) -> str:
     try:
         return version(name)
