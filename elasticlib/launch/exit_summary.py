@@ -105,7 +105,10 @@ def _phases(lost: Cost) -> str:
 
 
 def _places(run: str, logs: str, events: str) -> Iterator[str]:
-    said = [f"{name} in {path}" for name, path in (("logs", logs), ("events", events)) if path]
+    if logs and os.path.dirname(events) == logs:
+        said = [f"logs and events in {logs}"]
+    else:
+        said = [f"{name} in {path}" for name, path in (("logs", logs), ("events", events)) if path]
     if events:
         said.append(f"more: elasticlib report {shlex.quote(run)}")
     if said:
@@ -117,7 +120,8 @@ def duration(seconds: float) -> str:
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
     whole = round(seconds)
-    for unit, smaller, size, part in (("min", "s", 60, 1), ("h", "min", 3600, 60)):
-        if whole < 60 * size if unit == "min" else whole < 86400:
-            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -43,8 +43,9 @@ def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
 
 def kept_logs(workers: Workers) -> str:
     """The folder of the workers' logs, empty where it goes with the run."""
-    kept = isinstance(workers, LocalWorkers) and workers.keeps_folder
-    return str(workers.folder) if isinstance(workers, LocalWorkers) and kept else ""
+    if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
+        return ""
+    return str(workers.folder)
 
 
 def _version(name: str) -> str:
