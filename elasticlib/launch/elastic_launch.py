@@ -154,6 +154,7 @@ def run_node(
         journal = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
         if summary is not None:
             journal = summary.beside(journal, kept_logs(runners))
+        watch = StepWatch(runners, journal)
         kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
@@ -164,13 +165,13 @@ def run_node(
             interval=config.monitor_interval,
             options=options,
             memory=memory,
-            journal=journal,
+            journal=watch,
         )
         if began is not None:
             began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
-        with StepWatch(runners, agent.get_worker_group, journal):
+        with watch:
             result = agent.run()
         if isinstance(runners, LocalWorkers):
             _write_report(runners.kept_folder, result)

@@ -15,6 +15,8 @@ from ..clock import Clock, monotonic, wall
 from ..observe.event import Event
 from ..observe.history import Cost, Generation, Why
 from ..observe.interface import Journal, Journals
+from ..observe.journal import FileJournal
+from ..observe.records import RecordedJournal
 from ..observe.tally import DEAREST, Sums, Tally
 
 LONGEST_CAUSE = 100
@@ -38,12 +40,16 @@ class ExitSummary(Journal):
         self._clock = clock
         self._lock = threading.Lock()
         self._tally = Tally()
-        self._events = self._logs = ""
+        self._events = self._logs = self._name = ""
         self.tell("run.began")
 
     def beside(self, journal: Journal, logs: str) -> Journal:
         """Both, as one journal; what is told is also in that one's file, if it writes one."""
-        self._events, self._logs = getattr(journal, "path", ""), logs
+        self._logs = logs
+        if isinstance(journal, FileJournal):
+            self._events = journal.path
+            # Only what has a record is found by the run's id.
+            self._name = self._run if isinstance(journal, RecordedJournal) else journal.path
         return Journals(journal, self)
 
     def tell(
@@ -60,7 +66,7 @@ class ExitSummary(Journal):
         if not sums.generations:
             return ""
         events = self._events if os.path.exists(self._events) else ""
-        lines = [*told(sums), *_places(self._run, self._logs, events)]
+        lines = [*told(sums), *_places(self._name, self._logs, events)]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -104,13 +110,13 @@ def _phases(lost: Cost) -> str:
     return ", ".join(said) or "nothing that was told"
 
 
-def _places(run: str, logs: str, events: str) -> Iterator[str]:
+def _places(name: str, logs: str, events: str) -> Iterator[str]:
     if logs and os.path.dirname(events) == logs:
         said = [f"logs and events in {logs}"]
     else:
         said = [f"{name} in {path}" for name, path in (("logs", logs), ("events", events)) if path]
     if events:
-        said.append(f"more: elasticlib report {shlex.quote(run)}")
+        said.append(f"more: elasticlib report {shlex.quote(name)}")
     if said:
         yield "; ".join(said)
 
