@@ -55,6 +55,13 @@ def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
     return journal
 
 
+def kept_logs(workers: Workers) -> str:
+    """The folder of the workers' logs, empty where it goes with the run."""
+    if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
+        return ""
+    return str(workers.folder)
+
+
 def _opened(run: str, node: str, logs: Path | None) -> Journal:
     events = None if logs is None else logs / FILE
     try:
