@@ -1,0 +1,76 @@
+"""Numbers as people read them: seconds, counts, rates and parts of a whole, in few digits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+
+
+def seconds_text(seconds: float) -> str:
+    """Two units at most: `0.34 s`, `6.4 s`, `2 min 5 s`, `3 h 12 min`, `2 d 5 h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0.995:
+        return f"{seconds:.2f} s" if seconds >= 0.005 else "0 s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < MINUTE:
+        return f"{whole} s"
+    for unit, small, name, short in (
+        (MINUTE, 1.0, "min", "s"),
+        (HOUR, MINUTE, "h", "min"),
+        (DAY, HOUR, "d", "h"),
+    ):
+        if whole < unit * {"min": 60, "h": 24}.get(name, math.inf):
+            rest = int(whole % unit // small)
+            return f"{int(whole // unit)} {name}" + (f" {rest} {short}" if rest else "")
+    raise AssertionError("days have no end")
+
+
+def count_text(count: float) -> str:
+    return f"{count:,.0f}"
+
+
+def rate_text(value: float) -> str:
+    """Three digits, or all those before the point."""
+    if value and (abs(value) < 0.001 or abs(value) >= 1e7):
+        return f"{value:.2e}"
+    return count_text(value) if abs(value) >= 100 else f"{value:.3g}"
+
+
+def part_text(part: float | None) -> str:
+    """Of a whole, in percent; never 100 where a part is missing."""
+    if part is None:
+        return "unknown"
+    return f"{min(part, 0.999 if part < 1 else 1.0):.1%}".replace(".0%", "%").replace("%", " %")
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    return f"{count_text(count)} {one if count == 1 else many or one + 's'}"
+
+
+def spans_text(numbers: Iterable[int]) -> str:
+    """Of whole numbers: `0, 2\u20135, 9`."""
+    found: list[list[int]] = []
+    for value in sorted(set(numbers)):
+        if found and value == found[-1][1] + 1:
+            found[-1][1] = value
+        else:
+            found.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a}\u2013{b}" for a, b in found)
+
+
+def some_text(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median; values is not empty."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
