@@ -160,6 +160,7 @@ class NodeStory:
     settings: Mapping[str, str] = attrs.field(factory=dict)
     versions: Mapping[str, str] = attrs.field(factory=dict)
     events_lost: int = 0
+    lost: bool = False
 
 
 @attrs.frozen
@@ -167,7 +168,8 @@ class History:
     """All that the events of a run tell, in order of time.
 
     wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
-    what it was doing last.
+    what it was doing last. unread: lines of the files that could not be read; left_out: marks and
+    paces that are not here, as there were so many that evenly spread ones stand for them.
     """
 
     run: str
@@ -185,6 +187,8 @@ class History:
     cause: Mapping[str, Any] | None = None
     saved: int | None = None
     snapshot: int | None = None
+    unread: int = 0
+    left_out: int = 0
 
     @property
     def goodput(self) -> float | None:

@@ -1,0 +1,180 @@
+"""Why each generation was sought and what it cost to get to it, from the lives that nodes had in it
+and in the one before: times on one axis, phases that follow one another without gap or overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from .history import Cost, Generation, Why
+from .life import Life
+
+_TOLD_OF_LOSS = (" left", "were lost with the store", "the job began anew")
+_TOLD_OF_RESIZE = (" joined", " drains (", " drain (")
+_TOLD_OF_START = "the job starts"
+
+
+@attrs.frozen
+class _End:
+    """Of a generation: when it went wrong, when that was known, and when no worker was left."""
+
+    fault: float
+    known: float
+    gone: float
+
+
+class Ledger:
+    """Takes a job's generations in their order, and makes of each what a reader is to know."""
+
+    def __init__(self) -> None:
+        self._before: Sequence[Life] = ()
+        self._end: _End | None = None
+        self._floor = 0.0
+        self._newest: int | None = None
+        self._pace: float | None = None
+
+    def add(
+        self,
+        number: int,
+        lives: Sequence[Life],
+        *,
+        launched: float | None = None,
+        following: float | None = None,
+        until: float,
+    ) -> Generation:
+        """The generation that nodes had these lives in, one of them at least.
+
+        launched: when the job was begun that this is the first generation of; None if it is not.
+        following: when the next one began, None if it is the last. until: the last event of all.
+        """
+        if launched is not None:
+            self._before, self._end = (), None
+        # Of two that are in order no clock can say that they are not.
+        began = max(self._floor, min(life.began for life in lives))
+        end = _end_of(lives, began, following)
+        trained = _latest(life.trained for life in lives)
+        trained = None if trained is None else max(began, trained)
+        steps = _steps(lives)
+        pace = _middle(life.seconds_per_step for life in lives)
+        ended = until if end is None else end.fault
+        cost = self._way_here(lives, began, trained, launched)
+        redone = self._redone(steps)
+        took = max(0, redone - 1) * (self._pace or pace or 0.0)
+        took = min(took, max(0.0, ended - trained)) if trained is not None else 0.0
+        generation = Generation(
+            number=number,
+            why=why_of(self._before, lives),
+            cause=next((life.cause for life in lives if life.cause), ""),
+            began=began,
+            ended=None if end is None else end.fault,
+            nodes=max(life.nodes for life in lives),
+            world=max(life.world for life in lives),
+            restarts=max(life.restarts for life in lives),
+            trained=None if trained is None else min(trained, ended),
+            first_step=steps[0],
+            last_step=steps[1],
+            cost=attrs.evolve(cost, redone=redone, redone_seconds=took),
+        )
+        self._before, self._end = lives, end
+        self._floor = began if end is None else end.fault
+        self._newest = max((s for s in (self._newest, steps[1]) if s is not None), default=None)
+        self._pace = pace or self._pace
+        return generation
+
+    def _way_here(
+        self, lives: Sequence[Life], began: float, trained: float | None, launched: float | None
+    ) -> Cost:
+        restore = _latest(life.restore_seconds for life in lives)
+        asked = _latest(
+            life.restored - (life.restore_seconds or 0.0)
+            for life in lives
+            if life.restored is not None
+        )
+        start = None
+        if trained is not None:
+            restore = None if restore is None else min(restore, trained - began)
+            start = trained - began - (restore or 0.0)
+        elif asked is not None:
+            start = max(0.0, asked - began)
+        end = self._end
+        if end is None:
+            sought = launched
+            if sought is None:
+                sought = min((x.sought for x in lives if x.sought is not None), default=None)
+            waited = None if sought is None else max(0.0, began - sought)
+            return Cost(rendezvous=waited, start=start, restore=restore)
+        known, gone = min(end.known, began), min(end.gone, began)
+        silent = any(life.silent is not None for life in self._before)
+        return Cost(
+            detect=known - min(end.fault, known) if silent else None,
+            stop=gone - known,
+            rendezvous=began - gone,
+            start=start,
+            restore=restore,
+        )
+
+    def _redone(self, steps: tuple[int | None, int | None]) -> int:
+        """How many of these were done before; one that is told as n follows n - 1."""
+        first, last = steps
+        if first is None or last is None or self._newest is None:
+            return 0
+        return max(0, min(self._newest, last) - first + 1)
+
+
+def why_of(before: Sequence[Life], lives: Sequence[Life]) -> Why:
+    """Why it was sought, by what the nodes did in the one before, and else by what they say."""
+    cause = next((life.cause for life in lives if life.cause), "")
+    lost = cause.endswith(_TOLD_OF_LOSS)
+    if not before:
+        return _by_words(cause, lost, first=min(life.restarts for life in lives) == 0)
+    charged = max(x.restarts for x in lives) > max(x.restarts for x in before)
+    if charged or (any(life.failed for life in before) and not lost):
+        return Why.FAILURE
+    if lost:
+        return Why.LOSS
+    if any(life.asked for life in before) or any(word in cause for word in _TOLD_OF_RESIZE):
+        return Why.RESIZE
+    return Why.LOSS
+
+
+def _by_words(cause: str, lost: bool, *, first: bool) -> Why:
+    if cause == _TOLD_OF_START or (first and not cause):
+        return Why.START
+    if lost:
+        return Why.LOSS
+    return Why.RESIZE if any(word in cause for word in _TOLD_OF_RESIZE) else Why.FAILURE
+
+
+def _end_of(lives: Sequence[Life], began: float, following: float | None) -> _End | None:
+    """None while it stands."""
+    troubles = [life.trouble for life in lives if life.trouble is not None]
+    overs = [life.over for life in lives if life.over is not None]
+    if not troubles and following is None and len(overs) < len(lives):
+        return None
+    known = min(troubles) if troubles else max(overs, default=following or began)
+    # Who lives on tells; of those that were lost nothing is known, and nothing is awaited.
+    gone = max((life.gone for life in lives if life.gone is not None), default=known)
+    if following is not None:
+        known, gone = min(known, following), min(gone, following)
+    known = max(began, known)
+    silent = _latest(life.silent for life in lives) or 0.0
+    return _End(fault=max(began, known - silent), known=known, gone=max(known, gone))
+
+
+def _steps(lives: Iterable[Life]) -> tuple[int | None, int | None]:
+    firsts, lasts = [], []
+    for life in lives:
+        if life.first_step is not None and life.last_step is not None:
+            firsts.append(life.first_step)
+            lasts.append(max(life.first_step, life.last_step))
+    return min(firsts, default=None), max(lasts, default=None)
+
+
+def _latest(found: Iterable[float | None]) -> float | None:
+    return max((value for value in found if value is not None), default=None)
+
+
+def _middle(found: Iterable[float | None]) -> float | None:
+    values = sorted(value for value in found if value is not None)
+    return values[len(values) // 2] if values else None

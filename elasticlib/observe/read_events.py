@@ -1,0 +1,68 @@
+"""Reads `events.jsonl` files: a line at a time, however long they are, and whatever state a crash
+left them in. What cannot be read is counted, and the count is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+import attrs
+
+from ..errors import ConfigError
+from .event import LONGEST, Event, decode
+from .history import History
+from .reading import history_of
+
+
+class EventsFile:
+    """Iterated over, it gives the file's events in their order, as many as are there by then.
+
+    unread: lines so far that were none: damaged, longer than an event can be, or of another
+    version. cut: whether the file ends within a line, as it does when its writer was killed; that
+    line is not counted.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.unread = 0
+        self.cut = False
+
+    def __iter__(self) -> Iterator[Event]:
+        self.unread, self.cut = 0, False
+        with open(self.path, "rb") as file:
+            while line := file.readline(LONGEST + 1):
+                if not line.endswith(b"\n"):
+                    self.cut = not _passed_over(file)
+                    self.unread += not self.cut
+                    continue
+                try:
+                    yield decode(line)
+                except (ValueError, RecursionError):
+                    self.unread += 1
+
+
+def _passed_over(file: BinaryIO) -> bool:
+    """Whether the line that this file is in ends; it is too long to be an event."""
+    while line := file.readline(LONGEST + 1):
+        if line.endswith(b"\n"):
+            return True
+    return False
+
+
+def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:
+    """The history that these files tell together; each is read once, in bounded memory.
+
+    Raises:
+        ConfigError: one cannot be read, or there is no event in any of them.
+    """
+    files = [EventsFile(path) for path in sorted({os.fspath(path) for path in paths})]
+    try:
+        history = history_of({file.path: file for file in files})
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+    unread = sum(file.unread for file in files)
+    if not history.nodes:
+        where = ", ".join(file.path for file in files) or "no file at all"
+        raise ConfigError(f"a history is read of events, got {where} with {unread} other lines")
+    return attrs.evolve(history, unread=unread)

@@ -1,0 +1,262 @@
+"""From the events of a run's agents to its history: nothing is asked of them but what each told, so
+files may be missing, end anywhere, or hold several launches of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from . import facts
+from .clocks import Aligned, align
+from .costs import Ledger
+from .event import Event
+from .history import Generation, History, JobState, Mark, NodeEnd, NodeStory, Pace, Stay
+from .life import Life
+from .standing import end_state
+from .strand import Strand
+
+_BUSY = (
+    *(JobState.RESTARTING, JobState.DRAINING, JobState.RESIZING),
+    *(JobState.RENDEZVOUS, JobState.WAITING, JobState.RUNNING),
+)
+"""Of nodes that differ, the first of these says what the job is doing."""
+_FINAL = (JobState.SUCCEEDED, JobState.FAILED, JobState.PREEMPTED, JobState.STOPPED)
+_OF_THIS_NODE = "goes on without it"
+
+
+def history_of(files: Mapping[str, Iterable[Event]]) -> History:
+    """What these events tell, by the file that they stand in, in whatever order the files are.
+
+    An agent that began under the name of one before it is another node here, `NAME (2)`.
+    """
+    strands = [strand for events in files.values() for strand in _strands(events)]
+    strands = [strand for strand in strands if strand.began is not None]
+    if not strands:
+        return History("", 0.0, 0.0, JobState.WAITING)
+    aligned = align([strand.lives for strand in strands], [strand.clock for strand in strands])
+    return _Reader(strands, aligned).history()
+
+
+def _strands(events: Iterable[Event]) -> list[Strand]:
+    """Those of one file: an agent's events begin with `run.began`, unless its head is lost."""
+    found: list[Strand] = []
+    last: dict[str, Strand] = {}
+    for event in events:
+        if event.kind == "run.began" or event.node not in last:
+            last[event.node] = Strand()
+            found.append(last[event.node])
+        last[event.node].fold(event)
+    return found
+
+
+class _Reader:
+    """Of strands that are laid on one axis."""
+
+    def __init__(self, strands: Sequence[Strand], aligned: Aligned) -> None:
+        self._strands = strands
+        self._wall = min(
+            (s.began or 0.0) + offset for s, offset in zip(strands, aligned.offsets, strict=True)
+        )
+        self._shifts = [offset - self._wall for offset in aligned.offsets]
+        self._until = max(s.seen + by for s, by in zip(strands, self._shifts, strict=True))
+        self._names = _names([strand.node for strand in strands])
+        self._aligned = aligned
+        self._lives = {
+            number: [_moved(strands[s].lives[i], self._shifts[s], self._names[s]) for s, i in keys]
+            for number, keys in aligned.generations.items()
+        }
+        self._numbers = {
+            key: number for number, keys in aligned.generations.items() for key in keys
+        }
+
+    def history(self) -> History:
+        generations = self._generations()
+        teller, state = self._told_last()
+        newest = generations[-1] if generations else None
+        limits = [life.max_restarts for lives in self._lives.values() for life in lives]
+        return History(
+            run=self._strands[0].standing.run,
+            wall=self._wall,
+            until=self._until,
+            state=state,
+            nodes=tuple(sorted(map(self._story, range(len(self._strands))), key=_began)),
+            stays=self._stays(),
+            generations=generations,
+            marks=tuple(sorted(self._each_mark(), key=_at)),
+            paces=tuple(sorted(self._each_pace(), key=_at)),
+            restarts=0 if newest is None else newest.restarts,
+            max_restarts=next((limit for limit in reversed(limits) if limit is not None), None),
+            reason=teller.standing.reason,
+            cause=_cause(teller),
+            saved=self._newest([strand.saved for strand in self._strands]),
+            snapshot=self._newest([strand.snapshot for strand in self._strands]),
+            left_out=sum(strand.left_out for strand in self._strands),
+        )
+
+    def _generations(self) -> tuple[Generation, ...]:
+        ledger, numbers, found = Ledger(), list(self._lives), []
+        for index, number in enumerate(numbers):
+            lives = self._lives[number]
+            following = None
+            if index + 1 < len(numbers):
+                following = min(life.began for life in self._lives[numbers[index + 1]])
+            launched = None
+            if number in self._aligned.launches:
+                launched = min(self._begun(s) for s, _ in self._aligned.generations[number])
+            made = ledger.add(
+                number, lives, launched=launched, following=following, until=self._until
+            )
+            found.append(made)
+        return tuple(found)
+
+    def _begun(self, s: int) -> float:
+        return (self._strands[s].began or 0.0) + self._shifts[s]
+
+    def _stays(self) -> tuple[Stay, ...]:
+        found = [
+            Stay(
+                node=life.node,
+                generation=number,
+                node_rank=life.node_rank,
+                ranks=life.ranks,
+                began=life.began,
+                ended=life.gone if life.gone is not None else life.over,
+            )
+            for number, lives in self._lives.items()
+            for life in lives
+        ]
+        return tuple(sorted(found, key=lambda stay: (stay.generation, stay.node_rank)))
+
+    def _story(self, s: int) -> NodeStory:
+        strand, by = self._strands[s], self._shifts[s]
+        told = strand.launch
+        return NodeStory(
+            node=self._names[s],
+            host=facts.text(told, "host"),
+            began=self._begun(s),
+            seen=strand.seen + by,
+            slots=facts.count(told, "slots") or 0,
+            end=None if strand.end is None else _end(strand.end, by),
+            pid=facts.count(told, "pid"),
+            lost=self._lost(s),
+            folder=facts.text(told, "logs"),
+            settings=facts.texts(told, "settings"),
+            versions=facts.texts(told, "versions"),
+            events_lost=strand.events_lost,
+        )
+
+    def _lost(self, s: int) -> bool:
+        """Whether the others went on without it, and it has not said that it ends."""
+        strand = self._strands[s]
+        if strand.end is not None or not strand.lives:
+            return False
+        mine = self._numbers[(s, len(strand.lives) - 1)]
+        seen = strand.seen + self._shifts[s]
+        return any(
+            number > mine and min(life.began for life in lives) > seen
+            for number, lives in self._lives.items()
+        )
+
+    def _told_last(self) -> tuple[Strand, JobState]:
+        """What the job was doing last, and the agent that tells why."""
+        newest = max(self._lives, default=None)
+        members = list(range(len(self._strands)))
+        if newest is not None:
+            members = [s for s, _ in self._aligned.generations[newest]]
+        ends = [(self._strands[s], _end_state(self._strands[s])) for s in members]
+        for wanted in (JobState.SUCCEEDED, JobState.FAILED):
+            # Each ends the job for all, but for the node that is told to leave it.
+            said = [s for s, state in ends if state is wanted and not _sent_away(s)]
+            if said:
+                return max(said, key=_with_cause), wanted
+        here = [strand for strand, state in ends if state is None]
+        for state in _BUSY:
+            busy = [strand for strand in here if strand.standing.state is state]
+            if busy:
+                return busy[0], state
+        over = [strand for strand, _ in ends]
+        for wanted in _FINAL:
+            said = [strand for strand, state in ends if state is wanted]
+            if said:
+                return max(said, key=_with_cause), wanted
+        return over[0], over[0].standing.state
+
+    def _each_mark(self) -> Iterable[Mark]:
+        for s, strand in enumerate(self._strands):
+            for mark in strand.marks:
+                yield attrs.evolve(mark, at=mark.at + self._shifts[s], node=self._names[s])
+
+    def _each_pace(self) -> Iterable[Pace]:
+        for s, strand in enumerate(self._strands):
+            here = {life.number: self._numbers[(s, i)] for i, life in enumerate(strand.lives)}
+            for pace in strand.paces.items:
+                yield attrs.evolve(
+                    pace,
+                    at=pace.at + self._shifts[s],
+                    node=self._names[s],
+                    generation=here.get(pace.generation, pace.generation),
+                )
+
+    def _newest(self, told: Sequence[tuple[float, int] | None]) -> int | None:
+        """What was told last, by any."""
+        known = [
+            (found[0] + by, found[1])
+            for found, by in zip(told, self._shifts, strict=True)
+            if found is not None
+        ]
+        return max(known)[1] if known else None
+
+
+def _names(nodes: Sequence[str]) -> list[str]:
+    """Each once, though several agents may have told under it."""
+    counts: dict[str, int] = {}
+    found = []
+    for node in nodes:
+        counts[node] = counts.get(node, 0) + 1
+        found.append(node if counts[node] == 1 else f"{node} ({counts[node]})")
+    return found
+
+
+def _moved(life: Life, by: float, name: str) -> Life:
+    """The same on another axis."""
+    times = ("began", "sought", "trouble", "over", "gone", "left", "restored", "trained", "last_at")
+    told = {time: getattr(life, time) for time in times}
+    return attrs.evolve(
+        life, node=name, **{time: at + by for time, at in told.items() if at is not None}
+    )
+
+
+def _end(event: Event, by: float) -> NodeEnd:
+    return NodeEnd(
+        at=event.at + by,
+        state=end_state(facts.text(event.facts, "state")),
+        reason=facts.text(event.facts, "reason"),
+        exit_code=facts.count(event.facts, "exit_code") or 0,
+    )
+
+
+def _end_state(strand: Strand) -> JobState | None:
+    return None if strand.end is None else end_state(facts.text(strand.end.facts, "state"))
+
+
+def _sent_away(strand: Strand) -> bool:
+    return strand.end is not None and _OF_THIS_NODE in facts.text(strand.end.facts, "reason")
+
+
+def _cause(strand: Strand) -> Mapping[str, Any] | None:
+    cause = None if strand.end is None else strand.end.facts.get("cause")
+    return cause if isinstance(cause, Mapping) else None
+
+
+def _with_cause(strand: Strand) -> bool:
+    return _cause(strand) is not None
+
+
+def _began(story: NodeStory) -> float:
+    return story.began
+
+
+def _at(told: Mark | Pace) -> float:
+    return told.at
