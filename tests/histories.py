@@ -156,7 +156,7 @@ class Script:
         self.nodes[name] = story
 
     def vanish(self, name: str) -> None:
-        self.nodes[name] = attrs.evolve(self.nodes[name], seen=self.at)
+        self.nodes[name] = attrs.evolve(self.nodes[name], seen=self.at, lost=True)
 
     def history(self, state: JobState, reason: str) -> History:
         until = self.at + 0.5

@@ -121,7 +121,7 @@ def browsing(executable: str, folder: Path) -> Iterator[Browser]:
             stdout=log,
             stderr=log,
             pass_fds=(READ, WRITE),
-            preexec_fn=hand_over,  # noqa: PLW1509
+            preexec_fn=hand_over,
             start_new_session=True,
         )
     for end in high:
@@ -131,10 +131,8 @@ def browsing(executable: str, folder: Path) -> Iterator[Browser]:
     finally:
         os.close(asks)
         os.close(answers)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
         # Its helpers are of its session.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

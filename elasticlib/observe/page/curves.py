@@ -55,7 +55,15 @@ def leading(history: History) -> dict[int, list[Pace]]:
 
 
 def progress(history: History) -> Course:
-    lines = [[(pace.at, float(pace.step)) for pace in paces] for paces in leading(history).values()]
+    """From the first step of each generation on, so that what was lost is a step down."""
+    made = {generation.number: generation for generation in history.generations}
+    lines = []
+    for number, paces in leading(history).items():
+        line = [(pace.at, float(pace.step)) for pace in paces]
+        one = made.get(number)
+        if one is not None and one.trained is not None and one.first_step is not None:
+            line = [(one.trained, float(one.first_step)), *(p for p in line if p[0] > one.trained)]
+        lines.append(line)
     return _course("Steps done", lines)
 
 
@@ -106,9 +114,10 @@ def _course(name: str, lines: Iterable[Points], over: str = "time") -> Course:
 
 
 def strip(course: Course, axis: Axis, top: float, height: float) -> list[Markup]:
-    """The curve with its rules and numbers, in a lane of the timeline; from 0 up."""
+    """The curve with its rules and numbers, in a lane of the timeline; from 0 up, if it can."""
     values = course.values
-    up = Axis(min(0.0, *values), max(values)) if len(values) > 1 else Axis(0.0, values[0] or 1.0)
+    low, high = min(values), max(values)
+    up = Axis(0.0 if low > 0 else low, high if high > low else high + 1.0)
     return _drawn(course, axis, up, (top, height), count_text)
 
 
@@ -123,7 +132,7 @@ def _drawn(
 ) -> list[Markup]:
     top, height = place
     rules, numbers = [], []
-    for value in value_ticks(up.first, up.last):
+    for value in value_ticks(up.first, up.last, 4):
         down = top + height * (1 - up.part(value))
         rules.append(level(down))
         words = text(10.0**value if power else value)
@@ -141,8 +150,8 @@ def chart(course: Course, history: History) -> Markup:
         lines = tuple([(x, math.log10(y)) for x, y in line] for line in course.lines)
         course = attrs.evolve(course, lines=lines)
     low, high = min(course.values), max(course.values)
-    if course.over == "time":
-        low = min(low, 0.0)
+    if low > 0 and not power and (course.over == "time" or low < high / 2):
+        low = 0.0  # so that heights can be compared
     up = Axis(low, high if high > low else low + 1.0)
     axis, ticks = _across(course, history)
     top, height = 16.0, 130.0

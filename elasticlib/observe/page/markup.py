@@ -24,16 +24,12 @@ class Markup(str):
 
 
 def visible(value: str) -> str:
-    """The same without a terminal's colours, and with control characters as signs that show."""
+    """The same without a terminal's colours, and with control characters written out."""
     plain = _COLOURS.sub("", value.replace("\r\n", "\n"))
     return _HIDDEN.sub(lambda found: _sign(ord(found[0])), plain)
 
 
 def _sign(code: int) -> str:
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\u2421"
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 

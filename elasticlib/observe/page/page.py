@@ -20,6 +20,8 @@ LAW = "default-src 'none'; style-src 'unsafe-inline'"
 """What the page may load: nothing, whatever a bug would let into it."""
 DOCTYPE = Markup("<!DOCTYPE html>\n")
 REASON = 600
+LONG = 12
+"""Characters of a key figure, above which it is written smaller."""
 
 
 def page(history: History) -> str:
@@ -48,13 +50,13 @@ def fragment(history: History) -> str:
     inner = element(
         "div",
         _header(history),
-        element("section", element("h2", "Timeline"), timeline(history), class_="whole"),
+        element("section", element("h2", "Timeline"), timeline(history)),
         curves,
         recovery_section(history),
         failure_section(history),
         node_section(history),
         settings_section(history),
-        _footer(),
+        _footer(history),
         class_="inner",
     )
     return element("article", element("style", Markup(style())), inner, class_=ROOT)
@@ -101,8 +103,6 @@ def _figures(history: History) -> Markup:
     budget = "" if history.max_restarts is None else f"of {count_text(history.max_restarts)}"
     failed = sum(mark.kind == "failure" for mark in history.marks)
     told = [
-        ("Goodput", part_text(history.goodput), "of all time, steps that count"),
-        ("Duration", seconds_text(history.until), ""),
         ("Generations", count_text(len(made)), ""),
         ("Restarts", count_text(history.restarts), budget),
         ("Failures", count_text(failed), "told by nodes"),
@@ -119,7 +119,8 @@ def _figures(history: History) -> Markup:
 
 def _figure(name: str, value: str, more: str) -> Markup:
     words = joined(value, element("small", more)) if more else joined(value)
-    return element("div", element("dt", name), element("dd", words))
+    wide = "small" if len(value) > LONG else None
+    return element("div", element("dt", name), element("dd", words, class_=wide))
 
 
 def _step(step: int | None) -> str:
@@ -144,9 +145,13 @@ def _sizes(worlds: list[int]) -> str:
     return " \u2192 ".join(map(count_text, found)) or "none"
 
 
-def _footer() -> Markup:
+def _footer(history: History) -> Markup:
+    unread = ""
+    if history.unread:
+        unread = f"{plural(history.unread, 'line')} of its files could not be read. "
     return element(
         "footer",
+        unread,
         "Times count from the first event of the run. Goodput is the part of all time in which "
         "steps were made that count: neither waiting nor done again. Pointing at a band or a sign "
         "tells more.",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 
 from ..history import Generation, History, Why
-from .markup import Markup, cut, element, escaped
+from .markup import Markup, element, escaped, short
 from .scale import Label, inside
 from .strokes import THINNEST, box, words_at
 from .wording import count_text, middle, plural, seconds_text
@@ -76,7 +76,8 @@ def recovery_section(history: History) -> Markup:
     total = sum(one.total for one in every)
     after = [one for one in every if one.generation.why is not Why.START]
     said = f"{seconds_text(total)} were not spent on steps that count: "
-    said += f"the start, and {plural(len(after), 'way', 'ways')} back to training."
+    said += f"{plural(len(every) - len(after), 'start')} and "
+    said += f"{plural(len(after), 'recovery', 'recoveries')}."
     if len(shown) < len(every):
         rest = total - sum(one.total for one in shown)
         said += (
@@ -107,7 +108,7 @@ def _table(every: Sequence[Recovery]) -> Markup:
             continue
         numbers = (sum(values), middle(values), max(values))
         cells = [element("td", seconds_text(value), class_="number") for value in numbers]
-        words = element("td", _swatch(name), name)
+        words = element("td", _swatch(name), name, class_="name")
         rows.append(element("tr", words, *cells, element("td", means, class_="wide soft")))
     return element(
         "table", element("thead", element("tr", *head)), element("tbody", *rows), class_="narrow"
@@ -144,7 +145,7 @@ def _bar(one: Recovery, widest: float) -> Markup:
         height=HEIGHT,
     )
     listed = [element("li", _swatch(name), f"{name} {words}") for name, words in told.items()]
-    cause = element("span", cut(generation.cause, 160), class_="soft")
+    cause = element("span", short(generation.cause, 160), class_="soft")
     head = element(
         "div",
         element("span", element("b", title), escaped(" "), cause),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from ..history import Generation, History, JobState, Mark, NodeStory, Stay
+from .lane import Lane
 from .markup import Markup, cut, short
 from .scale import Axis, Label, inside
 from .signs import place
@@ -18,13 +19,19 @@ from .wording import count_text, plural, seconds_text, spans_text
 
 ROWS = 24
 BANDS = 3000
-"""Of all rows together, at most: generations x rows."""
+"""Of all rows together, at most, generations x rows."""
 FEWEST = 6
 NARROWEST = 0.25
 """Per cent of the width below which bands of generations melt into one."""
 APART = 1.6
 """Per cent of the width between two signs of one kind, below which they are one."""
+SHORT = 17
+"""Characters of a node's name on a narrow page."""
 BAND = 14.0
+SIGN = 18.0
+"""Pixels of a band that signs at its ends may cover."""
+MANY = 60
+"""Generations, above which rows do not tell them apart."""
 IN_ROWS = ("failure", "drain.asked", "lost")
 ENDS = {
     JobState.SUCCEEDED: "succeeded",
@@ -36,12 +43,16 @@ ENDS = {
 
 @attrs.frozen
 class Row:
-    """A node with what is drawn of it. gone: when it fell silent, if it left without a word."""
+    """A node with what is drawn of it."""
 
     story: NodeStory
     stays: tuple[Stay, ...]
     marks: tuple[Mark, ...]
-    gone: float | None
+
+    @property
+    def gone(self) -> float | None:
+        """When it fell silent, if it left without a word."""
+        return self.story.seen if self.story.lost else None
 
     @property
     def signs(self) -> set[str]:
@@ -69,13 +80,10 @@ def rows(history: History) -> tuple[list[Row], list[Row]]:
     for mark in history.marks:
         if mark.kind in IN_ROWS:
             marks.setdefault(mark.node, []).append(mark)
-    last = max((generation.began for generation in history.generations), default=0.0)
-    every = []
-    for story in history.nodes:
-        # Who told of no end is lost where others went on, or where all is over.
-        lost = story.end is None and (last > story.seen or history.state.over)
-        mine, told = stays.get(story.node, ()), marks.get(story.node, ())
-        every.append(Row(story, tuple(mine), tuple(told), story.seen if lost else None))
+    every = [
+        Row(story, tuple(stays.get(story.node, ())), tuple(marks.get(story.node, ())))
+        for story in history.nodes
+    ]
     room = max(FEWEST, min(ROWS, BANDS // max(1, len(history.generations))))
     if len(every) <= room + 1:
         return every, []
@@ -85,37 +93,51 @@ def rows(history: History) -> tuple[list[Row], list[Row]]:
     return kept, [row for at, row in enumerate(every) if at not in chosen]
 
 
-def row_lane(
-    row: Row, made: Mapping[int, Generation], until: float, axis: Axis, top: float
-) -> tuple[list[Markup], float]:
-    """Its markup and lower end: a line of words, and below it the node's time. made: the
-    generations by number; until: the end of the history."""
-    story, middle = row.story, top + 30
+def row_lane(row: Row, history: History, axis: Axis) -> Lane:
+    """A line of words, and below it the node's time."""
+    story, middle = row.story, 30.0
     name = story.host or story.node
     told = f"{name} ({story.node}), {plural(story.slots, 'worker')}"
     if story.folder:
         told += f", logs in {story.folder}"
-    ended = story.end.at if story.end is not None else until
-    last = ended if row.gone is None else row.gone
+    ended = history.until if story.end is None else story.end.at
+    if row.gone is not None or (story.end is None and history.state.over):
+        ended = story.seen
+    end_words = _end_words(row, history.state.over)
     found = [
-        left_words(short(name, 24), top + 14, told=told),
-        right_words(_end_words(row), top + 14, told=_end_told(row)),
-        level(middle, "life", span=(axis(story.began), axis(last))),
+        *_names(name, told),
+        right_words(end_words, 14, told=_end_told(row)),
+        level(middle, "life", span=(axis(story.began), axis(ended))),
     ]
     if row.gone is not None:
-        found.append(level(middle, "lost", span=(axis(row.gone), axis(until))))
-    found += _bands(row.stays, made, until, axis, middle)
+        found.append(level(middle, "lost", span=(axis(row.gone), axis(history.until))))
+    found += _bands(row.stays, history, axis, middle)
     found += _signs(row, axis, middle)
-    return found, top + 46
+    words = f"{name}: {plural(len(row.stays), 'generation')}, {_counted(row)}{end_words or 'there'}"
+    return Lane(words, found, 44.0)
 
 
-def _end_words(row: Row) -> str:
+def _names(name: str, told: str) -> list[Markup]:
+    """The node's name, or as much of it as there is room for beside its end."""
+    if len(name) <= SHORT:
+        return [left_words(name, 14, told=told)]
+    narrow = left_words(short(name, SHORT), 14, "halo n0", told=told)
+    return [narrow, left_words(short(name, 3 * SHORT), 14, "halo w1", told=told)]
+
+
+def _counted(row: Row) -> str:
+    failures = sum(mark.kind == "failure" for mark in row.marks)
+    return f"{plural(failures, 'failure')}, " if failures else ""
+
+
+def _end_words(row: Row, over: bool) -> str:
+    """over: whether the job is."""
     if row.gone is not None:
         return f"lost at {seconds_text(row.gone)}"
     end = row.story.end
-    return (
-        "" if end is None else f"{ENDS.get(end.state, end.state.value)} at {seconds_text(end.at)}"
-    )
+    if end is None:
+        return "its end is not told" if over else ""
+    return f"{ENDS.get(end.state, '')} at {seconds_text(end.at)}"
 
 
 def _end_told(row: Row) -> str:
@@ -123,23 +145,25 @@ def _end_told(row: Row) -> str:
     return "" if end is None else cut(f"{end.reason} (exit code {end.exit_code})", 300)
 
 
-def _bands(
-    stays: Sequence[Stay], made: Mapping[int, Generation], until: float, axis: Axis, middle: float
-) -> list[Markup]:
+def _bands(stays: Sequence[Stay], history: History, axis: Axis, middle: float) -> list[Markup]:
+    made = {generation.number: generation for generation in history.generations}
+    many = len(made) > MANY
     found = []
-    for group in _melted(stays, until, axis):
+    for group in _melted(stays, history.until, axis, many):
         first, last = group[0], group[-1]
-        left, right = axis(first.began), axis(until if last.ended is None else last.ended)
-        shade = "ab"[first.generation % 2 == 0]
-        words = spans_text(stay.generation for stay in group)
-        told = _told(group, made, until)
+        left = axis(first.began)
+        right = axis(history.until if last.ended is None else last.ended)
+        shade = "b" if many or first.generation % 2 == 0 else "a"
+        told = _told(group, made, history.until)
         trained = _trained(first, made)
+        place = (middle - BAND / 2, BAND)
         if len(group) == 1 and (trained is None or axis(trained) - left > NARROWEST):
-            found.append(box((left, right), middle - BAND / 2, BAND, "starting", told=told))
+            found.append(box((left, right), *place, "starting", told=told))
             left = right if trained is None else axis(trained)
-        if right - left > 0:
-            found.append(box((left, right), middle - BAND / 2, BAND, f"band-{shade}", told=told))
-        rung = inside(right - left, words)
+        if right > left:
+            found.append(box((left, right), *place, f"band-{shade}", told=told))
+        words = str(first.generation)
+        rung = None if many or len(group) > 1 else inside(right - left, words, room=SIGN)
         if rung is not None:
             label = Label((left + right) / 2, words)
             found.append(words_at(label, middle + 4, f"on-{shade} {rung}"))
@@ -154,18 +178,20 @@ def _trained(stay: Stay, made: Mapping[int, Generation]) -> float | None:
     return generation.trained
 
 
-def _melted(stays: Iterable[Stay], until: float, axis: Axis) -> list[list[Stay]]:
-    """Stays one by one, and those too narrow to be seen together with their neighbours."""
+def _melted(stays: Iterable[Stay], until: float, axis: Axis, many: bool) -> list[list[Stay]]:
+    """Stays one by one; those too narrow to be seen together with their neighbours; and where
+    generations are many, all that only gaps too narrow part."""
     groups: list[list[Stay]] = []
-    narrow = False
+    narrow, before = False, 0.0
     for stay in stays:
-        end = axis(until if stay.ended is None else stay.ended)
-        thin = end - axis(stay.began) < NARROWEST
-        if groups and thin and narrow and end - axis(groups[-1][0].began) < 4 * NARROWEST:
+        left, right = axis(stay.began), axis(until if stay.ended is None else stay.ended)
+        thin = right - left < NARROWEST
+        near = many and left - before < NARROWEST
+        if groups and (near or (thin and narrow and right - axis(groups[-1][0].began) < 1)):
             groups[-1].append(stay)
         else:
             groups.append([stay])
-        narrow = thin
+        narrow, before = thin, right
     return groups
 
 
@@ -198,11 +224,13 @@ def _signs(row: Row, axis: Axis, middle: float) -> list[Markup]:
     return found
 
 
-def together(marks: Iterable[Mark], where: Callable[[Mark], float]) -> list[list[Mark]]:
+def together(
+    marks: Iterable[Mark], where: Callable[[Mark], float], apart: float = APART
+) -> list[list[Mark]]:
     """Marks in order, those that would lie on each other in one group."""
     groups: list[list[Mark]] = []
     for mark in marks:
-        if groups and where(mark) - where(groups[-1][0]) < APART:
+        if groups and where(mark) - where(groups[-1][0]) < apart:
             groups[-1].append(mark)
         else:
             groups.append([mark])

@@ -113,9 +113,10 @@ def _fits(label: Label, chosen: Sequence[tuple[Label, int]], rung: int, size: fl
     return True
 
 
-def inside(share: float, words: str, size: float = TEXT) -> str | None:
-    """The class of words that stand in a bar of so many per cent; None where they never fit."""
-    need = len(words) * size * LETTER + 4
+def inside(share: float, words: str, size: float = TEXT, *, room: float = 4) -> str | None:
+    """The class of words that stand in a bar of so many per cent, with so many pixels of room
+    around them; None where they never fit."""
+    need = len(words) * size * LETTER + room
     for rung, width in enumerate(WIDTHS):
         if share / 100 * width >= need:
             return f"w{rung}"

@@ -19,7 +19,7 @@ class Sign:
 
 
 _CROSS = "M-5-3.2-3.2-5 0-1.8 3.2-5 5-3.2 1.8 0 5 3.2 3.2 5 0 1.8-3.2 5-5 3.2-1.8 0z"
-_RING = "M0-4.5a4.5 4.5 0 1 1-.01 0zM0-2.5a2.5 2.5 0 1 0 .01 0z"
+_RING = "M0-3.8a3.8 3.8 0 1 1-.01 0zM0-2a2 2 0 1 0 .01 0z"
 
 SIGNS: Mapping[str, Sign] = {
     "failure": Sign(_CROSS, "bad", "failure"),
@@ -28,7 +28,7 @@ SIGNS: Mapping[str, Sign] = {
     "lost": Sign(
         "M-1.4-5.5H1.4L.9 1.5H-.9zM0 2.8a1.5 1.5 0 1 1-.01 0z", "leave", "events lost here"
     ),
-    "saved": Sign("M0-4a4 4 0 1 1-.01 0z", "ink", "checkpoint"),
+    "saved": Sign("M0-3.5a3.5 3.5 0 1 1-.01 0z", "ink", "checkpoint"),
     "snapshot": Sign(_RING, "ink", "snapshot in memory"),
     "restored": Sign("M0-5 5 4H-5z", "good", "state taken up"),
     "SUCCEEDED": Sign("M-5.5.5-4-1-1.6 1.4 4-4.5 5.5-3-1.6 4.4z", "good", "succeeded"),

@@ -25,12 +25,12 @@ def words_at(label: Label, down: float, classes: str, *, told: str = "") -> Mark
     )
 
 
-def left_words(words: str, down: float, classes: str = "name", *, told: str = "") -> Markup:
-    return words_at(Label(LEFT, words, "start"), down, classes, told=told)
+def left_words(words: str, down: float, classes: str = "halo", *, told: str = "") -> Markup:
+    return words_at(Label(0.0, words, "start"), down, classes, told=told)
 
 
-def right_words(words: str, down: float, classes: str = "note", *, told: str = "") -> Markup:
-    return words_at(Label(LEFT + ACROSS, words, "end"), down, classes, told=told)
+def right_words(words: str, down: float, classes: str = "note halo", *, told: str = "") -> Markup:
+    return words_at(Label(100.0, words, "end"), down, classes, told=told)
 
 
 def level(down: float, classes: str = "rule", *, span: tuple[float, float] = (0, 100)) -> Markup:

@@ -96,7 +96,7 @@ _RULES = """
 & h2 { font-size: 18px; line-height: 1.3; margin: 40px 0 4px; font-weight: 650; color: var(--ink) }
 & h3 { font-size: 13px; margin: 20px 0 2px; font-weight: 600; color: var(--ink) }
 & p { margin: 0 0 10px; max-width: 72ch }
-& .soft { color: var(--soft); font-size: 13px }
+& .soft { color: var(--soft); font-size: 13px; font-weight: 400 }
 & .lead { margin: 0 0 4px; display: flex; flex-wrap: wrap; gap: 2px 18px; align-items: baseline }
 & .state { font-weight: 650 }
 & .reason { white-space: pre-wrap }
@@ -129,7 +129,7 @@ _RULES = """
 & svg .phase { stroke: var(--page); stroke-width: 1px }
 & svg text.on-phase { fill: #14181c; font-size: 11px }
 & svg .w1, & svg .w2 { display: none }
-@container (min-width: 640px) { & svg .w1 { display: inline } }
+@container (min-width: 640px) { & svg .w1 { display: inline } & svg .n0 { display: none } }
 @container (min-width: 980px) { & svg .w2 { display: inline } }
 & ul.legend { list-style: none; margin: 8px 0 0; padding: 0; display: flex; flex-wrap: wrap }
 & ul.legend { gap: 3px 16px; font-size: 12px; color: var(--soft) }
@@ -142,6 +142,7 @@ _RULES = """
 & dl.figures small { display: block; font-size: 12px; font-weight: 400; color: var(--soft) }
 @container (min-width: 640px) { & dl.figures { grid-template-columns: repeat(4, 1fr) } }
 @container (min-width: 980px) { & dl.figures { grid-template-columns: repeat(5, 1fr) } }
+& .timeline p.soft { margin-top: 8px }
 & .charts { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0 32px }
 @container (min-width: 760px) { & .charts.two { grid-template-columns: repeat(2, minmax(0, 1fr)) } }
 & ol.recoveries { list-style: none; margin: 14px 0 0; padding: 0 }
@@ -155,17 +156,24 @@ _RULES = """
 & table { table-layout: auto; color: var(--ink) }
 & table tr, & table tbody tr:nth-child(n) { background: none }
 & table th { font-weight: 600; font-size: 12px; color: var(--soft); text-align: left }
-& table th, & table td { padding: 5px 12px 5px 0; vertical-align: top; text-align: left }
+& table th, & table td { padding: 5px 16px 5px 0; vertical-align: top; text-align: left }
+& table th { white-space: nowrap }
+& table td.name { min-width: 116px }
+& table td.reason { min-width: 170px }
 & table th, & table td { border: 0; border-bottom: 1px solid var(--rule); max-width: none }
 & table td.number, & table th.number { text-align: right; white-space: nowrap }
 & table td.number, & table td.when { font-variant-numeric: tabular-nums }
 & table td.when { white-space: nowrap }
 & table th:last-child, & table td:last-child { padding-right: 0 }
-& table td .line { display: flex; align-items: baseline }
+& table .wide { display: none }
+@container (min-width: 640px) { & table .wide { display: table-cell; padding-left: 16px } }
 & table td.reason { white-space: pre-wrap; font-size: 13px }
 & code { font: 12px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere }
 & code { background: none; color: inherit; padding: 0; border: 0 }
 @container (max-width: 639px) {
+& table th, & table td { padding-right: 10px }
+& table td.number { white-space: normal }
+& table td.name { min-width: 0 }
 & table.cards thead { display: none }
 & table.cards, & table.cards tbody { display: block }
 & table.cards tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--rule) }
@@ -179,8 +187,9 @@ _RULES = """
 & footer { margin-top: 44px; font-size: 12px; color: var(--soft) }
 @media print {
 & { padding: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact }
-& h2, & h3, & .soft { break-after: avoid }
-& section.whole, & figure, & li, & tr, & dl.figures > div { break-inside: avoid }
+& h2, & h3, & .head { break-after: avoid }
+& .charts { display: block }
+& svg.drawing, & .charts figure, & li, & tr, & dl.figures > div { break-inside: avoid }
 & thead { display: table-header-group }
 & .inner { max-width: none }
 }

@@ -17,31 +17,43 @@ SINGLE = 20
 """Failures that are told one by one; more are told by reason."""
 REASONS = 40
 NODES = 40
-REASON = 1500
+REASON = 600
 """Characters of one reason that are shown, at most."""
 _DIGITS = re.compile(r"\d+")
 
 
 @attrs.frozen
 class Failure:
-    """generation: in which it was, if that is known; name: of the node, for people."""
+    """generation: in which it was, if that is known; name: of the node, for people; workers: its
+    ranks."""
 
     mark: Mark
     generation: int | None
     name: str
+    workers: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> str:
+        return spans_text(self.workers)
 
 
 def failures(history: History) -> list[Failure]:
     names = {story.node: story.host or story.node for story in history.nodes}
-    stays: dict[str, list[tuple[float, int]]] = {}
+    stays: dict[str, list[tuple[float, int | None]]] = {}
     for stay in history.stays:
         stays.setdefault(stay.node, []).append((stay.began, stay.generation))
     found = []
+    ended: dict[str, list[Mark]] = {}
     for mark in history.marks:
+        if mark.kind == "worker.ended":
+            ended.setdefault(mark.node, []).append(mark)
         if mark.kind == "failure":
-            before = [number for began, number in stays.get(mark.node, ()) if began <= mark.at]
-            name = names.get(mark.node, mark.node)
-            found.append(Failure(mark, max(before, default=None), name))
+            before = [stay for stay in stays.get(mark.node, ()) if stay[0] <= mark.at]
+            began, number = max(before, default=(0.0, None))
+            workers = {one.rank for one in ended.get(mark.node, ()) if one.at >= began}
+            ranks = {mark.rank} if mark.rank is not None else workers
+            known = tuple(sorted(rank for rank in ranks if rank is not None))
+            found.append(Failure(mark, number, names.get(mark.node, mark.node), known))
     return found
 
 
@@ -71,8 +83,8 @@ def failure_section(history: History) -> Markup:
             (
                 ("when", seconds_text(one.mark.at)),
                 ("when", "" if one.generation is None else str(one.generation)),
-                ("", one.name),
-                ("when", "" if one.mark.rank is None else str(one.mark.rank)),
+                ("name", one.name),
+                ("when", one.ranks),
                 ("reason", cut(one.mark.words, REASON)),
             )
             for one in found
@@ -98,13 +110,13 @@ def _grouped(group: Sequence[Failure]) -> list[tuple[str, str]]:
     first, last = seconds_text(group[0].mark.at), seconds_text(group[-1].mark.at)
     names = list(dict.fromkeys(one.name for one in group))
     generations = spans_text(one.generation for one in group if one.generation is not None)
-    ranks = spans_text(one.mark.rank for one in group if one.mark.rank is not None)
+    ranks = spans_text(rank for one in group for rank in one.workers)
     return [
         ("when", count_text(len(group))),
         ("", first if len(group) == 1 else f"{first}, {last}"),
-        ("", cut(generations, 60)),
-        ("", some_text(names)),
-        ("", cut(ranks, 60)),
+        ("", generations),
+        ("name", some_text(names)),
+        ("", ranks),
         ("reason", cut(group[0].mark.words, REASON)),
     ]
 
@@ -139,7 +151,7 @@ def _ends(others: Iterable[Row]) -> str:
     counts: dict[str, int] = {}
     for row in others:
         end = row.story.end
-        word = "are still there" if end is None else ENDS.get(end.state, end.state.value)
+        word = "told of no end" if end is None else ENDS.get(end.state, end.state.value)
         word = "were lost" if row.gone is not None else word
         counts[word] = counts.get(word, 0) + 1
     return ", ".join(f"{count_text(many)} {word}" for word, many in counts.items())
@@ -150,14 +162,14 @@ def _node(row: Row) -> list[tuple[str, str]]:
     until = row.gone if story.end is None else story.end.at
     logs = element("code", story.folder) if story.folder else Markup("")
     agent = story.node if story.pid is None else f"{story.node}, process {story.pid}"
-    name = joined(story.host or story.node, " ", element("span", agent, class_="soft"))
+    name = joined(story.host or story.node, element("div", agent, class_="soft"))
     return [
-        ("", name),
+        ("name", name),
         ("when", count_text(story.slots)),
         ("when", seconds_text(story.began)),
         ("when", "" if until is None else seconds_text(until)),
         ("reason", _how(row)),
-        ("", logs),
+        ("name", logs),
     ]
 
 
@@ -166,7 +178,7 @@ def _how(row: Row) -> Markup:
     if row.gone is not None:
         words = joined(picture("vanished"), "lost: it was not heard of again")
     elif end is None:
-        words = joined("it is there")
+        words = joined("not told")
     else:
         told = f"{end.reason or ENDS.get(end.state, '')} (exit code {end.exit_code})"
         words = joined(picture(end.state.value), cut(told, REASON))

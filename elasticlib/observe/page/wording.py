@@ -52,14 +52,17 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count_text(count)} {one if count == 1 else many or one + 's'}"
 
 
-def spans_text(numbers: Iterable[int]) -> str:
-    """Of whole numbers: `0, 2\u20135, 9`."""
+def spans_text(numbers: Iterable[int], most: int = 6) -> str:
+    """Of whole numbers: `0, 2\u20135, 9`; where there are too many spans, how many they are."""
     found: list[list[int]] = []
     for value in sorted(set(numbers)):
         if found and value == found[-1][1] + 1:
             found[-1][1] = value
         else:
             found.append([value, value])
+    if len(found) > most:
+        many = sum(last - first + 1 for first, last in found)
+        return f"{count_text(many)} from {found[0][0]} to {found[-1][1]}"
     return ", ".join(str(a) if a == b else f"{a}\u2013{b}" for a, b in found)
 
 
