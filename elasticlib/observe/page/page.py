@@ -18,6 +18,8 @@ from .wording import count_text, part_text, plural, seconds_text
 
 LAW = "default-src 'none'; style-src 'unsafe-inline'"
 """What the page may load: nothing, whatever a bug would let into it."""
+GENERATOR = "elasticlib report"
+"""What tells a report from another page."""
 DOCTYPE = Markup("<!DOCTYPE html>\n")
 REASON = 600
 LONG = 12
@@ -29,6 +31,7 @@ def page(history: History) -> str:
     head = element(
         "head",
         element("meta", charset="utf-8"),
+        element("meta", name_="generator", content=GENERATOR),
         element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         element("meta", http_equiv="Content-Security-Policy", content=LAW),
         element("meta", name_="color-scheme", content="light dark"),
@@ -96,7 +99,8 @@ def _date(wall: float) -> str:
 def _figures(history: History) -> Markup:
     made = history.generations
     redone = sum(generation.cost.redone for generation in made)
-    lost = sum(one.total for one in recoveries(history))
+    ways = recoveries(history)
+    lost = seconds_text(sum(one.total for one in ways)) if ways else "not told"
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
     sizes = list(dict.fromkeys(worlds))
@@ -106,13 +110,13 @@ def _figures(history: History) -> Markup:
         ("Generations", count_text(len(made)), ""),
         ("Restarts", count_text(history.restarts), budget),
         ("Failures", count_text(failed), "told by nodes"),
-        ("Nodes", count_text(len(history.nodes)), _span([g.nodes for g in made], "at a time")),
+        ("Nodes", count_text(len(history.nodes)), _span(history)),
         ("Workers", _sizes(worlds), plural(len(sizes), "size") if len(sizes) > 4 else ""),
         ("Last step", count_text(max(steps)) if steps else "not told", ""),
         ("Last checkpoint", _step(history.saved), ""),
         ("Last snapshot", _step(history.snapshot), ""),
         ("Steps redone", count_text(redone), ""),
-        ("Time lost", seconds_text(lost), "starts and recoveries"),
+        ("Time lost", lost, "starts and recoveries" if ways else ""),
     ]
     return element("dl", *(_figure(*one) for one in told), class_="figures")
 
@@ -127,11 +131,13 @@ def _step(step: int | None) -> str:
     return "none told" if step is None else f"step {count_text(step)}"
 
 
-def _span(values: list[int], words: str) -> str:
-    if not values:
-        return ""
+def _span(history: History) -> str:
+    """How many nodes there were at a time, where that is not all of them at all times."""
+    values = {generation.nodes for generation in history.generations} or {len(history.nodes)}
     low, high = min(values), max(values)
-    return f"{low} {words}" if low == high else f"{low} to {high} {words}"
+    if low == high == len(history.nodes):
+        return ""
+    return f"{low} at a time" if low == high else f"{low} to {high} at a time"
 
 
 def _sizes(worlds: list[int]) -> str:

@@ -108,7 +108,7 @@ def _table(every: Sequence[Recovery]) -> Markup:
             continue
         numbers = (sum(values), middle(values), max(values))
         cells = [element("td", seconds_text(value), class_="number") for value in numbers]
-        words = element("td", _swatch(name), name, class_="name")
+        words = element("td", _swatch(name), name, class_="when")
         rows.append(element("tr", words, *cells, element("td", means, class_="wide soft")))
     return element(
         "table", element("thead", element("tr", *head)), element("tbody", *rows), class_="narrow"

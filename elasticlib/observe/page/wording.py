@@ -13,21 +13,28 @@ def seconds_text(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0.995:
-        return f"{seconds:.2f} s" if seconds >= 0.005 else "0 s"
+        return _with("s", f"{seconds:.2f}" if seconds >= 0.005 else "0")
     if seconds < 9.95:
-        return f"{seconds:.1f} s"
+        return _with("s", f"{seconds:.1f}")
     whole = round(seconds)
     if whole < MINUTE:
-        return f"{whole} s"
-    for unit, small, name, short in (
-        (MINUTE, 1.0, "min", "s"),
-        (HOUR, MINUTE, "h", "min"),
-        (DAY, HOUR, "d", "h"),
-    ):
-        if whole < unit * {"min": 60, "h": 24}.get(name, math.inf):
-            rest = int(whole % unit // small)
-            return f"{int(whole // unit)} {name}" + (f" {rest} {short}" if rest else "")
-    raise AssertionError("days have no end")
+        return _with("s", whole)
+    if whole < HOUR:
+        return _two(whole, (MINUTE, "min"), (1.0, "s"))
+    if whole < DAY:
+        return _two(whole, (HOUR, "h"), (MINUTE, "min"))
+    return _two(whole, (DAY, "d"), (HOUR, "h"))
+
+
+def _two(whole: int, big: tuple[float, str], small: tuple[float, str]) -> str:
+    rest = int(whole % big[0] // small[0])
+    words = _with(big[1], int(whole // big[0]))
+    return f"{words} {_with(small[1], rest)}" if rest else words
+
+
+def _with(unit: str, value: object) -> str:
+    """A number never stands at a line's end without its unit."""
+    return f"{value}\u00a0{unit}"
 
 
 def count_text(count: float) -> str:
@@ -45,7 +52,7 @@ def part_text(part: float | None) -> str:
     """Of a whole, in percent; never 100 where a part is missing."""
     if part is None:
         return "unknown"
-    return f"{min(part, 0.999 if part < 1 else 1.0):.1%}".replace(".0%", "%").replace("%", " %")
+    return f"{min(part, 0.999 if part < 1 else 1.0):.1%}".replace(".0%", "%").replace("%", "\u00a0%")
 
 
 def plural(count: int, one: str, many: str = "") -> str:
