@@ -93,6 +93,8 @@ _HOMES = {
         "latest_checkpoint",
     ),
     "checkpoint.manager": ("CheckpointManager",),
+    "observe.history": ("History",),
+    "observe.read_events": ("read_history",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -130,6 +132,8 @@ if TYPE_CHECKING:
     from .launch.torchrun_options import TorchrunOptions as TorchrunOptions
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
+    from .observe.history import History as History
+    from .observe.read_events import read_history as read_history
     from .rendezvous.document import FailureKind as FailureKind
     from .rendezvous.document import Limits as Limits
     from .rendezvous.document import Node as Node

@@ -27,6 +27,7 @@ PURE = {
     "observe/life.py",
     "observe/reading.py",
     "observe/strand.py",
+    "observe/tally.py",
     "observe/thinned.py",
     "observe/pace.py",
     "observe/standing.py",

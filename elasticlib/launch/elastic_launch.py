@@ -45,7 +45,8 @@ from ..workers.spec import (
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
-from .journals import open_journal
+from .exit_summary import ExitSummary
+from .journals import kept_logs, open_journal
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
@@ -129,12 +130,14 @@ def run_node(
     *,
     persist: Persist = persist,
     began: Callable[[ElasticAgent], object] | None = None,
+    summary: ExitSummary | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
     workers: what runs them, if not processes of this machine as the config has them. persist:
     writes the newest snapshots when the job drains or fails for good. began: called with the agent
-    before it runs, for who is to tell it something from another thread.
+    before it runs, for who is to tell it something from another thread. summary: is told what
+    happens, beside the journal.
     """
     _check_here(config, entrypoint)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
@@ -149,6 +152,9 @@ def run_node(
         if requeue is not None:
             check_requeue(meeting, config.rdzv_backend)
         journal = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
+        if summary is not None:
+            journal = summary.beside(journal, kept_logs(runners))
+        watch = StepWatch(runners, journal)
         kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
@@ -159,13 +165,13 @@ def run_node(
             interval=config.monitor_interval,
             options=options,
             memory=memory,
-            journal=journal,
+            journal=watch,
         )
         if began is not None:
             began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
-        with StepWatch(runners, agent.get_worker_group, journal):
+        with watch:
             result = agent.run()
         if isinstance(runners, LocalWorkers):
             _write_report(runners.kept_folder, result)

@@ -57,14 +57,17 @@ def _carry_out(argv: Sequence[str]) -> int:
         return reaped
     # After the command line was read, so that --help and mistakes are answered at once.
     from .elastic_launch import run_node
+    from .exit_summary import ExitSummary
     from .report import told
 
     level = log_level(os.environ.get("LOGLEVEL", "INFO"))
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
     for note in launch.settings.notes:
         log.warning("%s", note)
-    result = run_node(config, launch.entrypoint)
-    _show(told(result))
+    summary = ExitSummary(config.run_id)
+    result = run_node(config, launch.entrypoint, summary=summary)
+    # The reason stays what is read last.
+    _show(summary.text() + told(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return config.supervision.drain_exit_code

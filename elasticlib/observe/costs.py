@@ -57,7 +57,7 @@ class Ledger:
         trained = None if trained is None else max(began, trained)
         steps = _steps(lives)
         pace = _middle(life.seconds_per_step for life in lives)
-        ended = until if end is None else end.fault
+        ended = max(began, until) if end is None else end.fault
         cost = self._way_here(lives, began, trained, launched)
         redone = self._redone(steps)
         took = max(0, redone - 1) * (self._pace or pace or 0.0)

@@ -18,7 +18,7 @@ class Life:
     trouble: the first sign that it would not last, None if it ended well. over: nobody works any
     more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
     seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
-    node failed; asked: they were given notice. trained: the end of the first step, as exactly as
+    node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
     it was told; last_at: that of the last.
     """
 
@@ -87,7 +87,9 @@ def lived(life: Life, event: Event) -> Life:
     if event.kind in ("training.began", "steps"):
         return _worked(life, event, at, silent or 0.0)
     if event.kind == "restored":
-        took = facts.seconds(event.facts, "seconds")
+        took, after = (facts.seconds(event.facts, name) for name in ("seconds", "after"))
+        if took is not None and after is not None:
+            at = min(at, life.began + after + took)
         step = facts.count(event.facts, "step")
         return attrs.evolve(life, restored=at, restore_seconds=took, restored_step=step)
     if event.kind in ("failure", "stopping", "rendezvous.began") and silent is not None:
@@ -106,7 +108,8 @@ def lived(life: Life, event: Event) -> Life:
     if event.kind == "stopped":
         return attrs.evolve(life, over=life.over or at, gone=at)
     if event.kind == "rendezvous.began":
-        return _ended(_troubled(life, at), at)
+        asked = life.asked or event.facts.get("planned") is True
+        return _ended(attrs.evolve(_troubled(life, at), asked=asked), at)
     if event.kind == "run.ended":
         return _ended(life, at if life.left is None else life.left)
     return life

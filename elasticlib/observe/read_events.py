@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .event import LONGEST, Event, decode
 from .history import History
 from .reading import history_of
+from .runs import find_runs
 
 
 class EventsFile:
@@ -48,6 +49,19 @@ def _passed_over(file: BinaryIO) -> bool:
         if line.endswith(b"\n"):
             return True
     return False
+
+
+def read_history(run: str | os.PathLike[str] = "") -> History:
+    """A run's history, from the events of all its agents that are found here.
+
+    run: its id; or a path: a file of events, a run's record, or a folder of logs, of one node or of
+    several. The newest run of this machine and user, if left out.
+
+    Raises:
+        NoSuchRun: there is none; the error lists what there is.
+        ConfigError: its events cannot be read.
+    """
+    return read_files(find_runs(run))
 
 
 def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:

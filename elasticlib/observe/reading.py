@@ -70,6 +70,7 @@ class _Reader:
         self._numbers = {
             key: number for number, keys in aligned.generations.items() for key in keys
         }
+        self._silence()
 
     def history(self) -> History:
         generations = self._generations()
@@ -82,7 +83,7 @@ class _Reader:
             until=self._until,
             state=state,
             nodes=tuple(sorted(map(self._story, range(len(self._strands))), key=_began)),
-            stays=self._stays(),
+            stays=self._stays(generations, state),
             generations=generations,
             marks=tuple(sorted(self._each_mark(), key=_at)),
             paces=tuple(sorted(self._each_pace(), key=_at)),
@@ -111,22 +112,35 @@ class _Reader:
             found.append(made)
         return tuple(found)
 
+    def _silence(self) -> None:
+        """A node that went without a word had been silent until its lease was over."""
+        for s in filter(self._lost, range(len(self._strands))):
+            number = self._numbers[(s, len(self._strands[s].lives) - 1)]
+            lease = facts.seconds(self._strands[s].launch, "lease")
+            lives = self._lives[number]
+            known = min((x.trouble for x in lives if x.trouble is not None), default=None)
+            if lease is None or known is None:
+                continue
+            silent = max(0.0, min(lease, known - self._strands[s].seen - self._shifts[s]))
+            self._lives[number] = [
+                attrs.evolve(x, silent=silent) if x.node == self._names[s] else x for x in lives
+            ]
+
     def _begun(self, s: int) -> float:
         return (self._strands[s].began or 0.0) + self._shifts[s]
 
-    def _stays(self) -> tuple[Stay, ...]:
-        found = [
-            Stay(
-                node=life.node,
-                generation=number,
-                node_rank=life.node_rank,
-                ranks=life.ranks,
-                began=life.began,
-                ended=life.gone if life.gone is not None else life.over,
-            )
-            for number, lives in self._lives.items()
-            for life in lives
-        ]
+    def _stays(self, generations: Sequence[Generation], state: JobState) -> tuple[Stay, ...]:
+        ends = {generation.number: generation.ended for generation in generations}
+        over = None if not state.over else self._until
+        found = []
+        for number, lives in self._lives.items():
+            for life in lives:
+                told = life.over if life.gone is None else life.gone
+                # Whoever did not tell of its end had it at that of all.
+                end = next((x for x in (told, ends[number], over) if x is not None), None)
+                ended = None if end is None else max(life.began, end)
+                place = (life.node, number, life.node_rank, life.ranks)
+                found.append(Stay(*place, began=life.began, ended=ended))
         return tuple(sorted(found, key=lambda stay: (stay.generation, stay.node_rank)))
 
     def _story(self, s: int) -> NodeStory:

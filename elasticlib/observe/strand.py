@@ -78,7 +78,7 @@ class Strand:
             self.standing = after(self.standing, event)
         if event.kind == "run.began":
             self.launch = event.facts
-        elif event.kind == "generation.began":
+        elif event.kind == "generation.began" and event.generation:
             self._enter(event)
         elif event.kind == "run.ended":
             self.end = event

@@ -1,0 +1,57 @@
+"""The lines at the end of a real run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from jobs import WITHOUT_TORCH, Job
+
+from elasticlib.observe.history import Why
+from elasticlib.observe.read_events import read_history
+
+pytestmark = pytest.mark.faults
+
+
+def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job: Job) -> None:
+    logs = job.folder / "logs"
+    flags = ("--max-restarts", "1", "--rdzv-id", "a b", "--log-dir", str(logs))
+    agent = job.start("a", *job.agent("--standalone", *flags), PYTHONPATH=WITHOUT_TORCH)
+    os.kill(job.settled(1)[0]["pid"], signal.SIGKILL)
+    job.settled(1, after=1)
+    job.finish()
+    assert agent.exit_code() == 0
+    (folder,) = logs.iterdir()
+    *_, first, generation, lost, places, last = agent.text.splitlines()
+    assert "s in 2 generations" in first
+    assert generation.startswith("  generation 2 after a failure, ")
+    assert "was killed by SIGKILL" in generation
+    assert lost.startswith("  lost on this node: stop 0.")
+    assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
+    assert last == "elasticrun: SUCCEEDED: 1 nodes done"
+    history = read_history(folder)
+    assert [made.why for made in history.generations] == [Why.START, Why.FAILURE]
+    assert history.generations[1].cost.seconds > 0
+
+
+def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
+    command = job.agent("--standalone", "--rdzv-id", "calm")
+    job.finish()
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
+    assert agent.exit_code() == 0
+    first, places, last = agent.text.splitlines()
+    assert first.endswith("s in 1 generation")
+    assert places.startswith("events in ")
+    assert places.endswith("events.jsonl; more: elasticlib report calm")
+    assert last == "elasticrun: SUCCEEDED: 1 nodes done"
+
+
+def test_a_run_without_events_names_no_report(job: Job) -> None:
+    job.finish()
+    command = job.agent("--standalone", "--no-events")
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
+    assert agent.exit_code() == 0
+    first, last = agent.text.splitlines()
+    assert first.endswith("s in 1 generation")
+    assert last == "elasticrun: SUCCEEDED: 1 nodes done"

@@ -1,0 +1,64 @@
+"""What is read of files of events, in whatever state they were left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from told_runs import Agent
+
+import elasticlib
+from elasticlib.errors import ConfigError, NoSuchRun
+from elasticlib.observe.event import LONGEST, encode
+from elasticlib.observe.read_events import EventsFile, read_files, read_history
+
+
+def lines() -> list[bytes]:
+    return [encode(e) for e in Agent("n1").launch(0.0).begin(1.0, 1).steps(9.0, 8).events]
+
+
+def test_a_line_that_a_crash_cut_is_not_read_and_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(lines())[:-7])
+    file = EventsFile(path)
+    assert [event.kind for event in file] == ["run.began", "rendezvous.began", "generation.began"]
+    assert (file.unread, file.cut) == (0, True)
+    assert read_files([path]).unread == 0
+
+
+def test_lines_that_are_no_events_are_counted_and_the_others_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    long = b'{"v":1,"kind":"' + b"x" * 3 * LONGEST + b'"}\n'
+    odd = [b"{}\n", b"\xff\xfe\n", b"[" * 9999 + b"\n", long, b'{"v":2}\n']
+    one, *rest = lines()
+    path.write_bytes(b"".join([one, *odd, *rest]))
+    file = EventsFile(path)
+    assert len(list(file)) == 4
+    assert (file.unread, file.cut) == (5, False)
+    history = read_files([path, path])
+    assert (history.unread, len(history.nodes)) == (5, 1)
+
+
+def test_what_holds_no_events_is_said_to(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"{}\n")
+    with pytest.raises(ConfigError, match=r"events.jsonl with 1 other lines"):
+        read_files([path])
+    with pytest.raises(ConfigError, match=r"gone.jsonl cannot be read: No such file"):
+        read_files([tmp_path / "gone.jsonl"])
+
+
+def test_a_folder_of_the_logs_of_several_nodes_is_one_history(tmp_path: Path) -> None:
+    for rank, name in enumerate(("n1", "n2")):
+        agent = Agent(name, booted=-9.0 * rank).launch(0.0).begin(1.0, 1, rank=rank, nodes=2)
+        agent.succeed(20.0)
+        (tmp_path / name).mkdir()
+        written = b"".join(map(encode, agent.events))
+        (tmp_path / name / "events.jsonl").write_bytes(written)
+    history = elasticlib.read_history(tmp_path)
+    assert [node.node for node in history.nodes] == ["n1", "n2"]
+    (generation,) = history.generations
+    assert generation.nodes == 2
+    assert len(read_history(tmp_path / "n1").nodes) == 1
+    with pytest.raises(NoSuchRun):
+        read_history(tmp_path / "n3")

@@ -1,0 +1,230 @@
+"""A job's history, from what its agents told."""
+
+from __future__ import annotations
+
+import pytest
+from told_runs import WALL, Agent, files
+
+from elasticlib.observe.history import History, JobState, Why
+from elasticlib.observe.reading import history_of
+
+
+def near(value: float) -> object:
+    return pytest.approx(value, abs=1e-6)
+
+
+def one_failure() -> Agent:
+    """50 steps at 10 a second, of which the last 20 are done again."""
+    one = Agent("n1").launch(0.0).begin(2.0, 1).train(5.0, 1).steps(9.9, 50, 10.0)
+    one.tell(6.0, "saved", step=30)
+    one.fail(10.0, "rank 0 raised").stop(10.0, 10.5)
+    one.begin(11.0, 2, restarts=1, cause="n1: rank 0 raised")
+    return one.restore(13.0, 30, 1.5).train(14.0, 31).steps(24.0, 131, 10.0).succeed(25.0)
+
+
+def test_a_failure_costs_what_its_phases_took() -> None:
+    history = history_of(files(one_failure()))
+    first, second = history.generations
+    assert (first.why, first.cost.rendezvous, first.cost.start) == (Why.START, near(2), near(3))
+    assert (first.began, first.trained, first.ended) == (near(2), near(5), near(10))
+    assert (second.why, second.cause, second.restarts) == (Why.FAILURE, "n1: rank 0 raised", 1)
+    cost = second.cost
+    assert (cost.detect, cost.stop, cost.rendezvous) == (None, near(0.5), near(0.5))
+    assert (cost.start, cost.restore) == (near(1.5), near(1.5))
+    assert (cost.redone, cost.redone_seconds) == (20, near(19 * 4.9 / 49))
+    assert (second.first_step, second.last_step) == (31, 131)
+    # From the end of training to its going on there is no second that is in no phase.
+    assert cost.seconds - cost.redone_seconds == near(second.trained - first.ended)
+
+
+def test_goodput_is_the_time_of_steps_that_count() -> None:
+    history = history_of(files(one_failure()))
+    assert history.until == near(25.1)
+    assert history.goodput == near((5 + (25 - 14) - 1.9) / 25.1)
+
+
+def test_what_is_told_once_stands_in_the_history() -> None:
+    history = history_of(files(one_failure()))
+    assert (history.run, history.wall, history.state) == ("job", near(WALL), JobState.SUCCEEDED)
+    assert (history.saved, history.restarts, history.max_restarts) == (30, 1, 3)
+    (node,) = history.nodes
+    assert (node.host, node.pid, node.folder, node.lost) == ("n1", 7, "/logs", False)
+    assert node.end is not None
+    assert (node.end.state, node.end.exit_code) == (JobState.SUCCEEDED, 0)
+    assert [(stay.generation, stay.began, stay.ended) for stay in history.stays] == [
+        (1, near(2), near(10.5)),
+        (2, near(11), near(25)),
+    ]
+    assert [(mark.kind, mark.words) for mark in history.marks] == [
+        ("saved", "step 30"),
+        ("worker.ended", "rank 0 raised"),
+        ("failure", "rank 0 raised"),
+        ("restored", "step 30 from disk"),
+    ]
+    assert [(pace.step, pace.per_second) for pace in history.paces] == [(50, 10.0), (131, 10.0)]
+
+
+def pair(**clocks: float) -> History:
+    one = Agent("n1", booted=-50.0).launch(0.0)
+    two = Agent("n2", booted=-70_000.0, **clocks).launch(0.5)
+    for rank, agent in enumerate((one, two)):
+        agent.begin(2.0, 1, rank=rank, nodes=2).train(3.0, 1).steps(9.0, 61)
+        agent.tell(10.0 + rank, "stopping", why="", seconds=0.0)
+    one.stop(10.0, 12.0).begin(13.0, 2, nodes=2, restarts=1, cause="n1: it fell")
+    two.stop(11.0, 11.5).begin(13.0, 2, rank=1, nodes=2, restarts=1, cause="n1: it fell")
+    for agent in (one, two):
+        agent.succeed(20.0)
+    return history_of(files(two, one))
+
+
+@pytest.mark.parametrize("ahead", [-60.0, 0.0, 60.0])
+def test_a_node_whose_wall_clock_is_a_minute_off_lands_right(ahead: float) -> None:
+    history = pair(ahead=ahead)
+    assert {(stay.node, stay.generation): stay.began for stay in history.stays} == {
+        ("n1", 1): near(2.0),
+        ("n2", 1): near(2.0),
+        ("n1", 2): near(13.0),
+        ("n2", 2): near(13.0),
+    }
+    assert [node.began for node in history.nodes] == [near(0.0), near(0.5)]
+    assert [generation.nodes for generation in history.generations] == [2, 2]
+    cost = history.generations[1].cost
+    assert (cost.stop, cost.rendezvous) == (near(2.0), near(1.0)), "the slowest node's stop"
+
+
+def test_nodes_that_share_no_generation_are_laid_by_their_wall_clocks() -> None:
+    one = Agent("n1", booted=-5.0).launch(0.0).begin(1.0, 1).stop(10.0, 11.0)
+    two = Agent("n2", booted=-9.0).launch(9.0).begin(12.0, 2, cause="n1 left").succeed(20.0)
+    history = history_of(files(two, one))
+    assert [(g.number, g.began) for g in history.generations] == [(1, near(1)), (2, near(12))]
+
+
+def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
+    one, two = Agent("n1").launch(0.0), Agent("n2").launch(0.0)
+    for rank, agent in enumerate((one, two)):
+        agent.begin(1.0, 1, rank=rank, nodes=2).train(2.0, 1).steps(9.0, 71)
+    one.stop(15.0, 15.5).begin(16.0, 2, cause="n2 left").succeed(30.0)
+    history = history_of(files(one, two))
+    first, second = history.generations
+    assert {node.node: node.lost for node in history.nodes} == {"n1": False, "n2": True}
+    assert (second.why, second.cost.detect, second.cost.stop) == (Why.LOSS, near(5.0), near(0.5))
+    assert first.ended == near(10.0), "it had gone before its lease had run out"
+    assert history.state is JobState.SUCCEEDED
+    (gone,) = (stay for stay in history.stays if stay.node == "n2")
+    assert gone.ended == near(10.0)
+    quick = history_of({"one": one.events, "two": two.tell(14.0, "saved", step=70).events})
+    assert quick.generations[1].cost.detect == near(1.0), "it was not silent before it spoke"
+    alone = history_of(files(one))
+    assert alone.generations[1].cost.detect is None, "nobody here knows of its silence"
+
+
+def test_the_silence_before_a_hang_is_lost_as_well() -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1).train(2.0, 1).steps(30.0, 71)
+    one.tell(65.0, "failure", reason="hangs", failure="hang", silent=40.0).stop(65.0, 66.0)
+    one.begin(67.0, 2, restarts=1, cause="n1: hangs")
+    first, second = history_of(files(one)).generations
+    assert (first.ended, second.cost.detect) == (near(25.0), near(40.0))
+
+
+@pytest.mark.parametrize(
+    ("why", "cause", "wanted"),
+    [
+        ("resize", "n3 joined", Why.RESIZE),
+        ("", "n3 joined", Why.RESIZE),
+        ("drain", "n2 drains (SIGUSR2)", Why.RESIZE),
+        ("", "n2 left", Why.LOSS),
+        ("", "1 of 2 nodes were lost with the store", Why.LOSS),
+    ],
+)
+def test_why_a_generation_was_sought(why: str, cause: str, wanted: Why) -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1).stop(5.0, 6.0, why).begin(7.0, 2, cause=cause)
+    assert [g.why for g in history_of(files(one)).generations] == [Why.START, wanted]
+    newcomer = Agent("n3").launch(6.0).begin(7.0, 2, rank=1, cause=cause)
+    assert [g.why for g in history_of(files(newcomer)).generations] == [wanted]
+
+
+def test_a_failure_beside_a_loss_is_a_loss_as_nobody_is_charged_for_it() -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1).fail(5.0, "its peer had gone").stop(5.0, 6.0)
+    one.begin(7.0, 2, cause="n2 left")
+    assert [g.why for g in history_of(files(one)).generations] == [Why.START, Why.LOSS]
+
+
+def test_a_run_that_was_launched_again_is_counted_on() -> None:
+    one, two = Agent("n1"), Agent("n2", ahead=60.0)
+    for launched in (0.0, 30.0):
+        for rank, agent in enumerate((one, two)):
+            agent.launch(launched).begin(launched + 1, 1, rank=rank, nodes=2)
+            agent.train(launched + 2, 1).steps(launched + 9, 8)
+            agent.stop(launched + 9, launched + 9.5, "drain").end(launched + 10, "drained", "asked")
+    one.launch(60.0).begin(61.0, 1).succeed(70.0)
+    history = history_of(files(one, two))
+    assert [(g.number, g.nodes, g.why) for g in history.generations] == [
+        (1, 2, Why.START),
+        (2, 2, Why.START),
+        (3, 1, Why.START),
+    ]
+    assert [g.began for g in history.generations] == [near(1), near(31), near(61)]
+    assert history.generations[1].cost.redone == 8
+    assert [node.node for node in history.nodes][-1] == "n1 (3)"
+    assert (history.state, history.until) == (JobState.SUCCEEDED, near(70.1))
+
+
+@pytest.mark.parametrize(
+    ("ends", "wanted"),
+    [
+        (("succeeded", None), JobState.SUCCEEDED),
+        (("failed", None), JobState.FAILED),
+        (("failed", "failed"), JobState.FAILED),
+        (("drained", "drained"), JobState.PREEMPTED),
+        (("stopped", "drained"), JobState.PREEMPTED),
+        (("drained", None), JobState.RUNNING),
+        ((None, None), JobState.RUNNING),
+    ],
+)
+def test_the_jobs_state_is_that_of_all_nodes(
+    ends: tuple[str | None, ...], wanted: JobState
+) -> None:
+    agents = [Agent("n1").launch(0.0), Agent("n2").launch(0.0)]
+    for rank, agent in enumerate(agents):
+        agent.begin(1.0, 1, rank=rank, nodes=2)
+        end = ends[rank]
+        if end is not None:
+            agent.end(9.0, end, "so it was", cause={"host": "n2"} if end == "failed" else None)
+    history = history_of(files(*agents))
+    assert history.state is wanted
+    if wanted is JobState.FAILED:
+        assert (history.reason, history.cause) == ("so it was", {"host": "n2"})
+
+
+def test_a_node_that_is_sent_away_does_not_end_the_job() -> None:
+    one, two = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2), Agent("n2").launch(0.0)
+    two.begin(1.0, 1, rank=1, nodes=2).fail(2.0, "it fell").stop(2.0, 3.0)
+    two.end(4.0, "failed", "this node's workers failed and the job goes on without it (3 of 3)")
+    one.stop(2.0, 3.0)
+    assert history_of(files(one, two)).state is JobState.RESTARTING
+    one.begin(5.0, 2, cause="n2: it fell")
+    assert history_of(files(one, two)).state is JobState.RUNNING
+
+
+def test_files_of_some_nodes_and_their_ends_may_be_missing() -> None:
+    whole = one_failure().events
+    for length in range(len(whole) + 1):
+        history = history_of({"cut": whole[:length]})
+        assert len(history.generations) == sum(e.kind == "generation.began" for e in whole[:length])
+    headless = history_of({"tail": whole[8:]})
+    assert [g.number for g in headless.generations] == [2]
+    assert history_of({}).state is JobState.WAITING
+
+
+def test_a_week_is_thinned_and_says_so() -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1)
+    for step in range(1, 20_001):
+        one.steps(1.0 + step * 10, step)
+        one.tell(1.0 + step * 10, "saved", step=step)
+    history = history_of(files(one))
+    assert len(history.paces) <= 2_001
+    assert len(history.marks) <= 501
+    assert history.left_out == 40_000 - len(history.paces) - len(history.marks)
+    assert (history.paces[0].step, history.paces[-1].step, history.saved) == (1, 20_000, 20_000)
+    gaps = {b.step - a.step for a, b in zip(history.paces, history.paces[1:-1], strict=False)}
+    assert len(gaps) == 1, "evenly"

@@ -1,0 +1,109 @@
+"""What a run came to, counted as it goes on, and the lines that say so."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import pytest
+from told_runs import Agent, files
+
+from elasticlib.launch.exit_summary import duration, told
+from elasticlib.observe.event import Event
+from elasticlib.observe.history import Why
+from elasticlib.observe.reading import history_of
+from elasticlib.observe.tally import DEAREST, Sums, Tally
+
+
+def tallied(events: list[Event]) -> Sums:
+    tally = Tally()
+    for event in events:
+        tally.tell(event)
+    return tally.sums()
+
+
+def many(generations: int) -> Agent:
+    """Each makes 10 steps, of which the next makes 2 again; each third node is lost; one stop
+    takes long."""
+    one = Agent("n1").launch(0.0)
+    at, step = 1.0, 1
+    for number in range(1, generations + 1):
+        lost, restarts = number % 3 == 0, number - 1 - number // 3
+        cause = "n2 left" if lost else "n1: rank 0 raised" if number > 1 else "the job starts"
+        one.begin(at, number, restarts=restarts, cause=cause).restore(at + 1.5, step - 1, 0.5)
+        one.train(at + 2, step).steps(at + 11, step + 9, 1.0)
+        if (number + 1) % 3:
+            one.fail(at + 12, "rank 0 raised")
+        one.stop(at + 12, at + 12.5 + 30 * (number == 7))
+        at, step = at + 13 + 30 * (number == 7), step + 8
+    return one.end(at, "failed", "no restarts left")
+
+
+def test_it_comes_to_what_the_history_of_the_same_events_tells() -> None:
+    agent = many(30)
+    sums, history = tallied(agent.events), history_of(files(agent))
+    assert sums.seconds == pytest.approx(history.until)
+    assert sums.goodput == pytest.approx(history.goodput)
+    later = [generation.cost for generation in history.generations[1:]]
+    for phase in ("stop", "rendezvous", "start", "restore", "redone", "redone_seconds"):
+        wanted = sum(getattr(cost, phase) for cost in later)
+        assert getattr(sums.lost, phase) == pytest.approx(wanted), phase
+    assert sums.lost.redone == 29 * 2
+    assert sums.counts == {Why.START: 1, Why.FAILURE: 19, Why.LOSS: 10}
+    assert len(sums.dearest) == DEAREST
+    assert 8 in [generation.number for generation in sums.dearest], "the stop that took long"
+
+
+def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
+    def kept(generations: int) -> int:
+        tally = Tally()
+        for event in many(generations).events:
+            tally.tell(event)
+        seen, todo = set(), [tally]
+        while todo:
+            one = todo.pop()
+            if id(one) not in seen and not isinstance(one, type):
+                seen.add(id(one))
+                todo += [x for x in gc.get_referents(one) if not callable(x)]
+        return len(seen)
+
+    assert kept(600) <= kept(60) + 20
+
+
+def test_the_lines_say_what_was_lost_and_of_what() -> None:
+    lines = list(told(tallied(many(3).events)))
+    assert lines == [
+        "40.0 s in 3 generations, the first step done after 3.00 s, goodput 70.0 % on this node",
+        "  generation 2 after a failure, 4.00 s lost: n1: rank 0 raised",
+        "  generation 3 after a loss, 4.00 s lost: n2 left",
+        "  lost on this node: stop 1.00 s, rendezvous 1.00 s, start 3.00 s, restore 1.00 s, "
+        "4 steps redone in 2.00 s",
+    ]
+
+
+def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> None:
+    lines = list(told(tallied(many(300).events)))
+    assert len(lines) == 3 + DEAREST
+    assert lines[1] == "  199 after a failure, 100 after a loss; those that cost most:"
+    assert any(re.match("  generation 8 after a failure, 34.0 s lost", line) for line in lines)
+
+
+def test_a_run_that_lost_nothing_is_one_line() -> None:
+    agent = Agent("n1").launch(0.0).begin(2.0, 1).tell(5.0, "saved", step=4).succeed(70.0)
+    (line,) = told(tallied(agent.events))
+    assert line == "70.1 s in 1 generation, last checkpoint of step 4"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.123, "0.12 s"),
+        (9.996, "10.0 s"),
+        (99.9, "99.9 s"),
+        (99.96, "1 min 40 s"),
+        (3599.6, "1 h 0 min"),
+        (90_000, "1 d 1 h"),
+    ],
+)
+def test_a_duration_is_said_as_people_do(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
