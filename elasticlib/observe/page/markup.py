@@ -13,7 +13,9 @@ VOID = frozenset({"meta"})
 SHAPES = frozenset({"circle", "line", "path", "rect"})
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff"
+    # What turns the direction of the text around it, and breaks lines.
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
 
 

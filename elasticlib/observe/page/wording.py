@@ -52,7 +52,9 @@ def part_text(part: float | None) -> str:
     """Of a whole, in percent; never 100 where a part is missing."""
     if part is None:
         return "unknown"
-    return f"{min(part, 0.999 if part < 1 else 1.0):.1%}".replace(".0%", "%").replace("%", "\u00a0%")
+    return f"{min(part, 0.999 if part < 1 else 1.0):.1%}".replace(".0%", "%").replace(
+        "%", "\u00a0%"
+    )
 
 
 def plural(count: int, one: str, many: str = "") -> str:
