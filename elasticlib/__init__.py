@@ -93,6 +93,7 @@ _HOMES = {
         "latest_checkpoint",
     ),
     "checkpoint.manager": ("CheckpointManager",),
+    "observe.report": ("Report", "report"),
     "observe.history": ("History",),
     "observe.read_events": ("read_history",),
 }
@@ -134,6 +135,8 @@ if TYPE_CHECKING:
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .observe.history import History as History
     from .observe.read_events import read_history as read_history
+    from .observe.report import Report as Report
+    from .observe.report import report as report
     from .rendezvous.document import FailureKind as FailureKind
     from .rendezvous.document import Limits as Limits
     from .rendezvous.document import Node as Node

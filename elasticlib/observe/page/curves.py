@@ -1,0 +1,209 @@
+"""What workers told of their steps, as curves: one line a generation, so that what was done again
+lies beside what it was.
+
+The workers of a job go in step, so the node of the lowest rank speaks for all of them; samples are
+summed over the nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from ..history import History, Pace
+from .markup import Markup, element
+from .scale import Axis, Label, inward, placed, thinned, time_ticks, value_ticks
+from .strokes import curve, left_words, level, upright, words_at
+from .wording import count_text, plural, rate_text
+
+POINTS = 1200
+"""Of one curve, at most."""
+DECADES = 100.0
+"""So many times the lowest is the highest value of a loss that is drawn by its logarithm."""
+
+Points = list[tuple[float, float]]
+
+
+@attrs.frozen
+class Course:
+    """One curve: name and what it is over; lines of points in order; left_out: values that are no
+    finite number, and the first of them as words."""
+
+    name: str
+    lines: tuple[Points, ...]
+    over: str = "time"
+    left_out: int = 0
+    first_left_out: str = ""
+
+    @property
+    def values(self) -> list[float]:
+        return [y for line in self.lines for _, y in line]
+
+
+def leading(history: History) -> dict[int, list[Pace]]:
+    """By generation, what the node with the lowest rank of those told that told anything."""
+    place = {(stay.node, stay.generation): stay.node_rank for stay in history.stays}
+    found: dict[int, dict[str, list[Pace]]] = {}
+    for pace in history.paces:
+        found.setdefault(pace.generation, {}).setdefault(pace.node, []).append(pace)
+    return {
+        generation: by_node[min(by_node, key=lambda n: place.get((n, generation), math.inf))]
+        for generation, by_node in sorted(found.items())
+    }
+
+
+def progress(history: History) -> Course:
+    """From the first step of each generation on, so that what was lost is a step down."""
+    made = {generation.number: generation for generation in history.generations}
+    lines = []
+    for number, paces in leading(history).items():
+        line = [(pace.at, float(pace.step)) for pace in paces]
+        one = made.get(number)
+        if one is not None and one.trained is not None and one.first_step is not None:
+            line = [(one.trained, float(one.first_step)), *(p for p in line if p[0] > one.trained)]
+        lines.append(line)
+    return _course("Steps done", lines)
+
+
+def step_rate(history: History) -> Course:
+    return _course(
+        "Steps per second",
+        [
+            [(pace.at, pace.per_second) for pace in paces if pace.per_second is not None]
+            for paces in leading(history).values()
+        ],
+    )
+
+
+def loss(history: History) -> Course:
+    """Over steps. The node of the lowest rank that tells of a loss."""
+    telling = attrs.evolve(history, paces=tuple(p for p in history.paces if p.loss is not None))
+    lines = [
+        [(float(pace.step), pace.loss) for pace in paces if pace.loss is not None]
+        for paces in leading(telling).values()
+    ]
+    return _course("Loss", lines, over="steps")
+
+
+def sample_rate(history: History) -> Course:
+    """Of all nodes: at each word of the leading one, what each told last in that generation."""
+    told = [p for p in history.paces if p.samples_per_second is not None]
+    leaders = leading(attrs.evolve(history, paces=tuple(told)))
+    speaks = {generation: paces[0].node for generation, paces in leaders.items()}
+    last: dict[int, dict[str, float]] = {}
+    lines: dict[int, Points] = {}
+    for pace in sorted(told, key=lambda p: (p.at, p.node == speaks[p.generation])):
+        nodes = last.setdefault(pace.generation, {})
+        nodes[pace.node] = pace.samples_per_second or 0.0
+        if pace.node == speaks[pace.generation]:
+            lines.setdefault(pace.generation, []).append((pace.at, sum(nodes.values())))
+    return _course("Samples per second", list(lines.values()))
+
+
+def _course(name: str, lines: Iterable[Points], over: str = "time") -> Course:
+    """Without what is not finite, and thinned."""
+    lines = list(lines)
+    odd = [(x, y) for line in lines for x, y in line if not math.isfinite(y)]
+    finite = [[point for point in line if math.isfinite(point[1])] for line in lines]
+    full = [line for line in finite if line]
+    total = sum(map(len, full))
+    kept = tuple(thinned(line, max(8, POINTS * len(line) // total)) for line in full)
+    return Course(name, kept, over, len(odd), f"{odd[0][1]} at {odd[0][0]:g}" if odd else "")
+
+
+def strip(course: Course, axis: Axis, top: float, height: float) -> list[Markup]:
+    """The curve with its rules and numbers, in a lane of the timeline; from 0 up, if it can."""
+    values = course.values
+    low, high = min(values), max(values)
+    up = Axis(0.0 if low > 0 else low, high if high > low else high + 1.0)
+    return _drawn(course, axis, up, (top, height), count_text)
+
+
+def _drawn(
+    course: Course,
+    axis: Axis,
+    up: Axis,
+    place: tuple[float, float],
+    text: Callable[[float], str],
+    *,
+    power: bool = False,
+) -> list[Markup]:
+    top, height = place
+    rules, numbers = [], []
+    for value in value_ticks(up.first, up.last, 4):
+        down = top + height * (1 - up.part(value))
+        rules.append(level(down))
+        words = text(10.0**value if power else value)
+        numbers.append(left_words(words, down - 4, "value halo"))
+    return [*rules, curve(course.lines, axis, up, place), *numbers]
+
+
+def chart(course: Course, history: History) -> Markup:
+    """A figure of its own; nothing where there is nothing to draw."""
+    values = course.values
+    if not values:
+        return Markup("")
+    power = course.name == "Loss" and min(values) > 0 and max(values) > DECADES * min(values)
+    if power:
+        lines = tuple([(x, math.log10(y)) for x, y in line] for line in course.lines)
+        course = attrs.evolve(course, lines=lines)
+    low, high = min(course.values), max(course.values)
+    if low > 0 and not power and (course.over == "time" or low < high / 2):
+        low = 0.0  # so that heights can be compared
+    up = Axis(low, high if high > low else low + 1.0)
+    axis, ticks = _across(course, history)
+    top, height = 16.0, 130.0
+    body = _drawn(course, axis, up, (top, height), rate_text, power=power)
+    last = course.lines[-1][-1][1]
+    words = (
+        f"{course.name} over {course.over}, from {rate_text(values[0])} to {rate_text(values[-1])}"
+    )
+    drawing = element(
+        "svg",
+        element("title", words),
+        element("desc", f"lowest {rate_text(min(values))}, highest {rate_text(max(values))}"),
+        *body,
+        *foot(axis, ticks, top + height),
+        class_="drawing",
+        role="img",
+        height=top + height + 24,
+    )
+    said = f"{rate_text(10**last if power else last)} at last"
+    head = element("h3", course.name, " ", element("span", said, class_="soft"))
+    return element("figure", head, drawing, *_notes(course, power))
+
+
+def _across(course: Course, history: History) -> tuple[Axis, list[tuple[float, str]]]:
+    if course.over == "time":
+        return Axis(0.0, max(history.until, 1e-9)), time_ticks(history.until, 4)
+    steps = [x for line in course.lines for x, _ in line]
+    axis = Axis(min(0.0, min(steps)), max(steps))
+    return axis, [(at, f"{count_text(at)}") for at in value_ticks(axis.first, axis.last, 4)]
+
+
+def foot(axis: Axis, ticks: list[tuple[float, str]], top: float) -> list[Markup]:
+    """An axis: a rule, its marks and their words; 24 pixels high."""
+    labels = [inward(Label(axis(at), words)) for at, words in ticks]
+    marks = [upright(axis(at), top, top + 5) for at, _ in ticks]
+    words = [words_at(label, top + 18, f"note {rung}") for label, rung in placed(labels)]
+    return [level(top), *marks, *words]
+
+
+def _notes(course: Course, power: bool) -> list[Markup]:
+    said = []
+    if course.over == "steps":
+        said.append("Over steps; where a generation did steps again, there are two lines.")
+    if power:
+        said.append("The scale is that of the logarithm.")
+    if course.left_out:
+        many = plural(course.left_out, "value")
+        said.append(f"{many} that is no finite number left out, the first {course.first_left_out}.")
+    return [element("p", " ".join(said), class_="soft")] if said else []
+
+
+def charts(history: History) -> list[Markup]:
+    """Speed and loss, as far as they were told."""
+    courses = (loss(history), step_rate(history), sample_rate(history))
+    return [figure for figure in (chart(course, history) for course in courses) if figure]

@@ -1,0 +1,164 @@
+"""The whole report of a run: its words and figures, and the page around them.
+
+It is one text without scripts that fetches nothing, and the same part of it stands in notebooks.
+"""
+
+from __future__ import annotations
+
+from ...clock import date_of
+from ..history import History, JobState
+from .curves import charts
+from .markup import Markup, cut, element, joined
+from .recoveries import recoveries, recovery_section
+from .signs import SIGNS, picture
+from .style import ROOT, page_style, style
+from .tables import failure_section, node_section, settings_section
+from .timeline import timeline
+from .wording import count_text, part_text, plural, seconds_text
+
+LAW = "default-src 'none'; style-src 'unsafe-inline'"
+"""What the page may load: nothing, whatever a bug would let into it."""
+GENERATOR = "elasticlib report"
+"""What tells a report from another page."""
+DOCTYPE = Markup("<!DOCTYPE html>\n")
+REASON = 600
+LONG = 12
+"""Characters of a key figure, above which it is written smaller."""
+
+
+def page(history: History) -> str:
+    """A file of its own, in UTF-8."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name_="generator", content=GENERATOR),
+        element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=LAW),
+        element("meta", name_="color-scheme", content="light dark"),
+        element("title", f"{history.run or 'run'}: {_word(history.state)}"),
+        element("style", Markup(page_style())),
+    )
+    body = element("body", Markup(fragment(history)))
+    return f"{DOCTYPE}{element('html', head, body, lang='en')}\n"
+
+
+def fragment(history: History) -> str:
+    """The report alone, with its style: for a page that holds more."""
+    drawn = charts(history)
+    curves = Markup("")
+    if drawn:
+        heads = element("h2", "Loss and speed")
+        two = "charts two" if len(drawn) > 1 else "charts"
+        curves = element("section", heads, element("div", *drawn, class_=two))
+    inner = element(
+        "div",
+        _header(history),
+        element("section", element("h2", "Timeline"), timeline(history)),
+        curves,
+        recovery_section(history),
+        failure_section(history),
+        node_section(history),
+        settings_section(history),
+        _footer(history),
+        class_="inner",
+    )
+    return element("article", element("style", Markup(style())), inner, class_=ROOT)
+
+
+def _word(state: JobState) -> str:
+    return state.value.lower()
+
+
+def _header(history: History) -> Markup:
+    sign = picture(history.state.value) if history.state.value in SIGNS else Markup("")
+    state = element("span", sign, _word(history.state), class_="state")
+    lead = [state, element("span", seconds_text(history.until))]
+    if history.goodput is not None:
+        lead.append(element("span", f"goodput {part_text(history.goodput)}"))
+    lead.append(element("span", _date(history.wall), class_="soft"))
+    parts = [
+        element("h1", history.run or "a run without an id"),
+        element("p", *lead, class_="lead"),
+    ]
+    if history.reason:
+        parts.append(element("p", cut(history.reason, REASON), class_="reason"))
+    cause = history.cause
+    if cause:
+        words = ", ".join(f"{name} {value}" for name, value in cause.items() if value is not None)
+        parts.append(element("p", f"First cause: {cut(words, REASON)}", class_="reason"))
+    return element("header", *parts, _figures(history))
+
+
+def _date(wall: float) -> str:
+    try:
+        return f"began {date_of(wall)}"
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def _figures(history: History) -> Markup:
+    made = history.generations
+    redone = sum(generation.cost.redone for generation in made)
+    ways = recoveries(history)
+    lost = seconds_text(sum(one.total for one in ways)) if ways else "not told"
+    steps = [pace.step for pace in history.paces]
+    worlds = [generation.world for generation in made]
+    sizes = list(dict.fromkeys(worlds))
+    budget = "" if history.max_restarts is None else f"of {count_text(history.max_restarts)}"
+    failed = sum(mark.kind == "failure" for mark in history.marks)
+    told = [
+        ("Generations", count_text(len(made)), ""),
+        ("Restarts", count_text(history.restarts), budget),
+        ("Failures", count_text(failed), "told by nodes"),
+        ("Nodes", count_text(len(history.nodes)), _span(history)),
+        ("Workers", _sizes(worlds), plural(len(sizes), "size") if len(sizes) > 4 else ""),
+        ("Last step", count_text(max(steps)) if steps else "not told", ""),
+        ("Last checkpoint", _step(history.saved), ""),
+        ("Last snapshot", _step(history.snapshot), ""),
+        ("Steps redone", count_text(redone), ""),
+        ("Time lost", lost, "starts and recoveries" if ways else ""),
+    ]
+    return element("dl", *(_figure(*one) for one in told), class_="figures")
+
+
+def _figure(name: str, value: str, more: str) -> Markup:
+    words = joined(value, element("small", more)) if more else joined(value)
+    wide = "small" if len(value) > LONG else None
+    return element("div", element("dt", name), element("dd", words, class_=wide))
+
+
+def _step(step: int | None) -> str:
+    return "none told" if step is None else f"step {count_text(step)}"
+
+
+def _span(history: History) -> str:
+    """How many nodes there were at a time, where that is not all of them at all times."""
+    values = {generation.nodes for generation in history.generations} or {len(history.nodes)}
+    low, high = min(values), max(values)
+    if low == high == len(history.nodes):
+        return ""
+    return f"{low} at a time" if low == high else f"{low} to {high} at a time"
+
+
+def _sizes(worlds: list[int]) -> str:
+    """The sizes that the job had, in order, where these are few."""
+    found: list[int] = []
+    for world in worlds:
+        if not found or found[-1] != world:
+            found.append(world)
+    if len(found) > 6:
+        return f"{count_text(min(found))} to {count_text(max(found))}"
+    return " \u2192 ".join(map(count_text, found)) or "none"
+
+
+def _footer(history: History) -> Markup:
+    unread = ""
+    if history.unread:
+        unread = f"{plural(history.unread, 'line')} of its files could not be read. "
+    return element(
+        "footer",
+        unread,
+        "Times count from the first event of the run. Goodput is the part of all time in which "
+        "steps were made that count: neither waiting nor done again. Pointing at a band or a sign "
+        "tells more.",
+    )

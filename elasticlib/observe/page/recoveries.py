@@ -1,0 +1,162 @@
+"""What each way back to training cost, phase by phase, as bars on one scale.
+
+Where they are many, the longest have bars, and all are summed up by phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from ..history import Generation, History, Why
+from .markup import Markup, element, escaped, short
+from .scale import Label, inside
+from .strokes import THINNEST, box, words_at
+from .wording import count_text, middle, plural, seconds_text
+
+PHASES = {
+    "detect": "until an agent knew of it",
+    "stop": "until no worker was left",
+    "rendezvous": "until the next generation was settled",
+    "start": "until the script asked for its state or made a step",
+    "restore": "taking up the state",
+    "redone": "steps done a second time",
+}
+BARS = 16
+"""Recoveries with a bar of their own, at most."""
+HEIGHT = 20.0
+_AFTER = {
+    Why.START: "the start",
+    Why.FAILURE: "after a failure",
+    Why.LOSS: "after a loss",
+    Why.RESIZE: "a resize",
+}
+
+
+@attrs.frozen
+class Recovery:
+    """seconds: by phase, those that were told."""
+
+    generation: Generation
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def recoveries(history: History) -> list[Recovery]:
+    """Of the generations whose cost somebody told of, in order."""
+    found = []
+    for generation in history.generations:
+        cost = generation.cost
+        told = {
+            "detect": cost.detect,
+            "stop": cost.stop,
+            "rendezvous": cost.rendezvous,
+            "start": cost.start,
+            "restore": cost.restore,
+            "redone": cost.redone_seconds if cost.redone else None,
+        }
+        seconds = {name: max(0.0, value) for name, value in told.items() if value is not None}
+        if seconds:
+            found.append(Recovery(generation, seconds))
+    return found
+
+
+def recovery_section(history: History) -> Markup:
+    """All of it; nothing where nothing is known."""
+    every = recoveries(history)
+    if not every:
+        return Markup("")
+    longest = sorted(every, key=lambda one: -one.total)[:BARS]
+    shown = [one for one in every if any(one is other for other in longest)]
+    widest = max(one.total for one in shown) or 1.0
+    total = sum(one.total for one in every)
+    after = [one for one in every if one.generation.why is not Why.START]
+    said = f"{seconds_text(total)} were not spent on steps that count: "
+    said += f"{plural(len(every) - len(after), 'start')} and "
+    said += f"{plural(len(after), 'recovery', 'recoveries')}."
+    if len(shown) < len(every):
+        rest = total - sum(one.total for one in shown)
+        said += (
+            f" The {len(shown)} longest are drawn; the other {count_text(len(every) - len(shown))}"
+        )
+        said += f" took {seconds_text(rest)}, and are in the table."
+    return element(
+        "section",
+        element("h2", "Recoveries"),
+        element("p", said, class_="soft"),
+        _table(every),
+        element("ol", *(_bar(one, widest) for one in shown), class_="recoveries"),
+    )
+
+
+def _table(every: Sequence[Recovery]) -> Markup:
+    head = [
+        element("th", "Phase"),
+        element("th", "Sum", class_="number"),
+        element("th", "Median", class_="number"),
+        element("th", "Longest", class_="number"),
+        element("th", "It lasts", class_="wide"),
+    ]
+    rows = []
+    for name, means in PHASES.items():
+        values = [one.seconds[name] for one in every if name in one.seconds]
+        if not values:
+            continue
+        numbers = (sum(values), middle(values), max(values))
+        cells = [element("td", seconds_text(value), class_="number") for value in numbers]
+        words = element("td", _swatch(name), name, class_="when")
+        rows.append(element("tr", words, *cells, element("td", means, class_="wide soft")))
+    return element(
+        "table", element("thead", element("tr", *head)), element("tbody", *rows), class_="narrow"
+    )
+
+
+def _swatch(name: str) -> Markup:
+    shape = element("rect", x=1, y=1, width=10, height=10, class_=f"p-{name}")
+    return element("svg", shape, class_="sign", width=12, height=12, aria_hidden="true")
+
+
+def _bar(one: Recovery, widest: float) -> Markup:
+    generation = one.generation
+    title = f"Generation {generation.number}, {_AFTER[generation.why]}"
+    told = {name: _told(one, name) for name in one.seconds}
+    parts, at = [], 0.0
+    for name, seconds in one.seconds.items():
+        wide = seconds / widest * 100
+        if wide < THINNEST:
+            continue
+        words = f"{name} {told[name]}"
+        parts.append(box((at, at + wide), 0, HEIGHT, f"phase p-{name}", told=words))
+        rung = inside(wide, name, 11)
+        if rung is not None:
+            parts.append(words_at(Label(at + wide / 2, name), 14, f"on-phase {rung}"))
+        at += wide
+    drawing = element(
+        "svg",
+        element("title", f"{title}: {seconds_text(one.total)}"),
+        element("desc", ", ".join(f"{name} {words}" for name, words in told.items())),
+        *parts,
+        class_="drawing",
+        role="img",
+        height=HEIGHT,
+    )
+    listed = [element("li", _swatch(name), f"{name} {words}") for name, words in told.items()]
+    cause = element("span", short(generation.cause, 160), class_="soft")
+    head = element(
+        "div",
+        element("span", element("b", title), escaped(" "), cause),
+        element("b", seconds_text(one.total)),
+        class_="head",
+    )
+    return element("li", head, drawing, element("ul", *listed, class_="phases"))
+
+
+def _told(one: Recovery, name: str) -> str:
+    words = seconds_text(one.seconds[name])
+    if name != "redone":
+        return words
+    return f"{plural(one.generation.cost.redone, 'step')}, {words}"
