@@ -21,6 +21,7 @@ from ..stores.secret import VARIABLE
 from ..stores.server import TcpStoreServer
 from .checkpoints import add_checkpoints
 from .descriptors import allow_descriptors
+from .logs_command import add_logs
 from .secret import read_secret
 
 LOOK_SECONDS = 1.0
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     store.set_defaults(run=_serve_store)
     add_checkpoints(commands)
+    add_logs(commands)
     return parser
 
 

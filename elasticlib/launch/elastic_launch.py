@@ -25,6 +25,7 @@ from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..errors import ConfigError
+from ..observe.interface import Journals
 from ..observe.step_watch import StepWatch
 from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
@@ -48,6 +49,8 @@ from .events import RecordingAgent, entry_name
 from .journals import open_journal
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
+from .observed import Observed
+from .put_metrics import PutMetrics
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
@@ -79,7 +82,8 @@ class elastic_launch:
     ) -> None:
         if health_check_server is not None:
             raise ConfigError(
-                "health_check_server is torch's, for its own agent, which is not here: leave it out"
+                "health_check_server is torch's, for its own agent, which is not here: leave it "
+                "out, and use observe_port of the config or TORCHELASTIC_HEALTH_CHECK_PORT"
             )
         self._config = ours(config, LaunchConfig)
         self._entrypoint = entrypoint
@@ -148,7 +152,10 @@ def run_node(
         stack.callback(meeting.close)
         if requeue is not None:
             check_requeue(meeting, config.rdzv_backend)
-        journal = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
+        observed = Observed(config, os.environ, meeting.me)
+        stack.callback(observed.close)
+        kept = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
+        journal = Journals(kept, observed.journal, PutMetrics(config.role))
         kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
@@ -161,6 +168,7 @@ def run_node(
             memory=memory,
             journal=journal,
         )
+        observed.begin(agent, kept)
         if began is not None:
             began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.

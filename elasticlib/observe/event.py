@@ -31,6 +31,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "rendezvous.began": {"why": "what ended the generation before, or that the node is new"},
     "generation.began": {
         "seconds": "from the end of the last workers, or from the run's beginning",
+        "attempt": "how often this agent had started its workers before, as in attempt_N",
         "node_rank": "this node's, among the nodes",
         "nodes": "how many there are",
         "ranks": "first and last global rank of this node's workers",
