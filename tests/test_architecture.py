@@ -99,6 +99,7 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",
+    "launch/doctor_command.py",
     # NO_COLOR is about what is shown, and nothing else.
     "launch/logs_command.py",
     # The launch is torchrun's, which knows nothing of our secret.

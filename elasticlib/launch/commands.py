@@ -21,6 +21,7 @@ from ..stores.secret import VARIABLE
 from ..stores.server import TcpStoreServer
 from .checkpoints import add_checkpoints
 from .descriptors import allow_descriptors
+from .doctor_command import add_doctor
 from .logs_command import add_logs
 from .secret import read_secret
 
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     store.set_defaults(run=_serve_store)
     add_checkpoints(commands)
     add_logs(commands)
+    add_doctor(commands)
     return parser
 
 

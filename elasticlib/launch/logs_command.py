@@ -145,6 +145,7 @@ class _Logs:
         self._nodes = nodes
         self._lines = lines
         self._tails: dict[Path, tuple[int, Tail]] = {}
+        self._shown: set[int] = set()
 
     def show(self) -> int:
         """What is there now."""
@@ -161,8 +162,10 @@ class _Logs:
             # Asked before the files are read: what was written until then is read.
             over = all(self._over(node) for node in self._nodes)
             self._open()
+            self._last = None  # of files that come to be there nothing was written before
             for rank, tail in self._tails.values():
                 self._lines.write(rank, tail.lines())
+            self._close_old()
             if over:
                 break
             pause.wait(LOOK_SECONDS)
@@ -187,6 +190,14 @@ class _Logs:
                 if self._last is not None:
                     tail.skip_to_last(self._last)
                 self._tails[kept.path] = (kept.rank, tail)
+
+    def _close_old(self) -> None:
+        """An attempt that another has followed writes no more."""
+        wanted = {kept.path for kept in self._kept()}
+        for path in self._tails.keys() - wanted:
+            rank, tail = self._tails.pop(path)
+            self._lines.write(rank, tail.rest())
+            self._shown.add(rank)
 
     def _kept(self) -> Iterator[Kept]:
         for node in self._nodes:
@@ -214,7 +225,7 @@ class _Logs:
             return _complain(f"run {name} {which}")
         if lacking:
             _complain(f"run {name} has the ranks {min(known)} to {max(known)} there, not {lacking}")
-        shown = {rank for rank, _ in self._tails.values()}
+        shown = self._shown | {rank for rank, _ in self._tails.values()}
         asked = known if self._ranks is None else known & self._ranks
         if asked and not shown:
             return _complain(f"run {name} keeps nothing of these workers: {_KEEP}")
