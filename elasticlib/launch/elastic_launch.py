@@ -156,6 +156,7 @@ def run_node(
         stack.callback(observed.close)
         kept = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
         journal = Journals(kept, observed.journal, PutMetrics(config.role))
+        watch = StepWatch(runners, journal)
         kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
@@ -166,14 +167,14 @@ def run_node(
             interval=config.monitor_interval,
             options=options,
             memory=memory,
-            journal=journal,
+            journal=watch,
         )
         observed.begin(agent, kept)
         if began is not None:
             began(agent)
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
-        with StepWatch(runners, agent.get_worker_group, journal):
+        with watch:
             result = agent.run()
         if isinstance(runners, LocalWorkers):
             _write_report(runners.kept_folder, result)
