@@ -106,6 +106,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "workers/record.py",
     # In a worker of the agents' suite, too, which asks what workers are told.
     "testing/agent_acts.py",
+    # In a worker, too: where it says that it writes its stacks when it is asked to.
+    "workers/stacks.py",
     # A fork that takes on its own environment.
     "workers/template.py",
     # In a worker, too: whose checkpoints it writes.

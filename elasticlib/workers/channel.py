@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import TYPE_CHECKING
 
-from .beat import NOTHING, Beat
+if TYPE_CHECKING:
+    from .beat import Beat
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names the file, in a worker's environment."""
@@ -26,6 +28,7 @@ RECENT = 32
 _MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
 _WORKER = 5
 _STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = range(8, 16)
+_DUMPS_TO = 16
 _DURATIONS = 64
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
@@ -50,6 +53,8 @@ class Channel:
         self._words = self._view.cast("q")
         self._seconds = self._view.cast("d")
         if create:
+            from .beat import NOTHING
+
             self._words[_STEP] = self._words[_SAVED] = NOTHING
             self._words[_MAGIC] = MAGIC
         elif self._words[_MAGIC] != MAGIC:
@@ -128,9 +133,11 @@ class Channel:
         self._seconds[_ALIVE_AT] = now
         self._words[_SAVES] += 1
 
-    def tell_dumps(self) -> None:
-        """From now on this process writes its stacks when it gets the signal for that."""
-        self._words[_DUMPS] = 1
+    def tell_dumps(self, pid: int, file: int) -> None:
+        """From now on this process of the worker's writes its stacks when it gets the signal, to
+        the file that it has open under this number."""
+        self._words[_DUMPS_TO] = file
+        self._words[_DUMPS] = pid
 
     # -- the agent's end ----------------------------------------------------------------------
 
@@ -151,9 +158,9 @@ class Channel:
         self._words[_WORKER] = pid
 
     @property
-    def dumps(self) -> int:
-        """The process that writes its stacks when asked; 0 for none."""
-        return self._words[_OWNER] if self._words[_DUMPS] else 0
+    def dumps(self) -> tuple[int, int]:
+        """The process that writes its stacks when asked, and the number of its file; 0 for none."""
+        return self._words[_DUMPS], self._words[_DUMPS_TO]
 
     def ask(self, reason: int, deadline: float) -> None:
         """Have the next call wait for `tell_stop`."""
@@ -177,6 +184,9 @@ class Channel:
 
     def beat(self) -> Beat:
         """What the worker has told."""
+        # Imported here, by the agent: a worker need not wait for attrs, which its end needs not.
+        from .beat import Beat
+
         words, seconds = self._words, self._seconds
         steps = words[_STEPS]
         known = (
