@@ -76,6 +76,10 @@ class CheckpointRefused(CheckpointError):
     """Somebody newer writes checkpoints there: this process is of the past, and must end."""
 
 
+class NoSuchRun(ElasticError, LookupError):
+    """No run of that name has left its events here."""
+
+
 class StateMismatch(ElasticError, ValueError):
     """A saved state belongs to something else: another length, seed or format."""
 

@@ -22,6 +22,10 @@ PURE = {
     "observe/event.py",
     "observe/history.py",
     "observe/pace.py",
+    "observe/question.py",
+    "observe/same_stacks.py",
+    "observe/status.py",
+    "observe/status_words.py",
     "observe/standing.py",
     "launch/nodelist.py",
     "launch/slurm.py",
@@ -96,6 +100,9 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",
+    # The secret of the job that is asked, and NO_COLOR.
+    "launch/reach.py",
+    "launch/status_command.py",
     # The launch is torchrun's, which knows nothing of our secret.
     "launch/torchrun_handler.py",
     # It tells torch's handler, which asks the environment alone, how to let latecomers in.

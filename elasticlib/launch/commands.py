@@ -22,6 +22,8 @@ from ..stores.server import TcpStoreServer
 from .checkpoints import add_checkpoints
 from .descriptors import allow_descriptors
 from .secret import read_secret
+from .stacks_command import add_stacks
+from .status_command import add_status
 
 LOOK_SECONDS = 1.0
 
@@ -58,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     store.set_defaults(run=_serve_store)
     add_checkpoints(commands)
+    add_status(commands)
+    add_stacks(commands)
     return parser
 
 

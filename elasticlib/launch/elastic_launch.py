@@ -25,6 +25,7 @@ from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..errors import ConfigError
+from ..observe.interface import Journals
 from ..observe.step_watch import StepWatch
 from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
@@ -46,6 +47,7 @@ from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
 from .journals import open_journal
+from .live import answering, open_standing
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
@@ -148,7 +150,9 @@ def run_node(
         stack.callback(meeting.close)
         if requeue is not None:
             check_requeue(meeting, config.rdzv_backend)
-        journal = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
+        standing = open_standing(config, meeting.me)
+        told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
+        journal = stack.enter_context(contextlib.closing(Journals(told, standing)))
         kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
@@ -163,6 +167,7 @@ def run_node(
         )
         if began is not None:
             began(agent)
+        stack.enter_context(answering(meeting, standing, agent))
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
         with StepWatch(runners, agent.get_worker_group, journal):

@@ -20,9 +20,11 @@ _TOLD = (
 )
 
 
-def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
+def open_journal(
+    config: LaunchConfig, workers: Workers, node: str, *, endpoint: str = ""
+) -> Journal:
     """`events.jsonl` in the folder of the run's logs, begun with what the launch is; nothing where
-    that folder goes with the run."""
+    that folder goes with the run. endpoint: where this node serves the job's store, if it does."""
     if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
         return NoJournal()
     journal = FileJournal(workers.folder / FILE, config.run_id, node)
@@ -31,7 +33,8 @@ def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
         host=socket.gethostname(),
         pid=os.getpid(),
         slots=config.nproc_per_node,
-        settings={name: str(getattr(config, name)) for name in _TOLD},
+        settings={**{name: str(getattr(config, name)) for name in _TOLD}, **_conf(config)},
+        endpoint=endpoint,
         versions={
             "elasticlib": __version__,
             "torch": _version("torch"),
@@ -39,6 +42,13 @@ def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
         },
     )
     return journal
+
+
+def _conf(config: LaunchConfig) -> dict[str, str]:
+    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
+    if config.foreign or not config.rdzv_configs:
+        return {}
+    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
 
 
 def _version(name: str) -> str:
