@@ -25,6 +25,10 @@ PURE = {
     "observe/exposed.py",
     "observe/history.py",
     "observe/pace.py",
+    "observe/question.py",
+    "observe/same_stacks.py",
+    "observe/status.py",
+    "observe/status_words.py",
     "observe/standing.py",
     "launch/nodelist.py",
     "launch/slurm.py",
@@ -99,6 +103,9 @@ MAY_READ_THE_ENVIRONMENT = {
     "launch/elasticrun.py",
     "launch/elastic_launch.py",
     "launch/commands.py",
+    # The secret of the job that is asked, and NO_COLOR.
+    "launch/reach.py",
+    "launch/status_command.py",
     "launch/doctor_command.py",
     # NO_COLOR is about what is shown, and nothing else.
     "launch/logs_command.py",
@@ -112,6 +119,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "workers/record.py",
     # In a worker of the agents' suite, too, which asks what workers are told.
     "testing/agent_acts.py",
+    # In a worker, too: where it says that it writes its stacks when it is asked to.
+    "workers/stacks.py",
     # A fork that takes on its own environment.
     "workers/template.py",
     # In a worker, too: whose checkpoints it writes.

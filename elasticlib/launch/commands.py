@@ -24,6 +24,8 @@ from .descriptors import allow_descriptors
 from .doctor_command import add_doctor
 from .logs_command import add_logs
 from .secret import read_secret
+from .stacks_command import add_stacks
+from .status_command import add_status
 
 LOOK_SECONDS = 1.0
 
@@ -60,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     store.set_defaults(run=_serve_store)
     add_checkpoints(commands)
+    add_status(commands)
+    add_stacks(commands)
     add_logs(commands)
     add_doctor(commands)
     return parser

@@ -47,6 +47,7 @@ from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
 from .journals import open_journal
+from .live import answering, open_standing
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
 from .observed import Observed
@@ -152,13 +153,13 @@ def run_node(
         stack.callback(meeting.close)
         if requeue is not None:
             check_requeue(meeting, config.rdzv_backend)
-        observed = Observed(config, os.environ, meeting.me)
-        stack.callback(observed.close)
-        kept = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
-        journal = Journals(kept, observed.journal, PutMetrics(config.role))
+        observed = stack.enter_context(contextlib.closing(Observed(config, os.environ, meeting.me)))
+        standing = open_standing(config, meeting.me)
+        told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
+        journal = Journals(told, standing, observed.journal, PutMetrics(config.role))
+        stack.enter_context(contextlib.closing(journal))
         watch = StepWatch(runners, journal)
-        kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
-        agent = kind(
+        agent = _kind_of_agent(config)(
             spec,
             meeting.handler,
             runners,
@@ -169,9 +170,10 @@ def run_node(
             memory=memory,
             journal=watch,
         )
-        observed.begin(agent, kept)
+        observed.begin(agent, standing, journal)
         if began is not None:
             began(agent)
+        stack.enter_context(answering(meeting, standing, agent))
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
         with watch:
@@ -180,6 +182,10 @@ def run_node(
             _write_report(runners.kept_folder, result)
         _depart(meeting, config, result, requeue)
         return result
+
+
+def _kind_of_agent(config: LaunchConfig) -> type[LocalElasticAgent]:
+    return RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
 
 
 def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:

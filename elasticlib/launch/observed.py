@@ -9,10 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
-import os
-import socket
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import attrs
@@ -21,7 +18,7 @@ from ..agent.elastic import ElasticAgent
 from ..errors import ConfigError
 from ..observe.exposed import Moment
 from ..observe.health import Health, LoopWatch, judge
-from ..observe.interface import Journal, Journals, NoJournal
+from ..observe.interface import Journal, NoJournal
 from ..observe.port import ObservePort, Page, plain
 from ..observe.prometheus import Exposition
 from ..observe.standing import NodeStanding
@@ -60,14 +57,6 @@ class Observed:
             self.close()
             raise
         self._tally = Tally(config.run_id, node)
-        begins = NodeStanding(
-            config.run_id,
-            node,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            slots=config.nproc_per_node,
-        )
-        self._standing = StandingJournal(begins)
 
     def _open(self, name: str, where: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, number = where
@@ -86,22 +75,18 @@ class Observed:
     @property
     def journal(self) -> Journal:
         """What is to be told what happens, so that it can be shown."""
-        return Journals(self._tally, self._standing) if self._ports else NoJournal()
+        return self._tally if self._ports else NoJournal()
 
-    def begin(self, agent: ElasticAgent, kept: Journal) -> None:
+    def begin(self, agent: ElasticAgent, standing: StandingJournal, kept: Journal) -> None:
         """Answer from now on. kept: the journal whose losses are told."""
         if not self._ports:
             return
         self._watch = LoopWatch(agent.ask)
         self._watch.begin()
-        standing = partial(self._look, agent)
-        pages = _Pages(self._watch, self._tally, standing, kept)
+        pages = _Pages(self._watch, self._tally, lambda: standing.look(agent.beats()), kept)
         for port, paths in self._ports:
             port.begin({path: pages.by_path[path] for path in paths})
             log.info("observed at http://%s%s", port.address, ", ".join(paths))
-
-    def _look(self, agent: ElasticAgent) -> NodeStanding:
-        return self._standing.look(agent.beats())
 
     def close(self) -> None:
         for port, _ in self._ports:
