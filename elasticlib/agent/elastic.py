@@ -86,6 +86,11 @@ class ElasticAgent(Workers):
         """
         self._supervisor.heed(number)
 
+    def ask(self, call: Callable[[], None]) -> bool:
+        """Have the agent's loop call this between two events, from any thread; whether it still
+        turns. A loop that is stuck does not call it."""
+        return self._supervisor.ask(call)
+
     def get_worker_group(self) -> WorkerGroup | None:
         """The group of the generation that this node holds, or None before the first."""
         return self._supervisor.group

@@ -141,6 +141,11 @@ class Supervisor:
         """That of the generation which this node holds, or None before the first."""
         return self._group
 
+    def ask(self, call: Callable[[], None]) -> bool:
+        """Have the loop call this in a turn of its own; whether it has any more."""
+        self._inbox.put(_News(None, call))
+        return self._now.state is not State.ENDED
+
     def run(self) -> RunResult:
         """Take part in the job until it is over for this node."""
         self._telling.began()

@@ -66,6 +66,7 @@ class Telling:
         self._tell(
             "generation.began",
             seconds=round(waited, 6),
+            attempt=group.attempt,
             node_rank=info.rank,
             nodes=info.world_size,
             ranks=[first.rank, last.rank],

@@ -22,6 +22,7 @@ from .cluster import CLUSTERS, read_cluster
 from .config import MASTER_PORT, LaunchConfig
 from .devices import worker_count
 from .flags import FlagTable
+from .observe_flags import add_observe_flags
 from .output_flags import add_output_flags, read_output_flags
 from .place_flags import read_place, settle_cluster, settle_place
 from .settings import Settings, Source
@@ -68,6 +69,7 @@ def build_flags() -> FlagTable:
     _add_worker_flags(flags)
     add_output_flags(flags.add)
     add_supervision_flags(flags.add)
+    add_observe_flags(flags.add)
     parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return flags
@@ -276,6 +278,7 @@ def _config(given: argparse.Namespace, settings: Settings, said: Mapping[str, An
         logs_specs=given.logs_specs,
         event_log_handler=given.event_log_handler,
         torchrun=TorchrunOptions(**said),
+        observe_port=given.observe_port,
         **read_output_flags(given),
         **read_place(settings, high),
     )

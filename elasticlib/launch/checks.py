@@ -81,7 +81,7 @@ def _timers(config: LaunchConfig) -> Iterator[Finding]:
     if path:
         folder = os.path.dirname(os.path.abspath(path))
         if os.path.isdir(folder):
-            yield _writable(TIMERS, folder)
+            yield writable(TIMERS, folder)
         else:
             yield Finding(TIMERS, False, f"no pipe can be made at {path}: there is no {folder}")
 
@@ -94,10 +94,10 @@ def _processors(config: LaunchConfig) -> Finding:
 
 def _logs(config: LaunchConfig) -> Iterator[Finding]:
     if config.log_dir is not None:
-        yield _writable("--log-dir", config.log_dir)
+        yield writable("--log-dir", config.log_dir)
 
 
-def _writable(check: str, path: str) -> Finding:
+def writable(check: str, path: str) -> Finding:
     """Whether a folder can be written to, or made."""
     nearest = os.path.abspath(path)
     while not os.path.exists(nearest):
@@ -164,7 +164,7 @@ def _place(config: LaunchConfig) -> Iterator[Finding]:
             host, port = split_endpoint(name, STORE_PORT)
             yield _endpoint(config, host, port)
     elif config.rdzv_backend == "file":
-        yield _writable("meeting place", config.rdzv_endpoint)
+        yield writable("meeting place", config.rdzv_endpoint)
     elif config.etcd is not None:
         yield _etcd(config)
     else:
@@ -199,7 +199,7 @@ def _endpoint(config: LaunchConfig, host: str, port: int) -> Finding:
     if several:
         return Finding(check, False, several)
     if asked is not False:
-        bound = _bind(addresses, port)
+        bound = why_not_served(addresses, port)
         if bound is None:
             return Finding(check, True, f"{shown}: this node would serve the store")
         if config.options.is_host and not any(map(is_ours, addresses)):
@@ -215,7 +215,7 @@ def _endpoint(config: LaunchConfig, host: str, port: int) -> Finding:
     return Finding(check, True, f"{shown}: somebody answers there")
 
 
-def _bind(addresses: list[str], port: int) -> str | None:
+def why_not_served(addresses: list[str], port: int) -> str | None:
     """Why none of these can be served here, or None if one can; it is free again on return."""
     why = "no address"
     for address in addresses:

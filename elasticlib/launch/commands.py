@@ -21,8 +21,12 @@ from ..stores.secret import VARIABLE
 from ..stores.server import TcpStoreServer
 from .checkpoints import add_checkpoints
 from .descriptors import allow_descriptors
+from .doctor_command import add_doctor
+from .logs_command import add_logs
 from .report_command import add_report
 from .secret import read_secret
+from .stacks_command import add_stacks
+from .status_command import add_status
 
 LOOK_SECONDS = 1.0
 
@@ -60,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     store.set_defaults(run=_serve_store)
     add_checkpoints(commands)
     add_report(commands)
+    add_status(commands)
+    add_stacks(commands)
+    add_logs(commands)
+    add_doctor(commands)
     return parser
 
 

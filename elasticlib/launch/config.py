@@ -18,6 +18,7 @@ from ..workers.spec import check_start
 from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS, is_torchs
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
+from .observe_flags import port_text
 from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions, check_replicas
 from .tcp_endpoints import check_endpoints, parts_of
@@ -164,7 +165,8 @@ class LaunchConfig:
     shown, None for all. supervision: signals, drains, resizes and what else there is to the budget
     of restarts. numa_binding: which processors near its GPU a worker is bound to. preload: what
     workers that are started warm have imported besides torch. events: whether what happens is kept
-    as `events.jsonl`. torchrun: what else torchrun takes from its variables.
+    as `events.jsonl`. torchrun: what else torchrun takes from its variables. observe_port:
+    `[HOST:]PORT` for health and metrics, None for no port.
     """
 
     min_nodes: int = 1
@@ -203,6 +205,7 @@ class LaunchConfig:
     preload: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     events: bool = attrs.field(default=True, kw_only=True)
     torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
+    observe_port: str | None = attrs.field(default=None, kw_only=True, converter=port_text)
 
     def __attrs_post_init__(self) -> None:
         for name, value in plain_values(self).items():

@@ -25,6 +25,7 @@ from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..errors import ConfigError
+from ..observe.interface import Journals
 from ..observe.step_watch import StepWatch
 from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
@@ -47,8 +48,11 @@ from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
 from .exit_summary import ExitSummary
 from .journals import kept_logs, open_journal
+from .live import answering, open_standing
 from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
+from .observed import Observed
+from .put_metrics import PutMetrics
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
@@ -80,7 +84,8 @@ class elastic_launch:
     ) -> None:
         if health_check_server is not None:
             raise ConfigError(
-                "health_check_server is torch's, for its own agent, which is not here: leave it out"
+                "health_check_server is torch's, for its own agent, which is not here: leave it "
+                "out, and use observe_port of the config or TORCHELASTIC_HEALTH_CHECK_PORT"
             )
         self._config = ours(config, LaunchConfig)
         self._entrypoint = entrypoint
@@ -151,12 +156,16 @@ def run_node(
         stack.callback(meeting.close)
         if requeue is not None:
             check_requeue(meeting, config.rdzv_backend)
-        journal = stack.enter_context(contextlib.closing(open_journal(config, runners, meeting.me)))
+        observed = stack.enter_context(contextlib.closing(Observed(config, os.environ, meeting.me)))
+        standing = open_standing(config, meeting.me)
+        told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
+        parts = [told, standing, observed.journal, PutMetrics(config.role)]
         if summary is not None:
-            journal = summary.beside(journal, kept_logs(runners))
+            summary.stands_beside(told, kept_logs(runners))
+            parts.append(summary)
+        journal = stack.enter_context(contextlib.closing(Journals(*parts)))
         watch = StepWatch(runners, journal)
-        kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
-        agent = kind(
+        agent = _kind_of_agent(config)(
             spec,
             meeting.handler,
             runners,
@@ -167,8 +176,10 @@ def run_node(
             memory=memory,
             journal=watch,
         )
+        observed.begin(agent, standing, journal)
         if began is not None:
             began(agent)
+        stack.enter_context(answering(meeting, standing, agent))
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
         with watch:
@@ -177,6 +188,10 @@ def run_node(
             _write_report(runners.kept_folder, result)
         _depart(meeting, config, result, requeue)
         return result
+
+
+def _kind_of_agent(config: LaunchConfig) -> type[LocalElasticAgent]:
+    return RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
 
 
 def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:

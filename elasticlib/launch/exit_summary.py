@@ -14,7 +14,7 @@ from typing import Any
 from ..clock import Clock, monotonic, wall
 from ..observe.event import Event
 from ..observe.history import Cost, Generation, Why
-from ..observe.interface import Journal, Journals
+from ..observe.interface import Journal
 from ..observe.journal import FileJournal
 from ..observe.records import RecordedJournal
 from ..observe.tally import DEAREST, Sums, Tally
@@ -43,14 +43,13 @@ class ExitSummary(Journal):
         self._events = self._logs = self._name = ""
         self.tell("run.began")
 
-    def beside(self, journal: Journal, logs: str) -> Journal:
-        """Both, as one journal; what is told is also in that one's file, if it writes one."""
+    def stands_beside(self, journal: Journal, logs: str) -> None:
+        """Where the same is kept: in that one's file, if it writes one, and in the logs' folder."""
         self._logs = logs
         if isinstance(journal, FileJournal):
             self._events = journal.path
             # Only what has a record is found by the run's id.
             self._name = self._run if isinstance(journal, RecordedJournal) else journal.path
-        return Journals(journal, self)
 
     def tell(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any

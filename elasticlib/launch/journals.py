@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import socket
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import attrs
 
-from .._version import __version__
 from ..observe.interface import Journal, NoJournal
 from ..observe.journal import FILE, FileJournal
 from ..observe.records import RecordedJournal, RunRecord, remove_old
 from ..workers.interface import Workers
 from ..workers.local import LocalWorkers
 from .config import LaunchConfig
+from .versions import versions
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -30,8 +28,11 @@ _ALWAYS = (
 )
 
 
-def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
-    """The node's `events.jsonl`, begun with what the launch is; nothing if none is wanted."""
+def open_journal(
+    config: LaunchConfig, workers: Workers, node: str, *, endpoint: str = ""
+) -> Journal:
+    """The node's `events.jsonl`, begun with what the launch is; nothing if none is wanted.
+    endpoint: where this node serves the job's store, if it does."""
     if not config.events:
         return NoJournal()
     logs = None
@@ -46,11 +47,8 @@ def open_journal(config: LaunchConfig, workers: Workers, node: str) -> Journal:
         settings=_settings(config),
         logs="" if logs is None else str(logs),
         lease=config.timing.lease,
-        versions={
-            "elasticlib": __version__,
-            "torch": _version("torch"),
-            "python": platform.python_version(),
-        },
+        endpoint=endpoint,
+        versions=versions(),
     )
     return journal
 
@@ -84,11 +82,11 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
         plain = isinstance(value, str | int | float | bool)
         if plain and value != field.default and field.name != "run_id":
             found[field.name] = value
-    return {name: str(value) for name, value in found.items()}
+    return {**{name: str(value) for name, value in found.items()}, **_conf(config)}
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+def _conf(config: LaunchConfig) -> dict[str, str]:
+    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
+    if config.foreign or not config.rdzv_configs:
+        return {}
+    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}

@@ -48,6 +48,11 @@ class Meeting:
         """What this node serves just now, which may have moved here."""
         return self.store.server if isinstance(self.store, MovingStore) else self.own_server
 
+    @property
+    def serves_at(self) -> str:
+        """`host:port` of what it serves; empty if that is nothing."""
+        return "" if self.server is None else self.server.address
+
     def serve_others(self, stopped: Callable[[], bool]) -> None:
         """Keep serving the store while other nodes of the job live, or until told to stop.
 

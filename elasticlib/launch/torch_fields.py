@@ -55,8 +55,9 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
 def _refuse_torchs_own(config: LaunchConfig) -> None:
     if config.metrics_cfg:
         raise ConfigError(
-            "metrics_cfg configures the metrics of torch's agent, which are not here: leave it "
-            f"empty, got {dict(config.metrics_cfg)!r}"
+            "metrics_cfg has no effect in torch either, and is refused here: leave it empty and "
+            "call elasticlib.metrics.configure(handler), or give an observe_port; "
+            f"got {dict(config.metrics_cfg)!r}"
         )
     check_event_log_handler(config.event_log_handler)
 

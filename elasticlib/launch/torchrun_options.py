@@ -17,7 +17,6 @@ from ..errors import ConfigError
 EVENT_LOG_HANDLERS = ("null", "console")
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "TORCHELASTIC_HEALTH_CHECK_PORT": "elasticrun answers no health checks",
     "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "workers in the kernel's uninterruptible sleep "
     "are not looked for; --hang-timeout finds those that make no steps",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "workers never share a store with the rendezvous, and "

@@ -26,6 +26,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "pid": "the agent's process",
         "slots": "workers on this node",
         "settings": "those that somebody gave, by name, as text",
+        "endpoint": "where this node serves the job's store, empty if it does not",
         "logs": "the folder of the workers' logs, empty if none is kept",
         "lease": "seconds of silence after which the others take a node for lost",
         "versions": "of elasticlib, torch and Python, by name",
@@ -36,6 +37,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "generation.began": {
         "seconds": "from the end of the last workers, or from the run's beginning",
+        "attempt": "how often this agent had started its workers before, as in attempt_N",
         "node_rank": "this node's, among the nodes",
         "nodes": "how many there are",
         "ranks": "first and last global rank of this node's workers",

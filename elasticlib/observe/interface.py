@@ -19,6 +19,11 @@ class Journal(abc.ABC):
     ) -> None:
         """One event; its kinds and their facts are in `elasticlib.observe.event.KINDS`."""
 
+    @property
+    def lost(self) -> int:
+        """How many of the events told so far could not be kept."""
+        return 0
+
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Nothing more will be told; what was is put where it belongs, within some seconds."""
 
@@ -43,6 +48,10 @@ class Journals(Journal):
     ) -> None:
         for part in self._parts:
             part.tell(kind, generation=generation, rank=rank, **facts)
+
+    @property
+    def lost(self) -> int:
+        return sum(part.lost for part in self._parts)
 
     def close(self) -> None:
         for part in self._parts:

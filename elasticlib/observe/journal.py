@@ -46,7 +46,7 @@ class FileJournal(Journal):
         self._clock = clock
         self._queue: queue.Queue[Event | None] = queue.Queue(waiting)
         self._retry = retry
-        self._lost = 0
+        self._lost = self._lost_in_all = 0
         self._lost_lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
@@ -61,6 +61,10 @@ class FileJournal(Journal):
         except queue.Full:
             self._lose(1)
 
+    @property
+    def lost(self) -> int:
+        return self._lost_in_all
+
     def close(self) -> None:
         self._closing.set()
         try:
@@ -72,6 +76,7 @@ class FileJournal(Journal):
     def _lose(self, count: int) -> None:
         with self._lost_lock:
             self._lost += count
+            self._lost_in_all += max(0, count)
 
     def _write_all(self) -> None:
         last: Event | None = None

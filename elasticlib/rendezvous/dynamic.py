@@ -139,6 +139,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return self._exchange.note.waiting
 
+    def heard(self) -> float | None:
+        """Seconds since the store last took this node's word; None if it never has."""
+        at = self._keeper.heard_at
+        return None if at is None else max(0.0, self._clock() - at)
+
     def shutdown(self) -> bool:
         ended = self._keeper.stop()
         self._close_bootstrap()

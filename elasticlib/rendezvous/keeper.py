@@ -85,6 +85,8 @@ class Keeper:
         self._note_at = float("inf")
         self._missing_since = self._stood = clock()
         self._reminder = Reminder(timing.join)
+        self.heard_at: float | None = None
+        """When the store last took this node's word, by our clock; None before it has."""
         self.exchange = Exchange(node, clock, lambda: self._inbox.put(_Event()))
 
     def start(self) -> None:
@@ -146,6 +148,7 @@ class Keeper:
         self._learn_address()
         now = self._clock()
         self._participant.speak(exchange.intent, exchange.head, now)
+        self.heard_at = now
         if now >= self._look_at:
             self._look_at = now + self._look(now, listing)
         return max(0.0, min(self._timing.refresh, self._look_at - self._clock()))

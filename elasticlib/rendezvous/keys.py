@@ -24,6 +24,8 @@ class Keys:
 
     job: what all of them begin with. watched: what every node watches. leader: leased by the node
     that decides. memory: the head as those remember it whose store has forgotten it.
+    questions, answers, texts: between people and agents (`answering.py`). They are no part of
+    `job`, which the node that leads reads whole at each change; no job's name begins so.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -37,6 +39,9 @@ class Keys:
         self.dones = f"{self.job}done/"
         self.gones = f"{self.job}gone/"
         self.boards = f"{self.job}board/"
+        self.questions = f"?{self.job}question/"
+        self.answers = f"?{self.job}answer/"
+        self.texts = f"?{self.job}text/"
 
     def gate(self, roll: str = "") -> str:
         """Stands for as long as the generation does; its value is where torch's store is."""

@@ -46,7 +46,8 @@ class Admission:
 
     def _welcome(self, hello: Frame, proof: str | None) -> Frame:
         job = hello.fields["job"]
-        if self._job and job != self._job:
+        # Who names no job asks whose store it is, and learns it by the welcome.
+        if self._job and job not in ("", self._job):
             raise StoreRefused(f"serves job {self._job!r}, not {job!r}")
         self.client = hello.fields["client"]
         fields = {"protocol": PROTOCOL, "job": self._job, "proof": proof}

@@ -76,6 +76,7 @@ class FileStore(Store):
             if current is None or expected not in (None, current.entry.version):
                 return False
             self._folder.remove(current.entry)
+            self._owned.pop(key, None)
             return True
 
     def refresh(self, key: str, version: int) -> None:

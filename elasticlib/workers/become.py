@@ -25,7 +25,7 @@ import threading
 import types
 from typing import Any, NoReturn
 
-from . import hooks
+from . import hooks, stacks
 
 UNFLUSHED = 120
 FLUSH_SECONDS = 2.0
@@ -39,6 +39,7 @@ def become(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
     main = _fresh_main()
     try:
         hooks.install(error_file)
+        stacks.begin_in_worker()
         if kind == "script":
             _run_script(main, name, args)
         elif kind == "module":

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import TYPE_CHECKING
 
-from .beat import NOTHING, SOURCES, Beat, TakenUp
+if TYPE_CHECKING:
+    from .beat import Beat, TakenUp
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names the file, in a worker's environment."""
@@ -30,6 +32,7 @@ _STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = ran
 # which does not know of them, leaves them.
 _FIRST_STEP, _FIRST_AT, _SNAPSHOT, _SNAPSHOTS, _LOSS, _LOSSES, _SAMPLES = range(16, 23)
 _RESTORED_STEP, _SOURCE, _RESTORE_BEGAN, _RESTORE_ENDED, _RESTORES = range(23, 28)
+_DUMPS_TO = 28
 _DURATIONS = 64
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
@@ -54,6 +57,8 @@ class Channel:
         self._words = self._view.cast("q")
         self._seconds = self._view.cast("d")
         if create:
+            from .beat import NOTHING
+
             self._words[_STEP] = self._words[_SAVED] = NOTHING
             self._words[_MAGIC] = MAGIC
         elif self._words[_MAGIC] != MAGIC:
@@ -149,15 +154,19 @@ class Channel:
         self._words[_SNAPSHOTS] += 1
 
     def tell_restored(self, state: TakenUp) -> None:
+        from .beat import SOURCES
+
         words, seconds = self._words, self._seconds
         words[_RESTORED_STEP], words[_SOURCE] = state.step, SOURCES.index(state.source)
         seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
         seconds[_ALIVE_AT] = state.ended
         words[_RESTORES] += 1
 
-    def tell_dumps(self) -> None:
-        """From now on this process writes its stacks when it gets the signal for that."""
-        self._words[_DUMPS] = 1
+    def tell_dumps(self, pid: int, file: int) -> None:
+        """From now on this process of the worker's writes its stacks when it gets the signal, to
+        the file that it has open under this number."""
+        self._words[_DUMPS_TO] = file
+        self._words[_DUMPS] = pid
 
     # -- the agent's end ----------------------------------------------------------------------
 
@@ -178,9 +187,9 @@ class Channel:
         self._words[_WORKER] = pid
 
     @property
-    def dumps(self) -> int:
-        """The process that writes its stacks when asked; 0 for none."""
-        return self._words[_OWNER] if self._words[_DUMPS] else 0
+    def dumps(self) -> tuple[int, int]:
+        """The process that writes its stacks when asked, and the number of its file; 0 for none."""
+        return self._words[_DUMPS], self._words[_DUMPS_TO]
 
     def ask(self, reason: int, deadline: float) -> None:
         """Have the next call wait for `tell_stop`."""
@@ -204,6 +213,9 @@ class Channel:
 
     def beat(self) -> Beat:
         """What the worker has told."""
+        # Imported here, by the agent: a worker need not wait for attrs, which its end needs not.
+        from .beat import NOTHING, Beat
+
         words, seconds = self._words, self._seconds
         steps = words[_STEPS]
         known = (
@@ -231,6 +243,8 @@ class Channel:
         )
 
     def _restored(self) -> TakenUp | None:
+        from .beat import SOURCES, TakenUp
+
         words, seconds = self._words, self._seconds
         source = words[_SOURCE]
         # A worker of a newer version may know of more of them.

@@ -13,6 +13,7 @@ from ..clock import Clock, monotonic
 from .beat import Beat
 from .channel import Channel
 from .notice import REASONS, Notice
+from .stacks import beside
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -74,6 +75,7 @@ class Channels:
                 self._last[local_rank] = channel.beat()
                 channel.close()
                 path.unlink(missing_ok=True)
+                Path(beside(str(path))).unlink(missing_ok=True)
 
     def close_all(self) -> None:
         """Leave nothing behind."""
@@ -142,11 +144,15 @@ class Channels:
         with self._lock:
             return {**self._last, **self.beats()}
 
-    def dumpers(self) -> dict[int, int]:
-        """The processes that write their stacks when asked, by local rank."""
+    def dumpers(self) -> dict[int, tuple[int, int, str]]:
+        """The processes that write their stacks when asked, by local rank, each with the number
+        and the name of its file."""
         with self._lock:
-            found = {local: channel.dumps for local, (channel, _) in list(self._open.items())}
-            return {local: pid for local, pid in found.items() if pid}
+            return {
+                local: (*channel.dumps, beside(str(path)))
+                for local, (channel, path) in list(self._open.items())
+                if channel.dumps[0]
+            }
 
     def _ask(self) -> None:
         assert self._notice is not None

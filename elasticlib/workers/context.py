@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import attrs
 
@@ -186,9 +185,7 @@ def _reached(path: str) -> Channel | None:
     with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
         channel = Channel(path)
         if channel.own(os.getpid()):
-            folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", path)).parent
-            if write_on_demand(folder):
-                channel.tell_dumps()
+            write_on_demand(channel, path)
             return channel
         channel.close()
     return None

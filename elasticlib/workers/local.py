@@ -324,13 +324,15 @@ class LocalWorkers(Workers):
     def dump_stacks(self) -> Mapping[int, str]:
         asked, processes = self._channels.dumpers(), dict(self._processes)
         # A number that has passed to another process is in another session.
-        return stacks.dump(
-            {
-                local: (pid, processes[local].error_file.parent)
-                for local, pid in asked.items()
-                if local in processes and session.holds(processes[local].popen.pid, pid)
-            }
-        )
+        dumpers = {
+            local: dumper
+            for local, dumper in asked.items()
+            if local in processes and session.holds(processes[local].popen.pid, dumper[0])
+        }
+        found = stacks.dump(dumpers)
+        for local, text in found.items():
+            stacks.keep(processes[local].error_file.parent, text)
+        return found
 
     def terminate(self) -> None:
         self._stopped = True

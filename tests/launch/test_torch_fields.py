@@ -163,7 +163,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"metrics_cfg": {"a": "b"}}, "metrics_cfg configures the metrics of torch's agent"),
+        ({"metrics_cfg": {"a": "b"}}, "metrics_cfg has no effect in torch either"),
         ({"event_log_handler": "syslog"}, "--event-log-handler is null or console, got 'syslog'"),
         ({"logs_specs": 3}, "logs_specs is one of torch's LogsSpecs, or the name .* got 3"),
         ({"logs_specs": "nobodys"}, "--logs-specs names an entry point .* got 'nobodys'"),

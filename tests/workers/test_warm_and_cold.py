@@ -18,6 +18,7 @@ import pytest
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers import stacks
 from elasticlib.workers.local import LocalWorkers
 from elasticlib.workers.output_plan import OutputPlan
 from elasticlib.workers.spec import (
@@ -120,6 +121,8 @@ def test_a_probe_finds_no_difference(warm: Runner, cold: Runner) -> None:
     expected = read(python(cold, PROBE, *args))
     for runner in (cold, warm):
         found = read(runner.run(Script(PROBE, args)))
+        # But for the one that its stacks go to when the agent asks, numbered out of the way.
+        found["files"] = [number for number in found["files"] if int(number) < stacks.HIGH]
         different = {name: (found[name], expected[name]) for name in expected}
         assert not {name: pair for name, pair in different.items() if pair[0] != pair[1]}
 

@@ -1,0 +1,79 @@
+"""What lets a running node be looked at: where it stands, and answers through the store.
+
+Nothing of it takes part in the job, and no port is opened for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ..agent.elastic import ElasticAgent
+from ..observe.question import Stacks
+from ..observe.standing import NodeStanding
+from ..observe.standing_journal import StandingJournal
+from ..rendezvous.answering import Answerer
+from ..rendezvous.dynamic import DynamicRendezvousHandler
+from ..rendezvous.keys import Keys
+from ..stores.file import FileStore
+from .config import LaunchConfig
+from .meeting import Meeting
+
+POLL_SECONDS = 0.5
+"""Between looks for a question where waiting is a poll of files."""
+
+
+def open_standing(config: LaunchConfig, node: str) -> StandingJournal:
+    """To be told what the node's other journals are told."""
+    host, pid = socket.gethostname(), os.getpid()
+    begins = NodeStanding(config.run_id, node, host, pid, slots=config.nproc_per_node)
+    return StandingJournal(begins)
+
+
+def answering(
+    meeting: Meeting, standing: StandingJournal, agent: ElasticAgent
+) -> AbstractContextManager[object]:
+    """Answers what `elasticlib status` and `stacks` ask, from `with` to its end; nothing where the
+    nodes meet in a store that is not ours to speak to."""
+    store, handler = meeting.store, meeting.handler
+    if store is None:
+        return contextlib.nullcontext()
+    return Answerer(
+        store,
+        Keys(meeting.run_id),
+        meeting.me,
+        standing=lambda: standing.look(agent.beats()),
+        stacks=stacks_of(agent),
+        heard=handler.heard if isinstance(handler, DynamicRendezvousHandler) else lambda: None,
+        look_every=POLL_SECONDS if isinstance(store, FileStore) else 0.0,
+    )
+
+
+def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
+    """What gathers the stacks of this node's workers, all of them or those of some ranks."""
+
+    def gathered(ranks: frozenset[int] | None) -> Stacks:
+        group = agent.get_worker_group()
+        if group is None:
+            return Stacks({})
+        ranked = {worker.local_rank: worker.rank for worker in group.workers}
+        running = {
+            local: name
+            for local, name in agent.running().items()
+            if local in ranked and (ranks is None or ranked[local] in ranks)
+        }
+        if not running:
+            return Stacks({})
+        texts, beats = agent.dump_stacks(), agent.beats()
+        silent = [local for local in running if local not in texts]
+        asked = [local for local in silent if local in beats and beats[local].dumps]
+        return Stacks(
+            {ranked[local]: texts[local] for local in running if local in texts},
+            silent=tuple(sorted(ranked[local] for local in asked)),
+            mute={ranked[local]: running[local] for local in silent if local not in asked},
+        )
+
+    return gathered

@@ -1,0 +1,239 @@
+"""`elasticlib logs`: the lines that a run's workers wrote, each with its rank before it.
+
+What is shown are the files of `--redirects` and `--tee`: of this machine, or of all nodes whose
+folders lie in the same log directory. Without -f they come rank by rank, as the lines bear no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from ..errors import ElasticError
+from ..observe.kept_logs import STREAMS, Attempt, Kept, NodeLogs, Tail, with_neighbours
+from ..observe.runs import find_runs
+
+LOOK_SECONDS = 0.2
+LOOKS_FOR_NODES = 20
+"""So many looks at the files go by between two looks for folders of other nodes."""
+ALL = -1
+COLOURS = (36, 33, 32, 35, 34, 31)
+_KEEP = (
+    "its workers' output is kept by elasticrun --log-dir DIR with --redirects 3 (in files alone) "
+    "or --tee 3 (in files and on the console)"
+)
+
+
+def add_logs(commands: Any) -> None:
+    """Add the subcommand to those of `elasticlib`."""
+    parser = commands.add_parser(
+        "logs",
+        help="show the lines that a run's workers wrote",
+        description="Show the lines of a run's workers, each with its global rank before it. "
+        "Exit status: 0 done, 1 no such run or nothing kept, 2 a wrong command line.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="RUN",
+        help="a run's id, its folder or a log directory (default: the newest run here)",
+    )
+    parser.add_argument(
+        "-r", "--ranks", type=_ranks, metavar="R,R-R", help="of these global ranks alone"
+    )
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on as lines come, until the run is over"
+    )
+    parser.add_argument(
+        "-n", "--lines", type=_count, metavar="LINES", help="begin with the last so many of a file"
+    )
+    parser.add_argument("--stream", choices=sorted(STREAMS), default="both")
+    parser.add_argument(
+        "--attempt",
+        type=_attempt,
+        default=None,
+        metavar="N|all",
+        help="of this start of the workers, 0 for the first (default: the newest)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _ranks(text: str) -> frozenset[int]:
+    found: set[int] = set()
+    try:
+        for part in text.split(","):
+            low, dash, high = part.partition("-")
+            found.update(range(int(low), int(high if dash else low) + 1))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"ranks are numbers as in 0,3 or 0-7, got {text!r}") from (
+            None
+        )
+    return frozenset(found)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"a number of lines from 0, got {text!r}")
+    return int(text)
+
+
+def _attempt(text: str) -> int:
+    if text == "all":
+        return ALL
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"an attempt is a number from 0, or all, got {text!r}")
+    return int(text)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    try:
+        nodes = _nodes(chosen.name)
+        logs = _Logs(chosen, nodes, _Lines(sys.stdout.buffer, coloured=_coloured(sys.stdout)))
+        return logs.follow() if chosen.follow else logs.show()
+    except ElasticError as error:
+        print(f"elasticlib logs: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        # Whoever read it has read enough; the interpreter is not to try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _nodes(name: str) -> list[NodeLogs]:
+    return with_neighbours([NodeLogs(events) for events in find_runs(name)])
+
+
+def _coloured(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+class _Lines:
+    """Writes lines, each with its rank before it."""
+
+    def __init__(self, out: BinaryIO, *, coloured: bool) -> None:
+        self._out = out
+        self._coloured = coloured
+
+    def write(self, rank: int, lines: Iterable[bytes]) -> bool:
+        """Whether there were any."""
+        head = f"[{rank}]"
+        if self._coloured:
+            head = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{head}\x1b[0m"
+        prefix, any_ = head.encode() + b" ", False
+        for line in lines:
+            self._out.write(prefix + line + b"\n")
+            any_ = True
+        if any_:
+            self._out.flush()
+        return any_
+
+
+class _Logs:
+    """Of the nodes of one run; the files that are shown already, and how far."""
+
+    def __init__(self, chosen: argparse.Namespace, nodes: list[NodeLogs], lines: _Lines) -> None:
+        self._ranks: frozenset[int] | None = chosen.ranks
+        self._attempt, self._streams, self._last = chosen.attempt, chosen.stream, chosen.lines
+        self._nodes = nodes
+        self._lines = lines
+        self._tails: dict[Path, tuple[int, Tail]] = {}
+        self._shown: set[int] = set()
+
+    def show(self) -> int:
+        """What is there now."""
+        self._open()
+        for rank, tail in self._tails.values():
+            self._lines.write(rank, tail.lines())
+            self._lines.write(rank, tail.rest())
+        return self._missing()
+
+    def follow(self) -> int:
+        """What comes as well, until all nodes are over, or the attempt that was asked for."""
+        looks, pause = 0, threading.Event()
+        while True:
+            # Asked before the files are read: what was written until then is read.
+            over = all(self._over(node) for node in self._nodes)
+            self._open()
+            self._last = None  # of files that come to be there nothing was written before
+            for rank, tail in self._tails.values():
+                self._lines.write(rank, tail.lines())
+            self._close_old()
+            if over:
+                break
+            pause.wait(LOOK_SECONDS)
+            looks += 1
+            if looks % LOOKS_FOR_NODES == 0:
+                self._nodes = with_neighbours(self._nodes)
+            for node in self._nodes:
+                node.look()
+        for rank, tail in self._tails.values():
+            self._lines.write(rank, tail.rest())
+        return self._missing()
+
+    def _over(self, node: NodeLogs) -> bool:
+        newest = node.attempts[-1].number if node.attempts else -1
+        return node.over or (self._attempt not in (None, ALL) and newest > self._attempt)
+
+    def _open(self) -> None:
+        """Begin with the files that have come to be there."""
+        for kept in self._kept():
+            if kept.path not in self._tails and kept.path.is_file():
+                tail = Tail(kept.path)
+                if self._last is not None:
+                    tail.skip_to_last(self._last)
+                self._tails[kept.path] = (kept.rank, tail)
+
+    def _close_old(self) -> None:
+        """An attempt that another has followed writes no more."""
+        wanted = {kept.path for kept in self._kept()}
+        for path in self._tails.keys() - wanted:
+            rank, tail = self._tails.pop(path)
+            self._lines.write(rank, tail.rest())
+            self._shown.add(rank)
+
+    def _kept(self) -> Iterator[Kept]:
+        for node in self._nodes:
+            for attempt in self._chosen(node):
+                for kept in node.kept(attempt, self._streams):
+                    if self._ranks is None or kept.rank in self._ranks:
+                        yield kept
+
+    def _chosen(self, node: NodeLogs) -> list[Attempt]:
+        if self._attempt == ALL:
+            return node.attempts
+        if self._attempt is None:
+            return node.attempts[-1:]
+        return [attempt for attempt in node.attempts if attempt.number == self._attempt]
+
+    def _missing(self) -> int:
+        """Say why nothing was shown, or which ranks are not there; the exit status."""
+        name = self._nodes[0].run
+        there = {attempt for node in self._nodes for attempt in self._chosen(node)}
+        known = {rank for one in there for rank in range(one.first, one.last + 1)}
+        lacking = sorted(set(self._ranks or ()) - known)
+        if not there:
+            known_ = sorted({one.number for node in self._nodes for one in node.attempts})
+            which = f"has the attempts {known_}" if known_ else "has started no workers"
+            return _complain(f"run {name} {which}")
+        if lacking:
+            _complain(f"run {name} has the ranks {min(known)} to {max(known)} there, not {lacking}")
+        shown = self._shown | {rank for rank, _ in self._tails.values()}
+        asked = known if self._ranks is None else known & self._ranks
+        if asked and not shown:
+            return _complain(f"run {name} keeps nothing of these workers: {_KEEP}")
+        if asked - shown:
+            _complain(f"nothing is kept of the ranks {sorted(asked - shown)}: {_KEEP}")
+        return 1 if lacking else 0
+
+
+def _complain(sentence: str) -> int:
+    print(f"elasticlib logs: {sentence}", file=sys.stderr)
+    return 1

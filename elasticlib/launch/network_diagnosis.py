@@ -1,0 +1,168 @@
+"""What `elasticlib doctor` looks at between machines: names, addresses, interfaces, endpoint."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+
+from ..endpoint import join_endpoint
+from ..errors import StoreError, StoreRefused
+from ..stores.tcp import TcpStore
+from .checks import Finding, why_not_served
+from .tcp_place import is_ours, of_several_machines, outward_address, resolve
+
+CONNECT_SECONDS = 3.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+NOT_OURS = "not as an elasticlib store"
+
+
+def look_at_own_name(
+    environment: Mapping[str, str], target: tuple[str, int] | None
+) -> Iterator[Finding]:
+    """What this machine's name means here, which is where gloo's workers listen."""
+    name = socket.gethostname()
+    found = _addresses(name)
+    check, outward = "own name", outward_address()
+    # Without another machine, or with an interface that is named, nobody goes by this name.
+    alone = target is None or all(map(_is_loopback, resolve(*target)))
+    bad = None if alone or environment.get("GLOO_SOCKET_IFNAME") else False
+    ways = f"have /etc/hosts say {outward}, or set GLOO_SOCKET_IFNAME for the workers"
+    if outward == "127.0.0.1":
+        ways = "other machines need an address of this one to reach it"
+    if not found:
+        yield Finding(check, bad, f"{name} resolves to nothing here: {ways}")
+    elif all(_is_loopback(address) for address in found):
+        shown = ", ".join(found)
+        sentence = f"{name} means {shown} here, which no other machine can reach: workers of "
+        yield Finding(check, bad, f"{sentence}several machines would wait for each other; {ways}")
+    elif not any(is_ours(address) for address in found):
+        shown = ", ".join(found)
+        yield Finding(check, bad, f"{name} means {shown}, which this machine has not: {ways}")
+    else:
+        yield Finding(check, True, f"{name} is {', '.join(found)}")
+
+
+def look_at_interfaces(
+    environment: Mapping[str, str], target: tuple[str, int] | None
+) -> Iterator[Finding]:
+    """Where the workers' traffic goes, as far as it can be told from outside."""
+    names = [name for _, name in socket.if_nameindex()]
+    said = False
+    for variable in INTERFACES:
+        text = environment.get(variable, "")
+        if not text:
+            continue
+        said = said or variable == "GLOO_SOCKET_IFNAME"
+        prefixes = text.removeprefix("^").removeprefix("=").split(",")
+        there = [one for one in prefixes if any(name.startswith(one) for name in names)]
+        sentence = f"{variable}={text}: there is {'such an' if there else 'no such'} interface"
+        hint = "" if there else f"; there are {', '.join(names)}"
+        yield Finding("interface", bool(there), sentence + hint)
+    outward = outward_address()
+    towards = _towards(*target) if target else None
+    if towards is not None and towards != outward:
+        yield Finding(
+            "interface",
+            None,
+            f"the way to the endpoint begins at {towards}, and the default one at {outward}: if "
+            "workers do not find each other, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to "
+            f"the interface of {towards}",
+        )
+    elif outward == "127.0.0.1" and towards is None:
+        sentence = "there is no route but to this machine itself: jobs of one node work, and others"
+        yield Finding("interface", None if target is None else False, f"{sentence} cannot")
+    elif not said:
+        here = towards or outward
+        sentence = f"traffic leaves from {here}; gloo listens where this machine's name means, "
+        yield Finding("interface", True, f"{sentence}NCCL chooses by itself (NCCL_DEBUG=INFO)")
+
+
+def look_at_binding() -> Iterator[Finding]:
+    address = outward_address()
+    why = why_not_served([address], 0)
+    sentence = f"a port at {address} can be served" if why is None else f"no port can be: {why}"
+    yield Finding("bind", why is None, sentence)
+
+
+def look_at_endpoint(host: str, port: int, secret: bytes | None) -> Iterator[Finding]:
+    """Whom an endpoint means, and who answers there."""
+    endpoint = join_endpoint(host, port)
+    addresses = resolve(host, port)
+    if not addresses:
+        sentence = f"{host} resolves to nothing here: check the name, /etc/hosts and the resolver"
+        yield Finding("resolve", False, sentence)
+        return
+    ours = [address for address in addresses if is_ours(address)]
+    several = of_several_machines(endpoint, addresses)
+    if several:
+        yield Finding("resolve", False, several)
+    else:
+        whose = "this machine" if ours else "another machine"
+        yield Finding("resolve", True, f"{host} is {', '.join(addresses)}: {whose}")
+    yield _reached(host, port, secret, ours)
+
+
+def _reached(host: str, port: int, secret: bytes | None, ours: list[str]) -> Finding:
+    endpoint = join_endpoint(host, port)
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        if ours:
+            why = why_not_served(ours, port)
+            if why is None:
+                return Finding(
+                    "reach", True, f"{endpoint} is free: this node would serve the store"
+                )
+            return Finding("reach", False, f"{endpoint} cannot be served: {why}")
+        sentence = f"{endpoint} refuses: the machine is there, and nobody serves at that port (yet)"
+        return Finding("reach", None, f"{sentence}; start the node that hosts, or see its firewall")
+    except TimeoutError:
+        sentence = f"{endpoint} does not answer within {CONNECT_SECONDS:g} s: a firewall drops what"
+        return Finding("reach", False, f"{sentence} is sent to it, or the machine is off")
+    except OSError as error:
+        return Finding("reach", False, f"{endpoint} cannot be reached: {error.strerror or error}")
+    return _asked(host, port, secret)
+
+
+def _asked(host: str, port: int, secret: bytes | None) -> Finding:
+    """Whether it is a store of ours; no key of it is read."""
+    endpoint = join_endpoint(host, port)
+    store = TcpStore(host, port, timeout=CONNECT_SECONDS, secret=secret)
+    try:
+        store.connect()
+    except StoreRefused as error:
+        if NOT_OURS in str(error):
+            return Finding("reach", False, f"{error}: give another port, or stop what serves there")
+        return Finding("reach", True, f"an elasticlib store is there; it says: {error}")
+    except (StoreError, OSError) as error:
+        sentence = f"{endpoint} takes connections, and does not speak as an elasticlib store"
+        return Finding("reach", False, f"{sentence} ({error}): give another port")
+    finally:
+        store.close()
+    return Finding("reach", True, f"an elasticlib store answers at {endpoint}")
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def _towards(host: str, port: int) -> str | None:
+    """The address of this machine from which the endpoint would be reached; nothing is sent."""
+    for address in resolve(host, port):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, port or 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,158 @@
+"""The ports at which a launch is observed: `/healthz`, `/status.json` and `/metrics`.
+
+They are bound before the node takes part in anything, and what they answer is read off what the
+agent tells and what its workers show; nothing waits for who asks.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from ..agent.elastic import ElasticAgent
+from ..errors import ConfigError
+from ..observe.counting_journal import CountingJournal
+from ..observe.exposed import Moment
+from ..observe.health import Health, LoopWatch, judge
+from ..observe.interface import Journal, NoJournal
+from ..observe.port import ObservePort, Page, plain
+from ..observe.prometheus import Exposition
+from ..observe.standing import NodeStanding
+from ..observe.standing_journal import StandingJournal
+from .config import LaunchConfig
+from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
+from .versions import versions
+
+log = logging.getLogger("elasticlib.launch")
+
+STATUS_VERSION = 1
+HEALTH, STATUS, METRICS = "/healthz", "/status.json", "/metrics"
+
+
+class Observed:
+    """The ports of one launch, bound from the start; none where nobody asked for one.
+
+    Raises:
+        ConfigError: one cannot be bound.
+    """
+
+    def __init__(self, config: LaunchConfig, environment: Mapping[str, str], node: str) -> None:
+        self._ports: list[tuple[ObservePort, tuple[str, ...]]] = []
+        self._watch: LoopWatch | None = None
+        asked = config.observe_port
+        try:
+            if asked is not None:
+                where = read_port(asked, FLAG, LOOPBACK)
+                self._open(FLAG, where, (HEALTH, STATUS, METRICS))
+            checked = health_port(environment)
+            if checked is not None:
+                # Health alone: it is open to all who reach this machine, and need know no more.
+                self._open(VARIABLE, checked, (HEALTH, "/"))
+        except ConfigError:
+            self.close()
+            raise
+        self._tally = CountingJournal(config.run_id, node)
+
+    def _open(self, name: str, where: tuple[str, int], paths: tuple[str, ...]) -> None:
+        host, number = where
+        try:
+            port = ObservePort(host, number)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(
+                f"{name}: {host}, port {number}, cannot be served ({why}): give another port, or 0 "
+                "for any that is free"
+                if name == FLAG
+                else f"{name}={number} cannot be served at {host} ({why}): give another port"
+            ) from error
+        self._ports.append((port, paths))
+
+    @property
+    def journal(self) -> Journal:
+        """What is to be told what happens, so that it can be shown."""
+        return self._tally if self._ports else NoJournal()
+
+    def begin(self, agent: ElasticAgent, standing: StandingJournal, kept: Journal) -> None:
+        """Answer from now on. kept: the journal whose losses are told."""
+        if not self._ports:
+            return
+        self._watch = LoopWatch(agent.ask)
+        self._watch.begin()
+        pages = _Pages(self._watch, self._tally, lambda: standing.look(agent.beats()), kept)
+        for port, paths in self._ports:
+            port.begin({path: pages.by_path[path] for path in paths})
+            log.info("observed at http://%s%s", port.address, ", ".join(paths))
+
+    def close(self) -> None:
+        for port, _ in self._ports:
+            port.close()
+        if self._watch is not None:
+            self._watch.end()
+
+
+class _Pages:
+    def __init__(
+        self,
+        watch: LoopWatch,
+        tally: CountingJournal,
+        standing: Callable[[], NodeStanding],
+        journal: Journal,
+    ) -> None:
+        self._watch = watch
+        self._tally = tally
+        self._standing = standing
+        self._journal = journal
+        self._versions = versions()
+        try:
+            self._exposition: Exposition | str = Exposition(self._moment)
+        except ConfigError as error:
+            self._exposition = str(error)
+        self.by_path: Mapping[str, Callable[[], Page]] = {
+            "/": self._health,
+            HEALTH: self._health,
+            STATUS: self._status,
+            METRICS: self._metrics,
+        }
+
+    def _judged(self, standing: NodeStanding) -> Health:
+        return judge(standing.state, standing.reason, self._watch.silent())
+
+    def _moment(self) -> Moment:
+        standing = self._standing()
+        return Moment(
+            standing,
+            self._tally.counts,
+            alive=self._judged(standing).good,
+            silent=self._watch.silent(),
+            events_lost=self._journal.lost,
+            versions=self._versions,
+        )
+
+    def _health(self) -> Page:
+        found = self._judged(self._standing())
+        return plain(200 if found.good else 503, found.sentence)
+
+    def _status(self) -> Page:
+        standing = self._standing()
+        found = self._judged(standing)
+        said = {
+            "version": STATUS_VERSION,
+            "healthy": found.good,
+            "health": found.sentence,
+            **attrs.asdict(standing, value_serializer=_value),
+        }
+        return Page(200, "application/json", json.dumps(said, indent=2).encode() + b"\n")
+
+    def _metrics(self) -> Page:
+        if isinstance(self._exposition, str):
+            return plain(501, self._exposition)
+        return Page(200, *self._exposition.text())
+
+
+def _value(_kind: Any, _field: Any, value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value

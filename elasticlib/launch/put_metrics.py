@@ -1,0 +1,54 @@
+"""The numbers that torch's agent puts into the group `torchelastic`, by the same names, for
+programs that have configured a handler of `elasticlib.metrics` and launch from Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..metrics import put_metric
+from ..observe.interface import Journal
+
+log = logging.getLogger("elasticlib.launch")
+
+
+class PutMetrics(Journal):
+    """role: whose workers they are."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._restarts = 0
+        self._left = self._most = 0
+
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        del generation, rank
+        if kind == "generation.began":
+            self._restarts, self._most = int(facts["restarts"]), int(facts["max_restarts"])
+            self._left = max(0, self._most - self._restarts)
+            self._put("remaining_restarts", self._left)
+        elif kind == "run.ended":
+            self._over(str(facts["state"]))
+
+    def _over(self, state: str) -> None:
+        failed, again = state == "failed", self._restarts > 0
+        good = 100.0 - 100.0 * (self._left + 1) / (self._most + 1)
+        self._put("flakiness", 100 if failed else int(good))
+        self._put("run_total", 1)
+        self._put(state, 1)
+        for name, value in (
+            ("run_success_with_retries", not failed and again),
+            ("run_success_no_retries", not failed and not again),
+            ("run_failed_with_retries", failed and again),
+            ("run_failed_no_retries", failed and not again),
+        ):
+            self._put(name, int(value))
+
+    def _put(self, name: str, value: int) -> None:
+        try:
+            put_metric(f"workers.{self._role}.{name}", value)
+        except Exception:
+            # A program's own handler: what it does wrong is no end of its job.
+            log.exception("the metric %s is not taken", name)

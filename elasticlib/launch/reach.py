@@ -1,0 +1,265 @@
+"""How a run is found from outside: by its record on this machine, or by its store's endpoint.
+
+The store's own gatekeeping holds as for any node: who does not know the secret is told nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from ..clock import wall
+from ..endpoint import STORE_PORT, split_endpoint
+from ..errors import ConfigError, NoSuchRun, StoreError, StoreUnavailable
+from ..observe.event import Event, decode
+from ..observe.question import Answer
+from ..observe.runs import find_runs, known_runs
+from ..observe.standing import NodeStanding, after
+from ..observe.status import JobStatus, NodeStatus, status_of_records
+from ..rendezvous.asking import jobs_in
+from ..stores.file import FileStore
+from ..stores.interface import Store
+from ..stores.tcp import TcpStore
+from .config import TCP_BACKENDS
+from .etcd_place import ETCD_BACKENDS, check_etcd_keys, read_etcd_place
+from .secret import read_secret
+from .tcp_endpoints import parts_of
+from .tcp_place import resolve
+
+LONGEST_TIMEOUT = 30.0
+
+
+@attrs.frozen
+class Target:
+    """run_id: empty for the only job there. records: files of its events on this machine."""
+
+    run_id: str
+    backend: str
+    endpoint: str
+    conf: Mapping[str, str] = attrs.field(factory=dict)
+    records: tuple[Path, ...] = ()
+
+
+def add_reach(parser: argparse.ArgumentParser, timeout: float) -> None:
+    """Add the arguments that say which run is meant, and how long its nodes may take to answer."""
+    parser.add_argument(
+        "named",
+        nargs="?",
+        default="",
+        metavar="RUN|ENDPOINT",
+        help="a run's id or folder, as found on this machine, or the HOST:PORT of its store; "
+        "without it, the newest run of this user",
+    )
+    parser.add_argument("--rdzv-id", default="", help="at an ENDPOINT: the job, if it has several")
+    parser.add_argument(
+        "--rdzv-backend",
+        choices=("tcp", "c10d", "static", "file", *ETCD_BACKENDS),
+        help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend (default: tcp)",
+    )
+    parser.add_argument(
+        "--rdzv-conf", default="", metavar="K=V,...", help="as for elasticrun: how to reach an etcd"
+    )
+    parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=timeout,
+        metavar="SECONDS",
+        help=f"for the nodes to answer (default {timeout:g})",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(
+            f"it is a positive number of seconds up to {LONGEST_TIMEOUT:g}, got {text!r}"
+        )
+    return seconds
+
+
+def find_target(chosen: argparse.Namespace) -> Target:
+    """Which run is meant.
+
+    Raises:
+        ConfigError: the command line contradicts itself. NoSuchRun: there is none of that name.
+    """
+    conf = _pairs(chosen.rdzv_conf)
+    if chosen.rdzv_backend or chosen.rdzv_id:
+        if not chosen.named:
+            raise ConfigError("--rdzv-id and --rdzv-backend are for an ENDPOINT, and there is none")
+        return Target(chosen.rdzv_id, chosen.rdzv_backend or "tcp", chosen.named, conf)
+    try:
+        records = tuple(find_runs(chosen.named))
+    except NoSuchRun:
+        if not is_endpoint(chosen.named):
+            raise
+        return Target("", "tcp", chosen.named, conf)
+    return _told(records, conf)
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether it is a host with a port, or several of them."""
+    for part in parts_of(text):
+        try:
+            named = split_endpoint(part) if os.sep not in part else ("", 0)
+        except ConfigError:
+            return False
+        if not named[1]:
+            return False
+    return True
+
+
+def _told(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
+    """As the first event of each record tells it."""
+    run_id = backend = endpoint = ""
+    for path in records:
+        event = next(events_of(path), None)
+        if event is None:
+            continue
+        run_id = event.run
+        settings = event.facts.get("settings")
+        if event.kind == "run.began" and isinstance(settings, dict):
+            backend = str(settings.get("rdzv_backend", ""))
+            endpoint = str(event.facts.get("endpoint") or settings.get("rdzv_endpoint", ""))
+            conf = {**_pairs(str(settings.get("rdzv_conf", ""))), **conf}
+            if endpoint:
+                break
+    return Target(run_id, backend, endpoint, conf, records)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    found = dict(part.partition("=")[::2] for part in text.split(",") if part)
+    if not all(found.values()):
+        raise ConfigError(f"--rdzv-conf is k=v,k=v, got {text!r}")
+    return found
+
+
+# -- through the store -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reached(target: Target, chosen: argparse.Namespace) -> Iterator[tuple[Store, str]]:
+    """The store in which the job meets, and the job's id.
+
+    Raises:
+        StoreError: it is not there, or refuses. ConfigError: it cannot be asked as things are.
+        NoSuchRun: it holds no job, or several.
+    """
+    store = _open(target, chosen)
+    try:
+        yield store, target.run_id or _only_job(store, target)
+    finally:
+        with contextlib.suppress(StoreError):
+            store.close()
+
+
+def _open(target: Target, chosen: argparse.Namespace) -> Store:
+    if not target.endpoint:
+        raise StoreUnavailable("nothing says where the nodes of this run meet")
+    if target.backend == "file":
+        if not Path(target.endpoint).is_dir():  # a store would make it
+            raise StoreUnavailable(f"there is no folder {target.endpoint}")
+        return FileStore(target.endpoint, timeout=chosen.timeout)
+    if target.backend in ETCD_BACKENDS:
+        return read_etcd_place(target.endpoint, target.conf).open(chosen.timeout)
+    if target.backend not in TCP_BACKENDS:
+        raise ConfigError(
+            f"how a store of --rdzv-backend {target.backend} is opened is not known here: only "
+            "its nodes' events can be read, on their machines"
+        )
+    check_etcd_keys(target.backend, target.conf)
+    path = chosen.secret_file or target.conf.get("secret_file")
+    secret = read_secret(os.environ, path, "--secret-file")
+    return _open_tcp(target, secret, chosen.timeout)
+
+
+def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
+    """A client of the first of its places that answers."""
+    error: StoreError = StoreUnavailable(f"{target.endpoint} means nothing here")
+    places = [split_endpoint(part, STORE_PORT) for part in parts_of(target.endpoint)]
+    found = [(address, port) for host, port in places for address in resolve(host, port)]
+    for address, port in found:
+        store = TcpStore(address, port, job=target.run_id, timeout=timeout, secret=secret)
+        try:
+            store.connect(timeout / len(found))
+        except StoreError as failed:
+            store.close()
+            error = failed
+            continue
+        return store
+    raise error
+
+
+def _only_job(store: Store, target: Target) -> str:
+    jobs, living = jobs_in(store)
+    chosen = living or jobs
+    if len(chosen) == 1:
+        return chosen[0]
+    there = ", ".join(chosen) or "none"
+    raise NoSuchRun(f"{target.endpoint} holds these jobs: {there}; name one with --rdzv-id")
+
+
+# -- from what was written down --------------------------------------------------------------------
+
+
+def events_of(path: Path) -> Iterator[Event]:
+    """The events of a file, but for lines that are none (the last may be cut short)."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield decode(line)
+
+
+def recorded(target: Target) -> JobStatus | None:
+    """What the events on this machine tell; None if there are none."""
+    living = {os.path.realpath(one.events) for one in known_runs() if one.living}
+    nodes, newest = [], 0.0
+    for path in target.records:
+        found = _recorded_node(path, os.path.realpath(path) in living)
+        if found is not None:
+            nodes.append(found[0])
+            newest = max(newest, found[1])
+    if not nodes:
+        return None
+    return status_of_records(target.run_id, nodes, age=max(0.0, wall() - newest))
+
+
+def _recorded_node(path: Path, lives: bool) -> tuple[NodeStatus, float] | None:
+    """The node, and when it last wrote, in seconds since 1970."""
+    standing, last = None, None
+    for last in events_of(path):
+        before = standing or NodeStanding(last.run, last.node, since=last.at, began=last.at)
+        standing = after(before, last)
+    if standing is None or last is None:
+        return None
+    answer = Answer(0, standing, last.at - standing.since, last.at - standing.began)
+    node = NodeStatus(
+        node=standing.node,
+        host=standing.host,
+        rank=standing.node_rank,
+        slots=standing.slots,
+        lives=lives and not standing.state.over,
+        answer=answer,
+    )
+    return node, last.wall
+
+
+def ranks_of(text: str) -> frozenset[int]:
+    """Of `0,3` or `0-3,8`; for argparse."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isascii() and end.isdigit() and len(end) < 8 for end in ends):
+            raise argparse.ArgumentTypeError(f"ranks are numbers as in 0,3 or 0-3, got {text!r}")
+        found.update(range(int(ends[0]), int(ends[1]) + 1))
+    return frozenset(found)

@@ -1,0 +1,64 @@
+"""`elasticlib stacks`: what the threads of a run's workers are doing, now."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import Any
+
+from ..errors import ConfigError, ElasticError, NoSuchRun, StoreError
+from ..observe.question import What
+from ..observe.same_stacks import told
+from ..observe.status_words import NOBODY
+from ..rendezvous.asking import Asker
+from .reach import add_reach, find_target, ranks_of, reached
+
+TIMEOUT = 5.0
+"""Seconds: a worker that writes nothing is waited for on its node."""
+
+
+def add_stacks(commands: Any) -> None:
+    """Add the subcommand to those of `elasticlib`."""
+    parser = commands.add_parser(
+        "stacks",
+        help="the Python stacks of a run's workers, now",
+        description="The Python stacks of all ranks of all nodes, now; those that are the same "
+        "are shown once, and those that the fewest share come first.",
+        epilog="exit status: 0 if all nodes that live answered, 1 if some did not, 2 for a command "
+        "line that makes no sense, 4 if there is no such run or nobody answers",
+    )
+    add_reach(parser, TIMEOUT)
+    parser.set_defaults(run=_stacks)
+    parser.add_argument(
+        "-r", "--ranks", type=ranks_of, metavar="RANKS", help="those of these ranks, as in 0,3-5"
+    )
+
+
+def _stacks(chosen: argparse.Namespace) -> int:
+    try:
+        target = find_target(chosen)
+        with reached(target, chosen) as (store, run_id):
+            asker = Asker(store, run_id)
+            try:
+                view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
+            finally:
+                with contextlib.suppress(StoreError):
+                    asker.close()
+        if not view.live:
+            raise NoSuchRun(f"no node of {run_id!r} lives")
+        print("\n".join(told(view, chosen.ranks)))
+    except ConfigError as error:
+        return _fail(2, error)
+    except ElasticError as error:
+        return _fail(NOBODY, error)
+    except KeyboardInterrupt:
+        return 130
+    if not view.answers:
+        return NOBODY
+    return int(len(view.answers) < len(view.live))
+
+
+def _fail(code: int, error: Exception) -> int:
+    print(f"elasticlib stacks: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,170 @@
+"""What /metrics shows: every metric by name, with its meaning, and its values of one moment.
+
+A value that is not known is left out, and not told as 0; names and units are as Prometheus has
+them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from .counts import BUCKETS, PHASES, Counts, Durations
+from .history import JobState
+from .standing import NodeStanding
+
+
+class Shape(enum.Enum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@attrs.frozen
+class Family:
+    """labels: beside run and node, which all have."""
+
+    name: str
+    shape: Shape
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Sample:
+    """One value of a family; labels in the family's order."""
+
+    family: str
+    value: float | Durations
+    labels: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Moment:
+    """All that is shown. alive: whether /healthz says so; silent: seconds for which the agent's
+    loop has not turned; events_lost: that could not be written to the file of events."""
+
+    standing: NodeStanding
+    counts: Counts
+    alive: bool = True
+    silent: float = 0.0
+    events_lost: int = 0
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+
+
+_G, _C, _H = Shape.GAUGE, Shape.COUNTER, Shape.HISTOGRAM
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family("elasticlib_up", _G, "1 if /healthz answers 200, else 0"),
+        Family("elasticlib_info", _G, "always 1", ("elasticlib", "torch", "python", "host")),
+        Family("elasticlib_state", _G, "1 for the state that this node is in", ("state",)),
+        Family("elasticlib_loop_silent_seconds", _G, "since the agent's loop last turned"),
+        Family("elasticlib_generation", _G, "that this node is in, 0 before the first"),
+        Family("elasticlib_generations_total", _C, "that began on this node"),
+        Family("elasticlib_nodes", _G, "in this generation"),
+        Family("elasticlib_node_rank", _G, "this node's, among the nodes"),
+        Family("elasticlib_world_size", _G, "workers in the job"),
+        Family("elasticlib_restarts_total", _C, "of the job after failures, while here"),
+        Family("elasticlib_restarts_left", _G, "until a failure ends the job"),
+        Family("elasticlib_failures_total", _C, "that this node reported", ("kind",)),
+        Family("elasticlib_worker_up", _G, "1 while the worker runs", ("rank",)),
+        Family("elasticlib_worker_step", _G, "the last that it told of", ("rank",)),
+        Family("elasticlib_worker_steps_per_second", _G, "by its last steps", ("rank",)),
+        Family("elasticlib_worker_silent_seconds", _G, "since its sign of life", ("rank",)),
+        Family("elasticlib_steps_per_second", _G, "of this node's slowest worker, told last"),
+        Family("elasticlib_samples_per_second", _G, "of this node's workers, told last"),
+        Family("elasticlib_loss", _G, "as the node's lowest rank told it last"),
+        Family("elasticlib_last_checkpoint_step", _G, "of the newest durable checkpoint"),
+        Family("elasticlib_last_snapshot_step", _G, "of the newest snapshot in memory"),
+        Family("elasticlib_steps_redone_total", _C, "steps that this node made again"),
+        Family("elasticlib_lost_seconds_total", _C, "without a step that counts", ("phase",)),
+        Family(
+            "elasticlib_recovery_seconds",
+            _H,
+            "from what ended a generation until the next was started, or had made a step (trained)",
+            ("until",),
+        ),
+        Family("elasticlib_events_lost_total", _C, "that events.jsonl could not take"),
+    )
+}
+"""Each metric by its name."""
+
+FAILURES = ("ordinary", "killed", "at start")
+"""Kinds of failures that are told as 0 until there is one."""
+
+
+def samples(moment: Moment) -> Iterator[Sample]:
+    """All that is known, family by family, in the order of `FAMILIES`."""
+    found: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
+    for sample in (*_of_node(moment), *_of_workers(moment.standing), *_of_counts(moment)):
+        found[sample.family].append(sample)
+    for of_family in found.values():
+        yield from of_family
+
+
+def _of_node(moment: Moment) -> Iterator[Sample]:
+    now, versions = moment.standing, moment.versions
+    told = tuple(versions.get(name, "") for name in ("elasticlib", "torch", "python"))
+    yield Sample("elasticlib_info", 1.0, (*told, now.host))
+    for state in JobState:
+        yield Sample("elasticlib_state", float(state is now.state), (state.value,))
+    left = None if now.max_restarts is None else max(0, now.max_restarts - now.restarts)
+    yield from _known(
+        elasticlib_up=moment.alive,
+        elasticlib_loop_silent_seconds=moment.silent,
+        elasticlib_generation=now.generation,
+        elasticlib_nodes=now.nodes,
+        elasticlib_node_rank=now.node_rank,
+        elasticlib_world_size=now.world,
+        elasticlib_restarts_left=left,
+        elasticlib_last_checkpoint_step=now.saved,
+        elasticlib_last_snapshot_step=now.snapshot,
+        elasticlib_events_lost_total=moment.events_lost,
+    )
+
+
+def _of_workers(standing: NodeStanding) -> Iterator[Sample]:
+    for worker in standing.workers:
+        labels = (str(worker.rank),)
+        yield Sample("elasticlib_worker_up", float(worker.running), labels)
+        told = {
+            "elasticlib_worker_step": worker.step,
+            "elasticlib_worker_steps_per_second": worker.per_second,
+            "elasticlib_worker_silent_seconds": worker.silent,
+        }
+        for name, value in told.items():
+            if value is not None and worker.running:
+                yield Sample(name, float(value), labels)
+
+
+def _of_counts(moment: Moment) -> Iterator[Sample]:
+    counts = moment.counts
+    for kind in dict.fromkeys((*FAILURES, *counts.failures)):
+        yield Sample("elasticlib_failures_total", float(counts.failures.get(kind, 0)), (kind,))
+    for phase in dict.fromkeys((*PHASES, *counts.lost)):
+        yield Sample("elasticlib_lost_seconds_total", counts.lost.get(phase, 0.0), (phase,))
+    yield Sample("elasticlib_recovery_seconds", counts.started, ("started",))
+    yield Sample("elasticlib_recovery_seconds", counts.trained, ("trained",))
+    yield from _known(
+        elasticlib_generations_total=counts.generations,
+        elasticlib_restarts_total=counts.restarts,
+        elasticlib_steps_redone_total=counts.redone,
+        elasticlib_steps_per_second=counts.per_second,
+        elasticlib_samples_per_second=counts.samples_per_second,
+        elasticlib_loss=counts.loss,
+    )
+
+
+def _known(**values: float | None) -> Iterator[Sample]:
+    for name, value in values.items():
+        if value is not None:
+            yield Sample(name, float(value))
+
+
+def buckets(durations: Durations) -> list[tuple[str, float]]:
+    """A histogram's buckets as Prometheus has them: the bound, and how many are within it."""
+    found = [(str(most), float(n)) for most, n in zip(BUCKETS, durations.within, strict=True)]
+    return [*found, ("+Inf", float(durations.count))]

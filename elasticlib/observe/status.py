@@ -1,0 +1,240 @@
+"""What a job is doing, put together from what its store holds and what its nodes say of themselves.
+
+Nobody's clock is compared with another's: all ages are as the node that tells them measured them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from ..rendezvous.codec import Note
+from ..rendezvous.document import Document, Node, Phase
+from .history import JobState
+from .question import Answer, Stacks
+from .standing import NodeStanding
+
+
+@attrs.frozen
+class JobView:
+    """What was read and heard of a job. answers, stacks: by node id."""
+
+    run: str
+    document: Document | None
+    live: tuple[Node, ...]
+    note: Note
+    answers: Mapping[str, Answer]
+    stacks: Mapping[str, Stacks] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class NodeStatus:
+    """rank: among the members, None for one that waits or has left. lives: whether its lease
+    stands. answer: what it says of itself; None if it does not answer."""
+
+    node: str
+    host: str
+    rank: int | None
+    slots: int
+    lives: bool
+    draining: str = ""
+    answer: Answer | None = None
+
+    @property
+    def standing(self) -> NodeStanding | None:
+        return None if self.answer is None else self.answer.standing
+
+    @property
+    def state(self) -> str:
+        """A word for it."""
+        if self.answer is not None:
+            return self.answer.standing.state.value
+        return "no answer" if self.lives else "gone"
+
+
+@attrs.frozen
+class JobStatus:
+    """state: None where nobody can tell any more. age: seconds since the newest of this was true,
+    where it was read from files; None where nodes told it just now. minimum, maximum: how many
+    nodes there may be. since: seconds for which the state has lasted."""
+
+    run: str
+    state: JobState | None
+    reason: str = ""
+    age: float | None = None
+    generation: int = 0
+    minimum: int | None = None
+    maximum: int | None = None
+    world: int = 0
+    restarts: int = 0
+    max_restarts: int | None = None
+    since: float | None = None
+    nodes: tuple[NodeStatus, ...] = ()
+
+    @property
+    def members(self) -> tuple[NodeStatus, ...]:
+        return tuple(node for node in self.nodes if node.rank is not None)
+
+    @property
+    def spares(self) -> tuple[NodeStatus, ...]:
+        """Those that live and wait to be let in."""
+        return tuple(node for node in self.nodes if node.rank is None and node.lives)
+
+    @property
+    def silent(self) -> tuple[NodeStatus, ...]:
+        """Those that live, and do not answer."""
+        return tuple(node for node in self.nodes if node.lives and node.answer is None)
+
+    @property
+    def step(self) -> int | None:
+        """The smallest that any worker told of last."""
+        return min(self._told("step"), default=None)
+
+    @property
+    def per_second(self) -> float | None:
+        """Steps of the slowest worker."""
+        return min(self._told("per_second"), default=None)
+
+    @property
+    def saved(self) -> int | None:
+        """The step of the last checkpoint that any node told of."""
+        own = [s.saved for s in self._standings() if s.saved is not None]
+        return max([*own, *self._told("saved")], default=None)
+
+    @property
+    def snapshot(self) -> int | None:
+        """The newest step that all nodes which keep snapshots have whole in their memory."""
+        return min((s.snapshot for s in self._standings() if s.snapshot is not None), default=None)
+
+    def _told(self, name: str) -> list[int]:
+        found = (getattr(w, name) for s in self._standings() for w in s.workers)
+        return [value for value in found if value is not None]
+
+    def _standings(self) -> Iterable[NodeStanding]:
+        return (node.standing for node in self.nodes if node.standing is not None)
+
+
+def status_of(view: JobView) -> JobStatus | None:
+    """None where there is no such job."""
+    document = view.document
+    if document is None and not view.live:
+        return None
+    nodes = _nodes(view)
+    standings = [node.standing for node in nodes if node.rank is not None and node.standing]
+    state, reason = _state(view, standings)
+    ages = [
+        node.answer.state_seconds
+        for node in nodes
+        if node.rank is not None and node.answer and node.answer.standing.state is state
+    ]
+    if document is None:
+        return JobStatus(view.run, state, reason, nodes=nodes)
+    return JobStatus(
+        view.run,
+        state,
+        reason,
+        generation=document.generation,
+        minimum=document.limits.min_nodes,
+        maximum=document.limits.max_nodes,
+        world=sum(node.slots for node in document.members),
+        restarts=document.restarts,
+        max_restarts=document.limits.max_restarts,
+        since=min(ages, default=None),
+        nodes=nodes,
+    )
+
+
+def _nodes(view: JobView) -> tuple[NodeStatus, ...]:
+    """The members in their order, then who waits in the order in which they came."""
+    members = () if view.document is None else view.document.members
+    over = view.document is not None and view.document.phase is not Phase.SETTLED
+    living = {node.id: node for node in view.live}
+    ids = {node.id for node in members}
+    here = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
+    here += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
+    return tuple(
+        NodeStatus(
+            node=node.id,
+            host=node.host,
+            rank=rank,
+            slots=node.slots,
+            lives=node.id in living,
+            draining=node.draining,
+            answer=view.answers.get(node.id),
+        )
+        for rank, node in here
+        # Of a generation that is over, those who have gone are none of the next one's.
+        if node.id in living or not over
+    )
+
+
+_PHASES = {
+    Phase.SUCCEEDED: JobState.SUCCEEDED,
+    Phase.FAILED: JobState.FAILED,
+    Phase.ABORTED: JobState.STOPPED,
+}
+_FIRST = (JobState.DRAINING, JobState.RESTARTING, JobState.RESIZING, JobState.RENDEZVOUS)
+"""What a job is doing if any of its nodes is, in this order."""
+
+
+def _state(view: JobView, standings: Iterable[NodeStanding]) -> tuple[JobState | None, str]:
+    """The state, and a sentence of why."""
+    document, live = view.document, view.live
+    if document is None:
+        return JobState.WAITING, view.note.reason
+    if document.phase.terminal:
+        ending = "" if document.ending is None else f" (said by {document.ending.by})"
+        return _PHASES[document.phase], f"{document.cause}{ending}"
+    if not live:
+        return None, f"no node lives any more; the last words were: {document.cause}"
+    if document.phase is Phase.OPEN:
+        return _opening(document, live), document.cause or view.note.reason
+    told = {standing.state: standing for standing in standings}
+    for state in _FIRST:
+        if state in told:
+            return state, told[state].reason or document.cause
+    ends = [state for state in told if state.over]
+    if ends and len(ends) == len(told):
+        # All who answer are through; the document says so as soon as the others are.
+        worst = max(ends, key=lambda state: (state is JobState.FAILED, state.value))
+        return worst, told[worst].reason
+    return JobState.RUNNING, document.cause
+
+
+def _opening(document: Document, live: tuple[Node, ...]) -> JobState:
+    if len(live) < document.limits.min_nodes:
+        return JobState.WAITING
+    if document.failure is not None:
+        return JobState.RESTARTING
+    if any(node.draining for node in live):
+        return JobState.DRAINING
+    return JobState.RESIZING if document.planned else JobState.RENDEZVOUS
+
+
+def status_of_records(run: str, nodes: Iterable[NodeStatus], age: float) -> JobStatus:
+    """Of what files tell of some of a run's nodes, the newest of it so many seconds ago."""
+    found = tuple(sorted(nodes, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
+    standings = [node.standing for node in found if node.standing is not None]
+    newest = max(standings, key=lambda standing: standing.generation)
+    ended = [standing for standing in standings if standing.state.over]
+    states = {standing.state for standing in ended}
+    state: JobState | None = None
+    if len(ended) == len(standings):
+        order = (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED, JobState.PREEMPTED)
+        state = next(one for one in order if one in states)
+    elif any(node.lives for node in found):
+        running = [node.standing.state for node in found if node.lives and node.standing]
+        state = next((one for one in _FIRST if one in running), running[0])
+    same = [standing for standing in standings if standing.state is state]
+    return JobStatus(
+        run,
+        state,
+        (same[0] if same else newest).reason,
+        age=age,
+        generation=newest.generation,
+        world=newest.world,
+        restarts=newest.restarts,
+        max_restarts=newest.max_restarts,
+        nodes=found,
+    )
