@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,16 @@ def kills(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def save_seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--save-seconds"))
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """A launch in this process may set variables, which are not for the tests that follow."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -12,7 +12,6 @@ import queue
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,7 +24,7 @@ from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..errors import ConfigError
-from ..observe.interface import Journals
+from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import pickled
@@ -154,16 +153,14 @@ def run_node(
     meeting = open_meeting(config, secret)
     with contextlib.ExitStack() as stack:
         stack.callback(meeting.close)
-        if requeue is not None:
-            check_requeue(meeting, config.rdzv_backend)
+        check_requeue(requeue, meeting, config.rdzv_backend)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ, meeting.me)))
         standing = open_standing(config, meeting.me)
         told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
-        parts = [told, standing, observed.journal, PutMetrics(config.role)]
         if summary is not None:
             summary.stands_beside(told, kept_logs(runners))
-            parts.append(summary)
-        journal = stack.enter_context(contextlib.closing(Journals(*parts)))
+        counted = (observed.journal, PutMetrics(config.role), summary or NoJournal())
+        journal = stack.enter_context(contextlib.closing(Journals(told, standing, *counted)))
         watch = StepWatch(runners, journal)
         agent = _kind_of_agent(config)(
             spec,
@@ -184,8 +181,7 @@ def run_node(
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
         with watch:
             result = agent.run()
-        if isinstance(runners, LocalWorkers):
-            _write_report(runners.kept_folder, result)
+        _write_report(runners, result)
         _depart(meeting, config, result, requeue)
         return result
 
@@ -307,7 +303,8 @@ def shutdown_seconds(config: LaunchConfig) -> float:
     return seconds
 
 
-def _write_report(folder: Path | None, result: RunResult) -> None:
+def _write_report(runners: Workers, result: RunResult) -> None:
+    folder = runners.kept_folder if isinstance(runners, LocalWorkers) else None
     if folder is None or result.state is not WorkerState.FAILED:
         return
     try:

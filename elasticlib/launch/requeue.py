@@ -74,9 +74,9 @@ def find_requeue(scheduler: str, environment: Mapping[str, str]) -> Requeue | No
     return Requeue(scontrol, target, environment.get("SLURM_RESTART_COUNT", "0"))
 
 
-def check_requeue(meeting: Meeting, backend: str) -> None:
+def check_requeue(requeue: Requeue | None, meeting: Meeting, backend: str) -> None:
     """Raises ConfigError where it cannot be seen that all nodes have left."""
-    if meeting.store is None:
+    if requeue is not None and meeting.store is None:
         raise ConfigError(
             f"--requeue waits until all nodes have left, and --rdzv-backend {backend} shows no "
             "store to see that in: leave it out, and have the batch script requeue"
