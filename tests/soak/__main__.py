@@ -6,7 +6,6 @@ Exit code 0 means that nothing was lost; 1 comes with a sentence for each thing 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -21,8 +20,7 @@ from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
 INSIDE = "SOAK_INSIDE"
 DEAR = ("store", "hang", "stopped", "partition", "full", "corrupt")
 _MOUNT = (
-    "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs \"$1\" && shift && "
-    'exec "$@"'
+    'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs "$1" && shift && exec "$@"'
 )
 
 
@@ -55,27 +53,19 @@ def campaign_of(args: argparse.Namespace, room: bool) -> Campaign:
     return draw(args.seed, args.faults, mix, (int(low), int(high or low)))
 
 
-def inside(args: argparse.Namespace, arguments: list[str]) -> list[str] | None:
-    """The command that runs this with a shared memory of its own and a small disk for the
-    checkpoints; None where that is not permitted."""
-    command = ["unshare", "--mount", "sh", "-c", _MOUNT, "sh", str(args.folder / "checkpoints")]
-    if shutil.which("unshare") is None:
-        return None
-    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-        return None
-    return [*command, sys.executable, "-m", "soak", *arguments, "--folder", str(args.folder)]
+def can_mount() -> bool:
+    """Whether this process may have a shared memory of its own, and a small disk to fill."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["unshare", "--mount", "sh", "-c", _MOUNT, "sh", folder, "true"]
+        found = shutil.which("unshare") is not None
+        return found and not subprocess.run(command, capture_output=True, check=False).returncode
 
 
-def run(args: argparse.Namespace) -> int:
-    # Late, as they import torch, which the help needs not.
+def run(args: argparse.Namespace, campaign: Campaign) -> int:
+    # Late, as they import torch, which neither the help nor a refusal needs.
     from .nodes import SoakFailed
     from .play import play
 
-    try:
-        campaign = campaign_of(args, INSIDE in os.environ)
-    except (CampaignError, OSError, ValueError) as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 2
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "campaign.jsonl").write_text(write(campaign))
     try:
@@ -85,28 +75,40 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parse(arguments)
-    if args.folder is not None:
-        return run(args)
+def begin(args: argparse.Namespace, campaign: Campaign, arguments: list[str], room: bool) -> int:
+    """Make the job's folder, and run it there, in a mount namespace where that is permitted."""
     args.folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    (args.folder / "checkpoints").mkdir()
-    (args.folder / "tmp").mkdir()
+    for name in ("checkpoints", "tmp"):
+        (args.folder / name).mkdir()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= {"SOAK_TAG": uuid.uuid4().hex, "TMPDIR": str(args.folder / "tmp")}
-    os.environ |= {"OMP_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    mounted = ("unshare", "--mount", "sh", "-c", _MOUNT, "sh", str(args.folder / "checkpoints"))
+    again = (sys.executable, "-m", "soak", *arguments, "--folder", str(args.folder))
     try:
-        command = inside(args, arguments)
-        if command is None:
+        if not room:
             print("soak: no mounts are permitted here, so no disk can be full", file=sys.stderr)
-            return run(args)
-        return subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode
+            return run(args, campaign)
+        environment = {**os.environ, INSIDE: "1"}
+        return subprocess.run((*mounted, *again), env=environment, check=False).returncode
     finally:
         if args.keep:
             print(f"the job's folder: {args.folder}")
         else:
             shutil.rmtree(args.folder, ignore_errors=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parse(arguments)
+    inside = args.folder is not None
+    try:
+        room = inside or can_mount()
+        campaign = campaign_of(args, room)
+    except (CampaignError, OSError, ValueError) as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
+    return run(args, campaign) if inside else begin(args, campaign, arguments, room)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 
 RANKS = 16
-_ASKED, _GENERATION, _RANK, _WHAT, _WHERE, _NUMBER = range(6)
+_ASKED, _GENERATION, _RANK, _WHAT, _WHERE, _NUMBER, _LIMIT = range(7)
 _SLOTS, _WIDTH = 16, 8
 _OF, _WORLD, _NODE, _PID, _BEGUN, _DONE, _STEPS = range(7)
 SIZE = 4096
@@ -81,6 +81,10 @@ class Board:
         self._words[_WHAT], self._words[_WHERE], self._words[_NUMBER] = what, where, number
         self._words[_ASKED] = asked
 
+    def let(self, step: int) -> None:
+        """Let the job come as far as this step; there it waits."""
+        self._words[_LIMIT] = step
+
     def _rank(self, rank: int) -> Rank:
         at = self._at(rank)
         return Rank(*(self._words[at + place] for place in range(7)))
@@ -99,6 +103,10 @@ class Board:
         for place, value in ((_WORLD, world), (_NODE, node), (_PID, os.getpid())):
             self._words[at + place] = value
         self._words[at + _STEPS] = self._words[at + _DONE] = 0
+
+    def may(self, step: int) -> bool:
+        """Whether the job may begin this step; where the soak has not said, it may any."""
+        return step <= (self._words[_LIMIT] or step)
 
     def begin(self, step: int) -> None:
         at = self._at(self._own)

@@ -39,8 +39,8 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind(20, "SIGKILL to a worker"),
-    "exception": Kind(13, "an exception in a worker's step"),
+    "kill": Kind(22, "SIGKILL to a worker"),
+    "exception": Kind(14, "an exception in a worker's step"),
     "exit": Kind(12, "sys.exit(n) in a worker's step"),
     "segfault": Kind(10, "a worker reads address 0"),
     "join": Kind(7.5, "a node joins", most=MOST_NODES - 1, change=1),
@@ -48,11 +48,11 @@ KINDS: Mapping[str, Kind] = {
     "agent": Kind(8, "SIGKILL to an agent; another node comes", least=2),
     "slow": Kind(6, "a worker takes a second over a step"),
     "store": Kind(4, "the store's process is killed, and starts again empty"),
-    "hang": Kind(3, "SIGSTOP to a worker, for longer than the hang timeout"),
-    "stopped": Kind(2.5, "SIGSTOP to an agent, past its lease", steps=60, least=2),
-    "partition": Kind(2.5, "a node is cut off from the store, past its lease", steps=60, least=2),
-    "full": Kind(2, "no room on the checkpoints' disk", steps=40),
-    "corrupt": Kind(2, "the newest checkpoint is damaged, and all nodes are lost", change=None),
+    "hang": Kind(2, "SIGSTOP to a worker, for longer than the hang timeout"),
+    "stopped": Kind(2, "SIGSTOP to an agent, past its lease", steps=60, least=2),
+    "partition": Kind(2, "a node is cut off from the store, past its lease", steps=60, least=2),
+    "full": Kind(1.5, "no room on the checkpoints' disk", steps=40),
+    "corrupt": Kind(1.5, "the newest checkpoint is damaged, and all nodes are lost", change=None),
 }
 
 

@@ -31,13 +31,14 @@ class NoEffect(Exception):
 @attrs.frozen
 class Effect:
     """at: when it struck, on the monotonic clock; 0 for what begins when the training pauses.
-    restarts: whether another generation must follow. damaged: a step whose checkpoint is. lost:
-    how many nodes were."""
+    restarts: whether another generation must follow. damaged: a step whose checkpoint is. step:
+    in which it struck, where that is known."""
 
     at: float
     shown: str
     restarts: bool = True
     damaged: int = 0
+    step: int = 0
 
 
 def strike(stage: Stage, fault: Fault, view: View) -> Effect:
@@ -108,7 +109,8 @@ def _slow(stage: Stage, fault: Fault, view: View) -> Effect:
     slept = stage.line("the slow step's end", generation, lambda line: "slept" in line)
     stage.settled(0, stage.board_step() + 1)
     _nothing_restarted(stage, view)
-    return Effect(met["at"], f"rank {number} took {slept['at'] - met['at']:.2f} s", restarts=False)
+    shown = f"rank {number} took {slept['at'] - met['at']:.2f} s"
+    return Effect(met["at"], shown, restarts=False, step=met["during"])
 
 
 def _nothing_restarted(stage: Stage, view: View) -> None:
@@ -122,7 +124,7 @@ def _nothing_restarted(stage: Stage, view: View) -> None:
 
 
 def _hang(stage: Stage, fault: Fault, view: View) -> Effect:
-    number, rank = _victim(fault, view)
+    _, rank = _victim(fault, view)
     at = now()
     os.kill(rank.pid, signal.SIGSTOP)
 
@@ -286,8 +288,10 @@ def _corrupt(stage: Stage, fault: Fault, view: View) -> Effect:
     line = stage.line("the restore", view.generation, lambda found: "resumed" in found)
     passed = [text for text in line["passed_over"] if str(damaged) in text]
     if not passed or line["resumed"] >= damaged:
-        raise NoEffect(f"step {damaged} was damaged at {middle}, and the job went on from "
-                       f"{line['resumed']} and passed over {line['passed_over']}")
+        raise NoEffect(
+            f"step {damaged} was damaged at {middle}, and the job went on from "
+            f"{line['resumed']} and passed over {line['passed_over']}"
+        )
     return Effect(at, f"went on from {line['resumed']}: {passed[0]}", damaged=damaged)
 
 

@@ -8,9 +8,9 @@ import os
 import time
 from pathlib import Path
 
-import torch._dynamo  # which an optimizer would import in every worker
+import torch._dynamo  # noqa: F401  an optimizer would import it in every worker
 
-import elasticlib.examples.train_text
+import elasticlib.examples.train_text  # noqa: F401
 import soak.board
 import soak.campaign  # noqa: F401
 

@@ -33,6 +33,7 @@ class Generation:
     steps: dict[int, Step] = attrs.field(factory=dict)
     digests: dict[int, str] = attrs.field(factory=dict)
     over: set[str] = attrs.field(factory=set)
+    held: float = 0.0
     others: list[Mapping[str, Any]] = attrs.field(factory=list)
 
 
@@ -52,6 +53,8 @@ def read_generation(number: int, files: Mapping[int, Iterable[Mapping[str, Any]]
                 found.began.append(line["began"])
             elif "digest" in line:
                 found.digests[line["step"]] = line["digest"]
+            elif "held" in line:
+                found.held += line["held"]
             elif "over" in line:
                 found.over.add(line["over"])
             else:
@@ -68,12 +71,14 @@ class Ledger:
     digests: dict[int, str] = attrs.field(factory=dict)
     struck: int = 0
     newest: int = 0
+    held: float = 0.0
     over: set[str] = attrs.field(factory=set)
     wrong: list[str] = attrs.field(factory=list)
 
     def fold(self, generation: Generation) -> int:
         """Take in one that is over, later than all before it; how many steps it struck out."""
         self.newest = generation.number
+        self.held += generation.held
         resumed = {line["resumed"] for line in generation.resumed}
         if len(resumed) > 1:
             self.wrong.append(

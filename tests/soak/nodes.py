@@ -25,13 +25,16 @@ from .proxy import Proxies, Proxy
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
 TESTS = str(Path(__file__).parent.parent)
-SIZES = (2, 1, 1, 2, 1, 3, 1)
+SIZES = (2, 1, 1, 2, 1, 1, 1, 3)
 """Workers of the nodes, in turn; of nodes with 3 there is one at a time."""
-LEASE, HANG = 1.5, 3.0
+LEASE, HANG = 1.5, 2.0
+LONGEST_WAIT = 80.0
+"""Seconds at a gate, after which a node is replaced: an agent that has waited for its template for
+two minutes goes on without it."""
 FLAGS = (
     *("--nnodes", "1:3", "--rdzv-id", "soak", "--max-restarts", "1000000"),
     *("--restart-backoff", "0", "--hang-timeout", f"{HANG:g}", "--resize-grace", "5"),
-    *("--shutdown-timeout", "5", "--preload", "soak.gate"),
+    *("--shutdown-timeout", "1", "--preload", "soak.gate"),
     *("--rdzv-conf", "last_call_timeout=0.1,keep_alive_interval=0.5,keep_alive_max_attempt=3"),
 )
 Found = TypeVar("Found")
@@ -61,7 +64,7 @@ class NodeProcess:
         self.folder = folder / "nodes" / str(number)
         self.folder.mkdir(parents=True)
         self.gate, self.log = self.folder / "gate", self.folder / "log"
-        self._read = 0
+        self.began, self._read = time.monotonic(), 0
         here = {"SOAK_GATE": str(self.gate), "SOAK_NODE": str(number)}
         here |= {"TMPDIR": os.environ.get("TMPDIR", "/tmp"), "OMP_NUM_THREADS": "1"}
         paths = (TESTS, os.environ.get("PYTHONPATH", ""))
@@ -144,8 +147,8 @@ class StoreProcess:
 class Nodes:
     """present: those of the job, from old to new; waiting: those at their gates."""
 
-    def __init__(self, folder: Path, steps: int, spares: int = 2) -> None:
-        self._folder, self._steps, self._spares = folder, steps, spares
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._steps = folder, steps
         self.store = StoreProcess(folder / "store.log")
         self._proxies = Proxies(lambda: ("127.0.0.1", self.store.port))
         self.present: list[NodeProcess] = []
@@ -161,9 +164,12 @@ class Nodes:
     def numbers(self) -> frozenset[int]:
         return frozenset(node.number for node in self.present)
 
-    def prepare(self) -> None:
-        """Start nodes until enough stand at their gates."""
-        while len(self.waiting) < self._spares:
+    def prepare(self, count: int) -> None:
+        """Start nodes until so many stand at their gates, or will soon."""
+        for node in [n for n in self.waiting if time.monotonic() - n.began > LONGEST_WAIT]:
+            self.waiting.remove(node)
+            self.dismiss(node)
+        while len(self.waiting) < count:
             size = SIZES[self.started % len(SIZES)]
             if size == 3 and any(n.size == 3 for n in (*self.present, *self.waiting)):
                 size = 1
@@ -171,6 +177,12 @@ class Nodes:
             proxy = self._proxies.open()
             node = NodeProcess(self.started, size, self._folder, proxy, self._steps)
             self.waiting.append(node)
+
+    def dismiss(self, node: NodeProcess) -> None:
+        """End a node that has never come."""
+        node.kill()
+        node.proxy.close()
+        node.forget()
 
     def come(self) -> NodeProcess:
         """Let in the node that has waited for longest."""

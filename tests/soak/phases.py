@@ -6,6 +6,7 @@ training script here; once events tell of them, `marks_of` is what changes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -59,16 +60,16 @@ def recovery(
         None where that step was not done since; without phases where nothing was restarted.
     """
     before = generations[0]
-    done = [(g, g.steps[step].done) for g in generations if step in g.steps]
-    ends = [(g, end) for g, end in done if end > at]
-    if not ends:
+    # Where it was snapshotted and its worker stopped before it said so, a later one is the first.
+    ends = [(one.done, g.number) for g in generations for n, one in g.steps.items() if n >= step]
+    end, again = min((found for found in ends if found[0] > at), default=(0.0, 0))
+    if not again:
         return None
-    again, end = ends[0]
     last = max((s.done for s in before.steps.values() if s.done < end), default=at)
-    whole = Recovery(end - at, end - last, again.number)
+    whole = Recovery(end - at, end - last, again)
     first = next((g for g in generations[1:] if any(s.done for s in g.steps.values())), None)
     marks = None if first is None else marks_of(first, events)
-    if again is before or first is None or marks is None:
+    if again == before.number or first is None or marks is None:
         return whole
     had = [e.at for e in events if _had(e, first.number)]
     old = range(before.number, first.number)
@@ -87,7 +88,7 @@ def _split(at: float, end: float, marks: Marks, between: Sequence[Event]) -> dic
     borders = [at]
     for border in (noticed, stopped, marks.had, marks.joined, marks.restored, end):
         borders.append(max(border, borders[-1]))
-    lengths = (after - before for before, after in zip(borders, borders[1:], strict=False))
+    lengths = (after - before for before, after in itertools.pairwise(borders))
     return dict(zip(PHASES, lengths, strict=True))
 
 

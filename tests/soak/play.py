@@ -27,7 +27,7 @@ def play(folder: Path, campaign: Campaign, out: Path, *, own_memory: bool) -> in
     finally:
         stage.close()
     steps = stage.ledger.steps.values()
-    wall = max(step.done for step in steps) - min(step.began for step in steps)
+    wall = max(step.done for step in steps) - min(step.began for step in steps) - stage.ledger.held
     gone = left(os.environ[TAG], folder / "tmp", own_memory)
     say(f"the undisturbed run of {campaign.steps} steps, in one process")
     calm = undisturbed(folder, campaign.steps)

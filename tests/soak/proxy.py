@@ -21,7 +21,7 @@ class Proxy:
     def __init__(self, proxies: Proxies) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.setblocking(False)
-        self.address = "127.0.0.1:{}".format(self.listener.getsockname()[1])
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.cut = False
         self.pairs: dict[socket.socket, socket.socket] = {}
         self._proxies = proxies

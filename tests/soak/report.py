@@ -25,7 +25,8 @@ class Calm:
 
 @attrs.frozen
 class Rates:
-    """useful: seconds of steps that count; wall: from the first step to the end of the last."""
+    """useful: seconds of steps that count; wall: from the first step to the end of the last, but
+    for what the job was held for; calm: of the undisturbed run."""
 
     steps: int
     useful: float

@@ -95,9 +95,7 @@ class Stage:
 
     # -- what was written down ----------------------------------------------------------------
 
-    def event(
-        self, what: str, wanted: Callable[[Event], bool], seconds: float = 20.0
-    ) -> Event:
+    def event(self, what: str, wanted: Callable[[Event], bool], seconds: float = 20.0) -> Event:
         """Waits for an event of the fault under way."""
 
         def look() -> Event | None:

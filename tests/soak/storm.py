@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from elasticlib.observe.event import Event
+
 from .board import View
 from .campaign import FIRST_NODES, Campaign, Fault
 from .faults import Effect, NoEffect, strike
 from .ledger import Generation
-from .nodes import SoakFailed
 from .phases import Recovery, recovery
 from .stage import Stage, now
 
 TRIES = 3
+AHEAD = 120
+"""Steps by which the job may be past the next fault; further it waits."""
+SPARES, LOOKAHEAD = 3, 15
 NEEDED = {"join": 1, "agent": 1, "corrupt": 2}
 """Nodes that come with a fault of the kind: they should be at their gates by then."""
 
@@ -48,9 +52,15 @@ class Told:
     played: list[Played] = attrs.field(factory=list)
     wrong: list[str] = attrs.field(factory=list)
     samples: list[dict[str, Any]] = attrs.field(factory=list)
-    wall: float = 0.0
-    first: float = 0.0
     restarts: int = 0
+    _charged: int = 0
+
+    def count_restarts(self, events: Sequence[Event]) -> None:
+        """A job that has lost all of its nodes begins to count anew."""
+        for event in events:
+            if event.kind == "generation.began":
+                self.restarts += max(0, event.facts["restarts"] - self._charged)
+                self._charged = event.facts["restarts"]
 
 
 def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Path) -> Told:
@@ -60,12 +70,13 @@ def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Pat
         SoakFailed: the job is stuck, or dead.
     """
     told = Told()
-    stage.nodes.prepare()
+    stage.nodes.prepare(FIRST_NODES)
     for _ in range(FIRST_NODES):
         stage.nodes.come()
     stage.settled()
     with log.open("a") as file:
         for number, fault in enumerate(campaign.faults, 1):
+            stage.nodes.prepare(_soon(campaign.faults[number - 1 :]))
             played = _play(stage, number, fault, told)
             told.played.append(played)
             file.write(json.dumps(attrs.asdict(played)) + "\n")
@@ -79,16 +90,22 @@ def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Pat
     return told
 
 
+def _soon(faults: Sequence[Fault]) -> int:
+    """How many nodes should be on their way to their gates: those that the next faults need."""
+    return min(SPARES, sum(NEEDED.get(fault.kind, 0) for fault in faults[:LOOKAHEAD]))
+
+
 def _play(stage: Stage, number: int, fault: Fault, told: Told) -> Played:
     missed: list[str] = []
     while True:
-        stage.nodes.prepare()
+        stage.nodes.prepare(NEEDED.get(fault.kind, 0))
+        stage.board.let(min(fault.at + AHEAD, stage.steps - 1))
         view = stage.due(fault.at, NEEDED.get(fault.kind, 0))
-        if view.step >= stage.steps:
-            raise SoakFailed(f"the job was over before fault {number} ({fault.kind}) was due")
         stage.hear()
         stage.events.clear()
         committed = stage.committed()
+        # Who stands still cannot recover.
+        stage.board.let(min(view.step + AHEAD, stage.steps - 1))
         try:
             effect = strike(stage, fault, view)
         except NoEffect as error:
@@ -100,7 +117,8 @@ def _play(stage: Stage, number: int, fault: Fault, told: Told) -> Played:
                     tuple(missed), None,
                 )  # fmt: skip
             continue
-        return _seen_through(stage, number, fault, (view, committed, effect), tuple(missed), told)
+        found = (view, committed, effect)
+        return _seen_through(stage, number, fault, found, tuple(missed), told=told)
 
 
 def _seen_through(
@@ -109,6 +127,7 @@ def _seen_through(
     fault: Fault,
     struck_at: tuple[View, int, Effect],
     missed: tuple[str, ...],
+    *,
     told: Told,
 ) -> Played:
     """Wait until the job is whole again and has done the step that was struck; count what it
@@ -118,14 +137,15 @@ def _seen_through(
     stage.settled(old if effect.restarts else 0)
     before = stage.generations(old)[0]
     at = effect.at or _last_done(before)[1]
-    step = _last_done(before)[0] + 1 if effect.restarts else _under_way(before, at)
+    step = effect.step or _under_way(before, at)
+    if effect.restarts:
+        step = _last_done(before)[0] + 1
     after = stage.settled(0, step)
     generations = stage.generations(old)
     stage.hear()
     found = recovery(at, step, stage.events, generations)
     told.wrong += _kept(number, generations[1:], committed, effect.damaged)
-    restarts = (e.facts["restarts"] for e in stage.events if e.kind == "generation.began")
-    told.restarts = max(told.restarts, *restarts, 0)
+    told.count_restarts(stage.events)
     struck = stage.fold(after.generation)
     world, late = len(view.ranks), view.step - fault.at
     return Played(
@@ -146,9 +166,7 @@ def _under_way(generation: Generation, at: float) -> int:
     return max(begun, default=min(generation.steps, default=1))
 
 
-def _kept(
-    number: int, later: list[Generation], committed: int, damaged: int
-) -> Iterator[str]:
+def _kept(number: int, later: list[Generation], committed: int, damaged: int) -> Iterator[str]:
     """What was on the disk before a fault must be in all that is built on later."""
     for generation in later:
         for line in generation.resumed:
@@ -199,9 +217,9 @@ def _open_files(pid: int) -> int:
 
 def _end(stage: Stage) -> None:
     """Nobody comes any more; who is there trains to the end."""
+    stage.board.let(stage.steps)
     for node in stage.nodes.waiting:
-        node.kill()
-        node.proxy.close()
+        stage.nodes.dismiss(node)
     stage.nodes.waiting.clear()
     stage.until(
         "the job to come to its end",

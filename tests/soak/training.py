@@ -31,13 +31,12 @@ from elasticlib.examples.byte_transformer import ByteTransformer, Windows, read_
 from elasticlib.examples.train_text import join_process_group, leave_process_group, loss_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from soak.asked import EXCEPTION, EXIT, SLOW  # noqa: E402
-from soak.board import Board  # noqa: E402
-from soak.campaign import WHERE  # noqa: E402
+from soak.asked import EXCEPTION, EXIT, SLOW
+from soak.board import Board
+from soak.campaign import WHERE
 
 SAMPLES, BATCH, LOGICAL = 6400, 8, 8
 SAVE_EVERY, DIGEST_EVERY, KEEP_LAST = 20, 500, 3
-
 
 
 class SoakFault(Exception):
@@ -45,7 +44,7 @@ class SoakFault(Exception):
 
 
 class Lines:
-    """Appends what this rank does to a file of its own; each line is out before the call returns."""
+    """Appends what this rank does to a file of its own; a line is out when the call returns."""
 
     def __init__(self, folder: Path, generation: int, rank: int) -> None:
         path = folder / f"{generation:08d}.{rank}.jsonl"
@@ -61,9 +60,10 @@ class Asked:
 
     def __init__(self, board: Board, lines: Lines) -> None:
         self._board, self._lines = board, lines
-        self._what, self._where, self._number = 0, 0, 0
+        self._what, self._where, self._number, self._step = 0, 0, 0, 0
 
-    def listen(self) -> None:
+    def listen(self, step: int) -> None:
+        self._step = step
         self._what, self._where, self._number = self._board.asked() or (0, 0, 0)
 
     def meet(self, where: str) -> None:
@@ -71,7 +71,7 @@ class Asked:
         if not self._what or WHERE[self._where] != where:
             return
         what, number, self._what = self._what, self._number, 0
-        self._lines.write(meets=what)
+        self._lines.write(meets=what, during=self._step)
         if what == SLOW:
             time.sleep(number / 1000)
             self._lines.write(slept=number)
@@ -164,8 +164,9 @@ class Loop:
 
     def one_step(self, epoch: int, size: int, mine: list[int], windows: torch.Tensor) -> None:
         training, number = self.training, self.training.step + 1
+        self.wait_for(number)
         self.board.begin(number)
-        self.asked.listen()
+        self.asked.listen(number)
         self.lines.write(step=number, epoch=epoch, indices=mine, world=self.world)
         self.asked.meet("begin")
         training.gradients(size, windows)
@@ -177,6 +178,15 @@ class Loop:
         self.asked.meet("update")
         if number % DIGEST_EVERY == 0 and self.rank == 0:
             self.lines.write(digest=sha256_of(training.model), step=number)
+
+    def wait_for(self, step: int) -> None:
+        """Stand still where the job is far ahead of the campaign, as a fault takes its time."""
+        began = time.monotonic()
+        while not self.board.may(step):
+            context().step(step - 1)  # a sign of life
+            time.sleep(0.005)
+        if self.rank == 0 and time.monotonic() - began > 0.005:
+            self.lines.write(held=time.monotonic() - began)
 
     def kept(self, manager: CheckpointManager) -> bool:
         """Keep what has to be kept of this step; whether to stop after it."""
