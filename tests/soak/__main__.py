@@ -15,12 +15,19 @@ import tempfile
 import uuid
 from pathlib import Path
 
+from elasticlib.workers.enter import die_with
+
 from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
+from .nodes import SoakFailed
+from .play import play, play_under_torchrun
 
 INSIDE = "SOAK_INSIDE"
 DEAR = ("store", "hang", "stopped", "partition", "full", "corrupt")
+_SPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+# The shell stays, as the first process of a namespace must reap what others leave.
 _MOUNT = (
-    'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs "$1" && shift && exec "$@"'
+    "mount -t tmpfs tmpfs /dev/shm || exit; "
+    'mount -t tmpfs -o size=64m tmpfs "$1" || exit; shift; "$@"; exit $?'
 )
 
 
@@ -33,6 +40,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="kinds to draw from, with commas between")
     parser.add_argument("--cheap", action="store_true", help=f"none of {', '.join(DEAR)}")
     parser.add_argument("--out", type=Path, default=Path("soak"), help="a folder for what is found")
+    parser.add_argument("--under", choices=("elasticrun", "torchrun"), default="elasticrun")
+    parser.add_argument("--minutes", type=float, default=10.0, help="at most, under torchrun")
     parser.add_argument("--keep", action="store_true", help="keep the job's own folder")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -56,19 +65,17 @@ def campaign_of(args: argparse.Namespace, room: bool) -> Campaign:
 def can_mount() -> bool:
     """Whether this process may have a shared memory of its own, and a small disk to fill."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["unshare", "--mount", "sh", "-c", _MOUNT, "sh", folder, "true"]
+        command = [*_SPACES, "sh", "-c", _MOUNT, "sh", folder, "true"]
         found = shutil.which("unshare") is not None
         return found and not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def run(args: argparse.Namespace, campaign: Campaign) -> int:
-    # Late, as they import torch, which neither the help nor a refusal needs.
-    from .nodes import SoakFailed
-    from .play import play
-
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "campaign.jsonl").write_text(write(campaign))
     try:
+        if args.under == "torchrun":
+            return play_under_torchrun(args.folder, campaign, args.out, 60 * args.minutes)
         return play(args.folder, campaign, args.out, own_memory=INSIDE in os.environ)
     except SoakFailed as error:
         print(f"soak: FAILED: {error}", file=sys.stderr)
@@ -83,14 +90,19 @@ def begin(args: argparse.Namespace, campaign: Campaign, arguments: list[str], ro
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= {"SOAK_TAG": uuid.uuid4().hex, "TMPDIR": str(args.folder / "tmp")}
     os.environ["OMP_NUM_THREADS"] = "1"
-    mounted = ("unshare", "--mount", "sh", "-c", _MOUNT, "sh", str(args.folder / "checkpoints"))
+    mounted = (*_SPACES, "sh", "-c", _MOUNT, "sh", str(args.folder / "checkpoints"))
     again = (sys.executable, "-m", "soak", *arguments, "--folder", str(args.folder))
     try:
         if not room:
             print("soak: no mounts are permitted here, so no disk can be full", file=sys.stderr)
             return run(args, campaign)
         environment = {**os.environ, INSIDE: "1"}
-        return subprocess.run((*mounted, *again), env=environment, check=False).returncode
+        mine = os.getpid()
+        # All that is in the namespaces ends with the process that has made them.
+        done = subprocess.run(
+            (*mounted, *again), env=environment, preexec_fn=lambda: die_with(mine), check=False
+        )
+        return done.returncode
     finally:
         if args.keep:
             print(f"the job's folder: {args.folder}")

@@ -17,9 +17,9 @@ import attrs
 
 from elasticlib.observe.event import Event
 
-from .asked import EXCEPTION, EXIT, SEGFAULT, SLOW
 from .board import Rank, View
 from .campaign import WHERE, Fault
+from .job import EXCEPTION, EXIT, SEGFAULT, SLOW
 from .nodes import LEASE
 from .stage import Stage, alive, now
 

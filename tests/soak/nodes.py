@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from elasticlib.examples.demo import children
 from elasticlib.observe.event import Event, decode
 
 from .proxy import Proxies, Proxy
@@ -207,13 +206,6 @@ class Nodes:
             self._gone.pop().forget()
         for node in self.present:
             node.forget_attempts()
-
-    def template_of(self, node: NodeProcess) -> int:
-        for child in children(node.process.pid):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{child}/comm").read_text().strip() == "worker-template":
-                    return child
-        return 0
 
     def close(self) -> None:
         for node in (*self.waiting, *self.present):

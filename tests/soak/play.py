@@ -11,6 +11,7 @@ from .proof import TAG, left, undisturbed, wrong_with
 from .report import Rates, as_json, as_markdown, as_text
 from .stage import Stage, now
 from .storm import storm
+from .under_torchrun import Trial
 
 
 def play(folder: Path, campaign: Campaign, out: Path, *, own_memory: bool) -> int:
@@ -42,3 +43,17 @@ def play(folder: Path, campaign: Campaign, out: Path, *, own_memory: bool) -> in
     print(as_text(found))
     print("something was lost" if wrong else "nothing was lost")
     return 1 if wrong else 0
+
+
+def play_under_torchrun(folder: Path, campaign: Campaign, out: Path, seconds: float) -> int:
+    """As far as it gets, in so many seconds at most; exit code 0 however far that is."""
+    began = now()
+
+    def say(text: str) -> None:
+        print(f"{now() - began:7.1f} s {text}", flush=True)
+
+    told = Trial(folder, say).play(campaign, seconds).as_json()
+    (out / "torchrun.json").write_text(json.dumps(told, indent=1) + "\n")
+    faults = [life["faults"] for life in told["lives"]]
+    print(f"started {len(faults)} times, for {faults} faults; recoveries {told['all']}")
+    return 0

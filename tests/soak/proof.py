@@ -10,12 +10,10 @@ import time
 from getpass import getuser
 from pathlib import Path
 
-from elasticlib import CheckpointManager
-
+from .job import BATCH, KEEP_LAST, SAMPLES
 from .nodes import SCRIPT, SoakFailed
 from .report import Calm
 from .stage import Stage
-from .training import BATCH, KEEP_LAST, SAMPLES
 
 TAG = "SOAK_TAG"
 SHARED = Path("/dev/shm")
@@ -54,6 +52,9 @@ def wrong_with(stage: Stage, calm: Calm) -> list[str]:
         if stage.ledger.digests.get(step) != digest:
             wrong.append(f"the weights after step {step} are others than undisturbed")
             break
+    # Torch comes with it, which nothing needed before.
+    from elasticlib import CheckpointManager
+
     manager = CheckpointManager(stage.checkpoints)
     found = manager.steps()
     if not found or found[-1] != stage.steps or len(found) != KEEP_LAST:
@@ -74,7 +75,8 @@ def processes(tag: str) -> set[int]:
                 found.add(int(name))
         except OSError:
             continue
-    return found - {os.getpid()}
+    # The parent has made the namespaces that this is in.
+    return found - {os.getpid(), os.getppid()}
 
 
 def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:

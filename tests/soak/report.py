@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import attrs
@@ -47,8 +48,6 @@ def as_json(
     campaign: Campaign, told: Told, rates: Rates, wrong: Sequence[str], asides: Sequence[str]
 ) -> dict[str, Any]:
     """All of it, for programs."""
-    import torch
-
     return {
         "seed": campaign.seed,
         "mix": dict(campaign.mix),
@@ -68,7 +67,7 @@ def as_json(
         "footprint": told.samples,
         "wrong": list(wrong),
         "asides": list(asides),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"torch": version("torch"), "python": platform.python_version()},
     }
 
 

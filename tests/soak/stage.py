@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elasticlib import CheckpointManager
+from elasticlib.checkpoint.folder import CheckpointFolder, open_place
 from elasticlib.observe.event import Event
 
 from .board import Board, View
@@ -31,11 +31,9 @@ class Stage:
         self.nodes = Nodes(folder, steps)
         self.ledger = Ledger()
         self.events: list[Event] = []
-        self._manager = CheckpointManager(self.checkpoints)
 
     def close(self) -> None:
         self.nodes.close()
-        self._manager.close()
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -148,7 +146,8 @@ class Stage:
 
     def committed(self) -> int:
         """The newest step on the disk."""
-        return max(self._manager.steps(), default=0)
+        folder = CheckpointFolder(open_place(self.checkpoints))
+        return max((found.step for found in folder.found() if found.manifest), default=0)
 
     def newest_checkpoint(self) -> Path:
         """Its largest file."""

@@ -31,12 +31,19 @@ from elasticlib.examples.byte_transformer import ByteTransformer, Windows, read_
 from elasticlib.examples.train_text import join_process_group, leave_process_group, loss_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from soak.asked import EXCEPTION, EXIT, SLOW
 from soak.board import Board
 from soak.campaign import WHERE
-
-SAMPLES, BATCH, LOGICAL = 6400, 8, 8
-SAVE_EVERY, DIGEST_EVERY, KEEP_LAST = 20, 500, 3
+from soak.job import (
+    BATCH,
+    DIGEST_EVERY,
+    EXCEPTION,
+    EXIT,
+    KEEP_LAST,
+    LOGICAL,
+    SAMPLES,
+    SAVE_EVERY,
+    SLOW,
+)
 
 
 class SoakFault(Exception):
