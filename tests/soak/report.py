@@ -1,0 +1,143 @@
+"""What a soak has to say: for people, as JSON, and as a fragment of Markdown for the docs."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import attrs
+
+from .campaign import KINDS, Campaign
+from .phases import PHASES, quantile
+from .storm import Played, Told
+
+
+@attrs.frozen
+class Calm:
+    """The undisturbed run: its weights by step, and how long its steps took."""
+
+    digest: str
+    digests: dict[int, str]
+    seconds: float
+
+
+@attrs.frozen
+class Rates:
+    """useful: seconds of steps that count; wall: from the first step to the end of the last, but
+    for what the job was held for; calm: of the undisturbed run."""
+
+    steps: int
+    useful: float
+    wall: float
+    calm: float
+
+    @property
+    def goodput(self) -> float:
+        return self.useful / self.wall if self.wall else 0.0
+
+    @property
+    def of_undisturbed(self) -> float:
+        """The storm's steps a second as a share of the undisturbed run's."""
+        return self.calm / self.wall if self.wall else 0.0
+
+
+def as_json(
+    campaign: Campaign, told: Told, rates: Rates, wrong: Sequence[str], asides: Sequence[str]
+) -> dict[str, Any]:
+    """All of it, for programs."""
+    return {
+        "seed": campaign.seed,
+        "mix": dict(campaign.mix),
+        "spacing": campaign.spacing,
+        "faults": len(told.played),
+        "steps": rates.steps,
+        "seconds": round(rates.wall, 3),
+        "seconds_a_fault": round(rates.wall / max(1, len(told.played)), 3),
+        "goodput": round(rates.goodput, 4),
+        "of_undisturbed": round(rates.of_undisturbed, 4),
+        "undisturbed_seconds": round(rates.calm, 3),
+        "restarts": told.restarts,
+        "missed": sum(len(played.missed) for played in told.played),
+        "struck": sum(played.struck for played in told.played),
+        "by_kind": {kind: _times(found) for kind, found in _by_kind(told.played).items()},
+        "all": _times(told.played),
+        "footprint": told.samples,
+        "wrong": list(wrong),
+        "asides": list(asides),
+        "versions": {"torch": version("torch"), "python": platform.python_version()},
+    }
+
+
+def _by_kind(played: Sequence[Played]) -> dict[str, list[Played]]:
+    found: dict[str, list[Played]] = defaultdict(list)
+    for one in played:
+        found[one.kind].append(one)
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def _times(played: Sequence[Played]) -> dict[str, Any]:
+    recoveries = [one.recovery for one in played if one.recovery is not None]
+    columns = {
+        "total": [r.total for r in recoveries],
+        "pause": [r.pause for r in recoveries],
+        **{phase: [r.seconds[phase] for r in recoveries if r.seconds] for phase in PHASES},
+    }
+    return {
+        "count": len(played),
+        "struck": sum(one.struck for one in played),
+        "most_struck": max((one.struck for one in played), default=0),
+        **{
+            name: {"p50": round(quantile(values, 0.5), 4), "p99": round(quantile(values, 0.99), 4)}
+            for name, values in columns.items()
+        },
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """For people, on a screen."""
+    lines = [
+        f"{found['faults']} faults in {found['seconds']:.0f} s and {found['steps']} steps, one in "
+        f"{found['seconds_a_fault']:.2f} s; {found['missed']} tries took no effect",
+        f"goodput {100 * found['goodput']:.1f} % (time of steps that count / time); "
+        f"{100 * found['of_undisturbed']:.1f} % of the undisturbed run's steps a second",
+        f"{found['struck']} steps done again, {found['restarts']} restarts charged",
+        "",
+        f"{'seconds, p50 / p99':12}" + "".join(f"{name:>14}" for name in _COLUMNS),
+    ]
+    for kind, times in (*found["by_kind"].items(), ("all", found["all"])):
+        cells = (f"{times[n]['p50']:6.2f} /{times[n]['p99']:6.2f}" for n in _COLUMNS)
+        lines.append(f"{kind:10}{times['count']:6}  " + "".join(cells))
+    lines += ["", *found["asides"]]
+    lines += [f"WRONG: {sentence}" for sentence in found["wrong"]]
+    return "\n".join(lines)
+
+
+_COLUMNS = ("pause", "total", *PHASES)
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    """For the docs."""
+    lines = [
+        f"{found['faults']} faults (seed {found['seed']}) in {found['seconds'] / 60:.0f} minutes "
+        f"and {found['steps']} steps: one in {found['seconds_a_fault']:.1f} s. Goodput "
+        f"{100 * found['goodput']:.0f} %; {found['struck']} steps done again; torch "
+        f"{found['versions']['torch']}, Python {found['versions']['python']}.",
+        "",
+        "| fault | | " + " | ".join(_COLUMNS) + " | steps done again, most |",
+        "|---|---|" + "---|" * len(_COLUMNS) + "---|",
+    ]
+    for kind, times in (*found["by_kind"].items(), ("all", found["all"])):
+        cells = [f"{times[n]['p50']:.2f} / {times[n]['p99']:.2f}" for n in _COLUMNS]
+        what = KINDS[kind].what if kind in KINDS else "all"
+        lines.append(
+            f"| {what} | {times['count']} | " + " | ".join(cells) + f" | {times['most_struck']} |"
+        )
+    lines += ["", "Seconds, p50 / p99."]
+    return "\n".join(lines) + "\n"
+
+
+def counts(played: Sequence[Played]) -> Counter[str]:
+    return Counter(one.kind for one in played)

@@ -1,0 +1,66 @@
+"""A small soak: cheap faults, one after another, and the proof at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from soak.campaign import Campaign, Fault, write
+
+pytestmark = pytest.mark.faults
+TESTS = Path(__file__).parent.parent
+FAULTS = (
+    Fault(5, "kill", 1, {"delay_ms": 3}),
+    Fault(12, "exception", 0, {"where": "update"}),
+    Fault(19, "segfault", 2, {"where": "kept"}),
+    Fault(26, "exit", 1, {"where": "gradients", "code": 3}),
+    Fault(33, "slow", 1, {"seconds": 0.5}),
+    Fault(36, "store"),
+    Fault(41, "drain", 1),
+)
+
+
+def soak(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        (sys.executable, "-m", "soak", "--out", str(out), *flags),
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(300)
+def test_seven_faults_of_a_campaign_lose_nothing_and_each_is_seen_to_take_effect(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "campaign.jsonl"
+    file.write_text(write(Campaign(0, {}, (5, 8), FAULTS)))
+    done = soak(tmp_path / "out", "--campaign", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert (found["faults"], found["missed"], found["wrong"]) == (7, 0, [])
+    assert found["restarts"] == 4
+    assert {kind: times["count"] for kind, times in found["by_kind"].items()} == {
+        fault.kind: 1 for fault in FAULTS
+    }
+    lines = (tmp_path / "out" / "played.jsonl").read_text().splitlines()
+    played = {one["kind"]: one for one in map(json.loads, lines)}
+    assert "was killed by SIGKILL" in played["kill"]["shown"]
+    assert played["slow"]["recovery"]["total"] > 0.5
+    assert "| SIGKILL to a worker | 1 |" in (tmp_path / "out" / "soak.md").read_text()
+
+
+def test_a_campaign_that_cannot_be_played_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "campaign.jsonl"
+    file.write_text("{}\n")
+    done = soak(tmp_path / "out", "--campaign", str(file))
+    assert done.returncode == 2
+    assert "line 1 is no header of a campaign" in done.stderr
