@@ -81,7 +81,9 @@ class Samples:
     def spread(self) -> str:
         if len(self.values) < 2:
             return ""
-        return f"{self.least} to {self.most}"
+        low, high = self.least.partition(" "), self.most.partition(" ")
+        # The unit is said once if it is the same.
+        return f"{low[0] if low[2] == high[2] else self.least} to {self.most}"
 
     def __str__(self) -> str:
         """The median, or what became of it."""

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 from figures import Row, Samples
 from results import parser_of, tell
+from store_process import Server
 
 from elasticlib import (
     DynamicRendezvousHandler,
@@ -72,22 +73,6 @@ class Counted(TcpStore):
     def _request(self, op: str, *args: Any, **more: Any) -> Any:
         self.asked[op] += 1
         return super()._request(op, *args, **more)
-
-
-class Server:
-    """A store in a process of its own, for as long as the block lasts."""
-
-    def __enter__(self) -> int:
-        command = [sys.executable, "-m", "elasticlib.launch.commands", "store"]
-        self._process = subprocess.Popen(
-            [*command, "--bind", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline().split()[2].rpartition(":")[2])
-
-    def __exit__(self, *error: object) -> None:
-        self._process.terminate()
-        self._process.communicate(timeout=BOUND)
 
 
 class Nodes:
