@@ -1,7 +1,7 @@
 """What happens under stock torchrun with torch's own rendezvous, c10d, and with each of ours.
 
     python tests/benchmarks/plugs.py [--backends el-tcp,el-file,el-etcd] [--repeat 1] [--kills 3]
-        [--stories members,host,stock]
+        [--stories members,host,stock,newcomer]
 
 Jobs of `torchrun --nnodes 1:2` with one worker a node, gloo, and a last call of 2 s. Ours meet in
 an `elasticlib store`, a folder and an etcd; c10d meets in the store that its first agent serves,
@@ -136,26 +136,29 @@ def host(found: Measured, backend: str, kills: int) -> None:
 
 
 def stock(found: Measured, backend: str, kills: int) -> None:
-    """As torchrun is without a variable, which lets no second node in: both begin together."""
-    if backend == STOCK:
-        with job_in(backend) as running:
-            running.join()
-            running.join()
-            worker = running.up(2)[-1]["pid"]
-            for _ in range(kills):
-                os.kill(worker, signal.SIGKILL)
-                worker = found.take("restart", backend, running, 2)
-        with job_in(backend) as running:
-            two_nodes(found, backend, running)
+    """Without the variable no second node is let in: both begin together."""
+    with job_in(backend) as running:
+        running.join()
+        running.join()
+        worker = int(running.up(2)[-1]["pid"])
+        for _ in range(kills):
+            os.kill(worker, signal.SIGKILL)
+            worker = found.take("restart", backend, running, 2)
 
 
-STORIES = {story.__name__: story for story in (members, host, stock)}
+def newcomer(found: Measured, backend: str, kills: int) -> None:
+    del kills
+    with job_in(backend) as running:
+        two_nodes(found, backend, running)
+
+
+STORIES = {story.__name__: story for story in (members, host, stock, newcomer)}
 
 
 def told(found: Measured, stories: list[str], given: argparse.Namespace) -> Measured:
     """All stories, each backend in turn; who did not come through one is not tried in it again."""
     for story in stories:
-        here = [STOCK] if story == "stock" else ["c10d", *given.backends]
+        here = [STOCK] if story in ("stock", "newcomer") else ["c10d", *given.backends]
         for _ in range(given.repeat):
             for backend in list(here):
                 try:
