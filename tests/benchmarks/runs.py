@@ -29,6 +29,8 @@ ENDS_BY_ITSELF = 20.0
 """Seconds for a program that is interrupted, which kills its jobs and removes their files."""
 GUARDIANS = 10.0
 """Seconds for what removes the files of jobs that were killed."""
+BUILD = Path(__file__).resolve().parent.parent.parent / "build"
+"""On the disk of this checkout, which the system's temporary folder need not be on."""
 SUBREAPER = 36
 
 
@@ -43,8 +45,12 @@ def missing(benchmark: Benchmark) -> list[str]:
     return [name for name in benchmark.needs if importlib.util.find_spec(name) is None]
 
 
-def run(benchmark: Benchmark, quick: bool = False) -> Section:
-    """Run it, and say what came of it; it raises nothing that the benchmark does."""
+def run(benchmark: Benchmark, quick: bool = False, *, patience: float = GUARDIANS) -> Section:
+    """Run it, and say what came of it; it raises nothing that the benchmark does.
+
+    patience: seconds in which what it leaves may end by itself. All processes below this one are
+    taken for the benchmark's.
+    """
     began, load = time.monotonic(), os.getloadavg()[0]
     # Sockets of jobs lie there, whose paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
@@ -54,7 +60,7 @@ def run(benchmark: Benchmark, quick: bool = False) -> Section:
         if not error and not found.rows:
             error = "it has measured nothing"
     finally:
-        left = end_all_children()
+        left = end_all_children(patience)
         shutil.rmtree(folder, ignore_errors=True)
     if left and not error:
         note = f"It left {left} processes behind, which were ended."
@@ -75,11 +81,16 @@ def carried_out(benchmark: Benchmark, quick: bool, folder: Path) -> str:
     command = [sys.executable, str(benchmark.path), *benchmark.given(quick)]
     temporary = folder / "t"
     temporary.mkdir()
-    with subprocess.Popen(
-        [*command, "--json", str(folder / "found")],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        start_new_session=True,
-    ) as process:
+    BUILD.mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-", dir=BUILD) as here,
+        subprocess.Popen(
+            [*command, "--json", str(folder / "found")],
+            cwd=here,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             code = process.wait(benchmark.limit)
         except subprocess.TimeoutExpired:
@@ -102,9 +113,9 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def end_all_children() -> int:
-    """How many processes below this one had to be killed, after some time to end by themselves."""
-    deadline = time.monotonic() + GUARDIANS
+def end_all_children(patience: float) -> int:
+    """How many processes below this one had to be killed, after so many seconds."""
+    deadline = time.monotonic() + patience
     killed: set[int] = set()
     while below := living():
         if time.monotonic() > deadline:
