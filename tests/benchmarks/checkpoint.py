@@ -1,16 +1,15 @@
 """What a checkpoint costs a training step, when it is durable, and how long it takes to read.
 
     python tests/benchmarks/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
+        [--parts compare,beside]
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
 `torch.save` (which syncs nothing) and an fsync after it, DCP's `async_save`, writing the same
 bytes with one fsync, and `torch.load`. A snapshot goes into memory as an agent of ours has it.
-Medians in milliseconds, and the ratios that matter.
+What a disk takes differs much from one write to the next; a copy does not.
 
-    python tests/benchmarks/checkpoint.py --beside
-
-How much slower a loop of Python code, which holds the interpreter's lock, is while a checkpoint
-is written: by a thread, as `save` does it, and by a process of its own.
+The part `beside` shows how much slower a loop of Python code, which holds the interpreter's lock,
+is while a checkpoint is written: by a thread, as `save` does it, and by a process of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ import secrets
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from figures import Row, Samples
+from results import parser_of, tell
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.agree import restore_from
@@ -71,13 +73,10 @@ class Ways:
     def note(self, name: str, taken: float) -> None:
         self.taken.setdefault(name, []).append(taken)
 
-    def median(self, name: str) -> float:
-        return statistics.median(self.taken[name])
-
-    def show(self, name: str, beside: str = "") -> None:
-        ratio = f"   {self.median(name) / self.median(beside):5.2f} x {beside}" if beside else ""
-        low, high = min(self.taken[name]) * 1e3, max(self.taken[name]) * 1e3
-        print(f"{name:34}{self.median(name) * 1e3:9.1f} ms   ({low:.1f} to {high:.1f}){ratio}")
+    def row(self, name: str, what: str, ours: str, beside: str) -> Row:
+        """They are taken in the same rounds, but the disk is not the same in two moments."""
+        mine, theirs = (Samples("s", self.taken[way]) for way in (ours, beside))
+        return Row(name, what, mine, theirs, beside.replace(": stall", "").replace(": done", ""))
 
 
 def write_plainly(path: Path, data: memoryview) -> None:
@@ -150,7 +149,7 @@ def agents_memory(folder: Path) -> SnapshotMemory:
     return SnapshotMemory(Told(str(era), "benchmark", 1))
 
 
-def compare(args: argparse.Namespace, folder: Path) -> None:
+def compare(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     state = make_state(args.mib)
@@ -166,21 +165,23 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         one_round(Ways(), state, folder, copy, (manager, memory))
         for _ in range(args.repeat):
             one_round(ways, state, folder, copy, (manager, memory))
-    ways.show("plain copy")
-    ways.show("save: stall", "plain copy")
-    ways.show("snapshot: stall", "plain copy")
-    ways.show("torch.save")
-    ways.show("torch.save and fsync")
-    ways.show("save: stall", "torch.save")
-    ways.show("save: stall", "torch.save and fsync")
-    ways.show("async_save: stall", "plain copy")
-    ways.show("write and fsync")
-    ways.show("save: durable", "write and fsync")
-    ways.show("async_save: done", "write and fsync")
-    ways.show("torch.load")
-    ways.show("load", "torch.load")
-    ways.show("restore from memory", "torch.load")
     dist.destroy_process_group()
+    size = f"{args.mib / 1024:g} GiB" if args.mib >= 1024 else f"{args.mib} MiB"
+    for name, what, ours, beside in COMPARED:
+        yield ways.row(name, f"{size}: {what}", ours, beside)
+
+
+COMPARED = (
+    ("save", "a step waits for `save`", "save: stall", "plain copy"),
+    ("snapshot", "a step waits for `snapshot`", "snapshot: stall", "plain copy"),
+    ("save.torch", "a step waits for `save`", "save: stall", "torch.save"),
+    ("save.fsync", "a step waits for `save`", "save: stall", "torch.save and fsync"),
+    ("save.dcp", "a step waits for `save`", "save: stall", "async_save: stall"),
+    ("durable", "`save` until it is durable", "save: durable", "write and fsync"),
+    ("durable.dcp", "`save` until it is durable", "save: durable", "async_save: done"),
+    ("load", "`load` from the disk", "load", "torch.load"),
+    ("memory", "`restore` from memory", "restore from memory", "torch.load"),
+)
 
 
 def python_step() -> int:
@@ -195,10 +196,8 @@ def writing(data: memoryview, folder: Path, saves: int) -> None:
         commits.save(step, data)
 
 
-def beside(args: argparse.Namespace, folder: Path) -> None:
+def beside(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """The same loop alone, beside a thread that saves, and beside a process that does."""
-    import threading
-
     size = args.mib << 20
     memory = room(size)
     memory[:] = os.urandom(1 << 20) * args.mib
@@ -222,23 +221,28 @@ def beside(args: argparse.Namespace, folder: Path) -> None:
             if worker:
                 worker.join()
             ways.note(name, statistics.fmean(taken))
-    ways.show("alone")
-    ways.show("beside a thread", "alone")
-    ways.show("beside a process", "alone")
+    for way in ("beside a thread", "beside a process"):
+        yield ways.row(way.replace(" ", "."), f"a loop {way} that saves", way, "alone")
+
+
+PARTS = {part.__name__: part for part in (compare, beside)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--folder", help="on the disk to be measured (default: the current one's)")
-    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory(dir=args.folder or ".") as folder:
-        (beside if args.beside else compare)(args, Path(folder))
+    rows: list[Row] = []
+    for part in args.parts.split(","):
+        with tempfile.TemporaryDirectory(dir=args.folder or ".", prefix="benchmark-") as folder:
+            rows += PARTS[part](args, Path(folder))
+    tell(args, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the context costs a training step: microseconds a call when nothing is asked.
+"""What the context costs a training step: the time of a call when nothing is asked.
 
     python tests/benchmarks/context.py [--calls 100000] [--repeat 7]
 
@@ -8,30 +8,42 @@ has nobody to wait for.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from figures import Row, Samples
+from results import parser_of, tell
+
 from elasticlib import Context
 from elasticlib.workers.channel import Channel
 
 
-def microseconds(call: Callable[[], object], calls: int, repeat: int) -> float:
-    """The median of several rounds, for one call."""
+def rounds(call: Callable[[], object], calls: int, repeat: int) -> Samples:
+    """Of so many rounds, the time of one call."""
     taken = []
     for _ in range(repeat):
         began = time.perf_counter()
         for _ in range(calls):
             call()
-        taken.append((time.perf_counter() - began) / calls * 1e6)
-    return statistics.median(taken)
+        taken.append((time.perf_counter() - began) / calls)
+    return Samples("s", taken)
+
+
+def reduced(calls: int, repeat: int) -> Samples:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    flag = torch.zeros(1)
+    found = rounds(lambda: dist.all_reduce(flag), calls, repeat)
+    dist.destroy_process_group()
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--repeat", type=int, default=7)
     args = parser.parse_args()
@@ -39,19 +51,14 @@ def main() -> None:
         path = str(Path(folder) / "channel")
         Channel(path, create=True).close()
         context = Context(Channel(path))
-        for name, call in (
-            ("should_stop()", context.should_stop),
-            ("step(n)", lambda: context.step(1)),
-        ):
-            print(f"{name:24} {microseconds(call, args.calls, args.repeat):8.2f} us")
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    flag = torch.zeros(1)
-    reduced = microseconds(lambda: dist.all_reduce(flag), max(1, args.calls // 100), args.repeat)
-    print(f"{'all_reduce(flag)':24} {reduced:8.2f} us")
-    dist.destroy_process_group()
+        asked = rounds(context.should_stop, args.calls, args.repeat)
+        told = rounds(lambda: context.step(1), args.calls, args.repeat)
+    flag = reduced(max(1, args.calls // 100), args.repeat)
+    rows = [
+        Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag"),
+        Row("step", "`context().step(n)`", told),
+    ]
+    tell(args, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,24 +34,38 @@ MEETING = {
 }
 
 
-class Job:
-    """The nodes of one job, in a folder of its own."""
+class Ended(TimeoutError):
+    """Nobody is left of whom the awaited could come."""
 
-    def __init__(self, launcher: str, folder: Path) -> None:
-        self.launcher = launcher
+
+class Job:
+    """The nodes of one job, in a folder of its own.
+
+    launcher: a module and its flags. meeting: the flags by which nodes find each other.
+    environment: variables beside this process's own.
+    """
+
+    def __init__(
+        self,
+        launcher: tuple[str, ...],
+        meeting: tuple[str, ...],
+        folder: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self.folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
+        self._launcher, self._meeting = launcher, meeting
+        self._environment = {**os.environ, **QUIET, "TMPDIR": str(folder), **environment}
         self._seen: set[str] = set()
-        self._meeting = (*MEETING[launcher], f"--rdzv-endpoint=127.0.0.1:{_free_port()}")
         self._log = (folder / "log").open("wb")
 
     def start(self, *flags: str, program: str = ALLREDUCE, args: tuple[str, ...] = ()) -> None:
         """One more agent."""
-        command = [sys.executable, "-m", *LAUNCHERS[self.launcher], *flags, program]
+        command = [sys.executable, "-m", *self._launcher, *flags, program]
         self.agents.append(
             subprocess.Popen(
                 [*command, str(self.folder), *args],
-                env={**os.environ, **QUIET, "TMPDIR": str(self.folder)},
+                env=self._environment,
                 stdout=self._log,
                 stderr=self._log,
             )
@@ -72,6 +86,8 @@ class Job:
             if sorted(int(place["RANK"]) for place in here) == list(range(world)):
                 self._seen |= files.keys()
                 return sorted(here, key=lambda place: int(place["RANK"]))
+            if all(agent.poll() is not None for agent in self.agents):
+                raise Ended(f"no group of {world}, as all agents have ended")
             time.sleep(0.002)
         said = (self.folder / "log").read_text(errors="replace")
         raise TimeoutError(f"no group of {world} within {seconds:g} s: {said[-2000:]}")
@@ -103,8 +119,18 @@ class Job:
 
 @contextmanager
 def job(launcher: str) -> Iterator[Job]:
+    """Of a launcher by its name; its TCP store is served by its first node."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    with job_of(LAUNCHERS[launcher], (*MEETING[launcher], endpoint)) as running:
+        yield running
+
+
+@contextmanager
+def job_of(
+    launcher: tuple[str, ...], meeting: tuple[str, ...], **environment: str
+) -> Iterator[Job]:
     with tempfile.TemporaryDirectory() as folder:
-        running = Job(launcher, Path(folder))
+        running = Job(launcher, meeting, Path(folder), environment)
         try:
             yield running
         finally:
@@ -128,9 +154,9 @@ def _is_guardian(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """What the threads that a process has now have used so far."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def gone(pid: int, seconds: float) -> None:
@@ -150,7 +176,7 @@ def _alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

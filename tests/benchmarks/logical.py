@@ -3,10 +3,9 @@
     python tests/benchmarks/logical.py [--world 2] [--rounds 15] [--width 512] [--batch 64]
 
 The same model and samples in the same processes, one kind of step after another in each round;
-ratios are of the same round, and medians over the rounds. `DDP, 4 parts` has each rank compute 4
-parts of its batch one after another, and reduces after the last, without a fixed order; the last
-ratio is to it, where there is one of as many parts. Bytes are what the kernel counted as sent on
-rank 0's TCP connections, and what is held is computed. At the end a few steps at several world
+ratios are of the same round, and medians over the rounds. `DDP in 4 parts` has each rank compute 4
+parts of its batch one after another, and reduces after the last, without a fixed order. Bytes are
+what the kernel counted as sent on rank 0's TCP connections. At the end a few steps at several world
 sizes show whose weights differ.
 """
 
@@ -14,30 +13,32 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import socket
-import statistics
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # which an optimizer would import in every fork
 import torch.distributed as dist
+from figures import Row, Samples, said
+from results import parser_of, tell
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticlib import LogicalWorkers
 from elasticlib.logical.shares import share
-from elasticlib.logical.tree import buffers, gradients_sent
 
 BYTES_SENT = 200
 """Where `tcpi_bytes_sent` stands in Linux's struct tcp_info."""
 
+TRAINED = ("DDP", "8 logical workers")
 Step = Callable[[int], None]
 
 
@@ -106,59 +107,58 @@ class Trainer:
         return step
 
 
-def kinds(args: argparse.Namespace) -> dict[str, tuple[Step, int]]:
-    """By name a step, and of how many logical workers; 0 is DDP's."""
-    world = dist.get_world_size()
-    found = {f"DDP, {n} parts": (Trainer(args).ddp(n), 0) for n in (1, 2, 4)}
-    for count in (world, 2 * world, 4 * world, 2 * world + 1):
-        found[f"{count} logical workers"] = (Trainer(args).logical(count), count)
+def counts(world: int) -> tuple[int, ...]:
+    """Of logical workers: as many parts a rank as DDP has below, and one that does not divide."""
+    return (world, 2 * world, 4 * world, 2 * world + 1)
+
+
+def ddp(parts: int) -> str:
+    return "DDP" if parts == 1 else f"DDP in {parts} parts"
+
+
+def kinds(args: argparse.Namespace) -> dict[str, Step]:
+    found = {ddp(n): Trainer(args).ddp(n) for n in (1, 2, 4)}
+    for count in counts(dist.get_world_size()):
+        found[f"{count} logical workers"] = Trainer(args).logical(count)
     return found
 
 
 def measure(args: argparse.Namespace) -> None:
-    """On every rank; rank 0 prints."""
+    """On every rank; rank 0 leaves seconds and bytes of each kind and round in a file."""
     steps = kinds(args)
-    gradient = sum(p.numel() * p.element_size() for p in model_of(args.width).parameters())
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    sent: dict[str, int] = {}
+    sent: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(args.rounds + 2):  # the first two are to warm up
-        for name, (step, _) in steps.items():
+        for name, step in steps.items():
             dist.barrier()
             before, began = bytes_sent(), time.perf_counter()
             step(number)
             dist.barrier()
-            seconds[name].append(time.perf_counter() - began)
-            sent[name] = bytes_sent() - before
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - began)
+                sent[name].append(bytes_sent() - before)
     if dist.get_rank() == 0:
-        print(f"world {dist.get_world_size()}, gradient {gradient / 1e6:.1f} MB, a step:")
-        heads = ("ms", "of DDP", "of parts", "MB sent", "expected", "MB held")
-        print(" " * 20, *(f"{head:>8}" for head in heads))
-        for name, (_, count) in steps.items():
-            report(name, count, seconds, sent[name], gradient)
+        args.folder.joinpath("measured").write_text(json.dumps([seconds, sent]))
 
 
-def ratio_of(taken: list[float], base: list[float]) -> str:
-    return f"{statistics.median(a / b for a, b in zip(taken, base, strict=True)):.2f}"
-
-
-def report(name: str, count: int, seconds: dict[str, list[float]], sent: int, size: int) -> None:
-    world = dist.get_world_size()
-    parts = count // world if count % world == 0 else 0
-    ratios = [
-        ratio_of(seconds[name][2:], seconds[base][2:]) if base in seconds else "-"
-        for base in ("DDP, 1 parts", f"DDP, {parts} parts")
-    ]
-    due = gradients_sent(count, world, 0) if count else 2 * (world - 1) / world
-    held = buffers(count, world, 0) if count else 1
-    milliseconds = statistics.median(seconds[name][2:]) * 1e3
-    megabytes = [part / 1e6 for part in (sent, due * size, held * size)]
-    figures = [f"{milliseconds:8.1f}", *(f"{ratio:>8}" for ratio in ratios)]
-    print(f"{name:20}", *figures, *(f"{part:8.1f}" for part in megabytes))
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    seconds, sent = json.loads(args.folder.joinpath("measured").read_text())
+    for count in counts(args.world):
+        name = f"{count} logical workers"
+        what = f"a step of {name} on {args.world} ranks"
+        mine = Samples("s", seconds[name])
+        parts = count // args.world if count % args.world == 0 else 1
+        for base in dict.fromkeys((1, parts)):
+            beside = ddp(base)
+            theirs = Samples("s", seconds[beside])
+            yield Row(f"step.{count}.{base}", what, mine, theirs, beside, paired=True)
+        both = [Samples("bytes", sent[of]) for of in (name, "DDP")]
+        yield Row(f"bytes.{count}", f"bytes sent in {what}", *both, "DDP")
 
 
 def trained(args: argparse.Namespace) -> None:
-    """A few steps of both kinds; rank 0 prints what the weights come to."""
-    for name in ("DDP", "8 logical workers"):
+    """A few steps of both kinds; rank 0 leaves what the weights come to."""
+    for name in TRAINED:
         trainer = Trainer(args)
         step = trainer.ddp(1) if name == "DDP" else trainer.logical(8)
         for number in range(5):
@@ -167,7 +167,8 @@ def trained(args: argparse.Namespace) -> None:
         for parameter in trainer.model.parameters():
             digest.update(bytes(parameter.detach().flatten().view(torch.uint8).tolist()))
         if dist.get_rank() == 0:
-            print(f"world {dist.get_world_size()}, {name:18} {digest.hexdigest()[:16]}")
+            with args.folder.joinpath(name).open("a") as file:
+                file.write(digest.hexdigest() + "\n")
 
 
 def in_ranks(world: int, body: Callable[[argparse.Namespace], None], args: Any) -> None:
@@ -190,17 +191,30 @@ def in_ranks(world: int, body: Callable[[argparse.Namespace], None], args: Any) 
         raise SystemExit(f"ranks ended with {ended}")
 
 
+def whose_weights_differ(args: argparse.Namespace) -> Iterator[str]:
+    args.width, args.batch = 32, 40
+    worlds = (1, 2, 3, 4, 5)
+    for world in worlds:
+        in_ranks(world, trained, args)
+    for name in TRAINED:
+        ends = len(set(args.folder.joinpath(name).read_text().split()))
+        same = "the same" if ends == 1 else f"of {ends} kinds"
+        yield f"Weights after 5 steps of {name} at world sizes {worlds[0]} to {worlds[-1]}: {same}."
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64)
     args = parser.parse_args()
-    in_ranks(args.world, measure, args)
-    args.width, args.batch = 32, 40
-    for world in (1, 2, 3, 4, 5):
-        in_ranks(world, trained, args)
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        in_ranks(args.world, measure, args)
+        size = sum(p.numel() * p.element_size() for p in model_of(args.width).parameters())
+        note = f"The gradient has {said(size, 'bytes')}; the batch {args.batch} samples."
+        tell(args, [*rows_of(args)], [note, *whose_weights_differ(args)])
 
 
 if __name__ == "__main__":

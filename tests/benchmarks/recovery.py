@@ -15,7 +15,10 @@
 
 The launchers take turns, so that all meet the same machine. torchrun runs in the mode that works,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in its default one, restarted workers read the addresses of
-the attempt before. What did not happen within the bound is counted as failed, and not as a time.
+the attempt before. What did not happen within the bound is counted as failed, and not as a time;
+who failed so is not tried again. `spawn` is elasticrun with cold workers, `--start-method spawn`.
+A first start costs what an interpreter with torch costs, once for the process that all later
+workers are forked from.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
+from figures import Row, Samples
 from launched import BOUND, LAUNCHERS, children, cpu_seconds, gone, job
+from results import parser_of, tell
 
 PROBABLY_NEVER = 20.0
 """Seconds in which a membership that is going to change has changed, by far."""
@@ -38,31 +42,33 @@ FIRST_LINE = "import sys, time; open(f'{sys.argv[1]}/line', 'x').write(str(time.
 
 @attrs.define
 class Measured:
-    """Times of one kind, by launcher, and how often there was none."""
+    """What was taken of one kind, by launcher, and how often it did not come."""
 
+    name: str
     what: str
+    unit: str = "s"
     taken: dict[str, list[float]] = attrs.Factory(lambda: defaultdict(list))
-    failed: dict[str, int] = attrs.Factory(lambda: defaultdict(int))
+    failed: Counter[str] = attrs.Factory(Counter)
+    why: str = f"not within {PROBABLY_NEVER:g} s"
 
-    def tell(self) -> None:
-        columns = ("median", "p99", "worst", "of", "failed")
-        print(f"\n{self.what:48}" + " ".join(f"{name:>8}" for name in columns))
-        middle = {}
-        for launcher in [name for name in LAUNCHERS if name in {*self.taken, *self.failed}]:
-            times, row = self.taken[launcher], "       -" * 3
-            if times:
-                middle[launcher] = statistics.median(times)
-                p99 = statistics.quantiles(times * 2, n=100, method="inclusive")[98]
-                row = " ".join(f"{x:8.3f}" for x in (middle[launcher], p99, max(times)))
-            count = len(times) + self.failed[launcher]
-            print(f"  {launcher:46}{row:26} {count:8} {self.failed[launcher]:8}")
-        if {"elasticrun", "torchrun"} <= middle.keys():
-            ratio = middle["elasticrun"] / middle["torchrun"]
-            print(f"  elasticrun / torchrun, medians: {ratio:.3f}", flush=True)
+    def of(self, launcher: str) -> Samples:
+        failed = self.failed[launcher]
+        return Samples(self.unit, self.taken[launcher], failed, self.why if failed else "")
+
+    def rows(self) -> Iterator[Row]:
+        torchs = self.of("torchrun")
+        for launcher in [name for name in LAUNCHERS if name != "torchrun"]:
+            if launcher in {*self.taken, *self.failed}:
+                mark = launcher.partition(", ")[2]
+                what = f"{self.what} ({mark})" if mark else self.what
+                name = f"{self.name}.{mark}" if mark else self.name
+                yield Row(name, what, self.of(launcher), torchs, "torchrun")
 
 
 def restart(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    first, again = Measured("start to the first group of 2"), Measured("kill to the next group")
+    first = Measured("first", "start of the launcher to the first group of 2")
+    again = Measured("restart", "kill of a worker to the next group of 2")
+    again.why = f"not within {BOUND:g} s"
 
     def one(launcher: str) -> bool:
         began = time.monotonic()
@@ -87,7 +93,7 @@ def restart(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
 
 
 def start(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    found = Measured("start to the first line of the script")
+    found = Measured("start", "start of the launcher to the first line of the script")
 
     def one(launcher: str) -> bool:
         with job(launcher) as running:
@@ -104,8 +110,8 @@ def start(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
 
 
 def join(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    whole = Measured("join: start of the second agent to a group of 2")
-    still = Measured("join: end of the running worker to a group of 2")
+    whole = Measured("join", "join: start of the second agent to a group of 2")
+    still = Measured("standstill", "join: end of the running worker to a group of 2")
 
     def one(launcher: str) -> bool:
         with job(launcher) as running:
@@ -130,7 +136,7 @@ def join(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
 
 
 def loss(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    found = Measured("loss of a node to the survivor's group")
+    found = Measured("loss", "kill of an agent and its worker to the survivor's group")
 
     def one(launcher: str) -> bool:
         with job(launcher) as running:
@@ -153,7 +159,7 @@ def loss(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
 
 
 def rest(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    found = Measured("CPU seconds per 1000 s of rest")
+    found = Measured("rest", "CPU of an agent at rest", "of a core")
 
     def one(launcher: str) -> bool:
         with job(launcher) as running:
@@ -166,10 +172,10 @@ def rest(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
             used = sum(map(cpu_seconds, serving))
             time.sleep(given.rest)
             used = sum(map(cpu_seconds, serving)) - used
-            found.taken[launcher].append(used / given.rest * 1000)
+            found.taken[launcher].append(used / given.rest)
         return True
 
-    _in_turn(launchers, 1, one)
+    _in_turn(launchers, given.repeat, one)
     return [found]
 
 
@@ -183,21 +189,23 @@ def _in_turn(launchers: list[str], rounds: int, one: Callable[[str], bool]) -> N
 PARTS = {part.__name__: part for part in (restart, start, join, loss, rest)}
 
 
+def measured(given: argparse.Namespace) -> Iterable[Row]:
+    launchers = [name for name in LAUNCHERS if given.spawn or "spawn" not in name]
+    for name in given.parts.split(","):
+        for found in PARTS[name](launchers, given):
+            yield from found.rows()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
     parser.add_argument("--spawn", action="store_true", help="elasticrun with cold workers as well")
     parser.add_argument("--rounds", type=int, default=2, help="jobs whose workers are killed")
     parser.add_argument("--kills", type=int, default=10, help="of each such job")
-    parser.add_argument("--repeat", type=int, default=3, help="starts, joins and losses")
+    parser.add_argument("--repeat", type=int, default=3, help="starts, joins, losses and rests")
     parser.add_argument("--rest", type=float, default=10.0, help="seconds")
     given = parser.parse_args()
-    launchers = [name for name in LAUNCHERS if given.spawn or "spawn" not in name]
-    print("load averages at the start:", *(f"{load:.1f}" for load in os.getloadavg()))
-    for name in given.parts.split(","):
-        for measured in PARTS[name](launchers, given):
-            measured.tell()
-    print("load averages at the end:", *(f"{load:.1f}" for load in os.getloadavg()))
+    tell(given, measured(given))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """What a rendezvous costs: to settle, to stand idle, and when a node dies; beside torch's own.
 
-    python tests/benchmarks/rendezvous.py [--nodes 2,16,64,128] [--torch-up-to 128] [--repeat 3]
-    python tests/benchmarks/rendezvous.py --nodes 1000 --processes 8
+    python tests/benchmarks/rendezvous.py [--nodes 2,16,128,256,1000] [--torch-up-to 128]
+        [--apart 1000] [--processes 8] [--repeat 3] [--idle 10]
 
-All nodes are in one process, where they take turns at one interpreter, or, with --processes, ours
-are in several, as real ones are; over loopback. They start at once and the maximum is N, so no last
-call is waited for. Ours meet over one `elasticlib store`, torch's over one TCPStore (whose server
-is no Python, and takes no turn of this process's), each node with a client of its own. Idle:
-store operations and CPU seconds, per node and second, while a generation stands. Death: from the
-end of rank 0's connection to the survivors' next generation; torch's handler does not notice one
-while nobody waits to join, so there is none to compare with.
+All nodes are in one process, where they take turns at one interpreter; those of --apart are ours in
+several processes, as real ones are; over loopback. They start at once and the maximum is N, so no
+last call is waited for. Ours meet over one `elasticlib store`, torch's over one TCPStore (whose
+server is no Python, and takes no turn of this process's), each node with a client of its own. At
+rest: store operations and CPU, per node, while a generation stands. Death: from the end of rank 0's
+connection to the survivors' next generation; torch's handler does not notice one while nobody waits
+to join, so there is none to compare with. A thousand nodes in one process wait for each other's
+turn at the interpreter most of the time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import argparse
 import collections
 import logging
 import resource
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
+
+from figures import Row, Samples
+from results import parser_of, tell
+from store_process import Server
 
 from elasticlib import (
     DynamicRendezvousHandler,
@@ -39,7 +43,6 @@ from elasticlib import (
 from elasticlib.testing.rendezvous_over_store import Listener
 
 BOUND = 60.0
-IDLE_SECONDS = 10.0
 SWITCH_SECONDS = 1.0
 
 
@@ -70,22 +73,6 @@ class Counted(TcpStore):
     def _request(self, op: str, *args: Any, **more: Any) -> Any:
         self.asked[op] += 1
         return super()._request(op, *args, **more)
-
-
-class Server:
-    """A store in a process of its own, for as long as the block lasts."""
-
-    def __enter__(self) -> int:
-        command = [sys.executable, "-m", "elasticlib.launch.commands", "store"]
-        self._process = subprocess.Popen(
-            [*command, "--bind", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline().split()[2].rpartition(":")[2])
-
-    def __exit__(self, *error: object) -> None:
-        self._process.terminate()
-        self._process.communicate(timeout=BOUND)
 
 
 class Nodes:
@@ -201,27 +188,54 @@ def torchs(count: int) -> float | None:
     return taken
 
 
-def median(measure: Callable[[], float | None], repeat: int) -> float | None:
-    """None if one of them did not end in time."""
-    taken = []
+def tried(measure: Callable[[], float | None], repeat: int) -> Samples:
+    """One that does not end in time is not tried again."""
+    taken: list[float] = []
     for _ in range(repeat):
         one = measure()
         if one is None:
-            return None
+            return Samples("s", taken, 1, f"not within {BOUND:g} s")
         taken.append(one)
-    return statistics.median(taken)
+    return Samples("s", taken)
 
 
-def shown(seconds: float | None) -> str:
-    return f"> {BOUND:g}" if seconds is None else f"{seconds:.2f}"
+def settling(counts: Sequence[int], torch_up_to: int, repeat: int) -> Iterator[Row]:
+    for count in counts:
+        theirs = tried(partial(torchs, count), repeat) if count <= torch_up_to else None
+        mine = tried(partial(ours, count), repeat)
+        yield Row(f"settle.{count}", f"{count} nodes settle", mine, theirs, "torch's c10d")
+
+
+def standing(count: int, seconds: float, repeat: int) -> Iterator[Row]:
+    """At rest, and when rank 0 dies."""
+    asked, used, again = [], [], []
+    for _ in range(repeat):
+        with Server() as port, Nodes(count, port) as nodes:
+            nodes.settle()
+            operations, cpu = nodes.idle(seconds)
+            asked.append(operations)
+            used.append(cpu)
+            if count > 1:
+                again.append(nodes.lose_first())
+    never = Samples("s", why="never noticed")
+    what = f"{count} nodes: rank 0 dies, to the next generation"
+    lost = [one for one in again if one is not None]
+    death = Samples("s", lost, len(again) - len(lost), f"not within {BOUND:g} s")
+    rest = f"{count} nodes at rest, each"
+    yield Row(f"operations.{count}", f"{rest}: store operations", Samples("a second", asked))
+    yield Row(f"cpu.{count}", f"{rest}: CPU", Samples("of a core", used))
+    yield Row(f"death.{count}", what, death, never, "torch's c10d")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", default="2,16,64,128")
+    parser = parser_of(__doc__)
+    parser.add_argument("--nodes", default="2,16,128,256,1000")
     parser.add_argument("--torch-up-to", type=int, default=128)
+    parser.add_argument("--apart", default="1000", help="of our nodes, in several processes")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--standing", default="128", help="nodes at rest, and one of them dies")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds at rest")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     # As many threads as nodes would otherwise ask for the interpreter's lock 200 times a second
@@ -232,24 +246,18 @@ def main() -> None:
     if args.part:
         play_part(*map(int, args.part.split(",")))
         return
-    counts = [int(count) for count in args.nodes.split(",")]
-    print(f"{'nodes':>6} {'elasticlib':>11} {'torch':>8}   seconds to settle, medians")
-    for count in counts:
-        one = ours if args.processes == 1 else partial(spread, processes=args.processes)
-        mine = shown(median(partial(one, count), args.repeat))
-        theirs = "-"
-        if count <= args.torch_up_to:
-            theirs = shown(median(partial(torchs, count), args.repeat))
-        print(f"{count:6} {mine:>11} {theirs:>8}", flush=True)
-    if args.processes > 1:
-        return
-    print(f"{'nodes':>6} {'ops/s':>11} {'cpu':>8} {'death':>8}   idle, per node; rank 0 dies")
-    for count in counts:
-        with Server() as port, Nodes(count, port) as nodes:
-            nodes.settle()
-            operations, cpu = nodes.idle(IDLE_SECONDS)
-            lost = shown(nodes.lose_first()) if count > 1 else "-"
-            print(f"{count:6} {operations:11.2f} {cpu:8.5f} {lost:>8}", flush=True)
+    rows = [*settling(numbers(args.nodes), args.torch_up_to, args.repeat)]
+    for count in numbers(args.apart):
+        mine = tried(partial(spread, count, args.processes), args.repeat)
+        what = f"{count} nodes settle, in {args.processes} processes"
+        rows.append(Row(f"apart.{count}", what, mine))
+    for count in numbers(args.standing):
+        rows += standing(count, args.idle, args.repeat)
+    tell(args, rows)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in filter(None, text.split(","))]
 
 
 if __name__ == "__main__":

@@ -3,28 +3,30 @@
     python tests/benchmarks/sampler.py [--repeat 5] [--torch-until 1000000]
 
 Each figure is taken in a process of its own, forked from one that has imported torch. Memory is
-what its peak grows by. An epoch of at most `--torch-until` samples is drawn whole, by all. Of
-longer ones ours draws the first 2 million of the job, and torch's has no figure: its list of 10^9
-would take 40 GB.
+what its peak grows by until the first index. An epoch of at most `--torch-until` samples is drawn
+whole, by all. Of longer ones ours draws the first 2 million of the job, and torch's has no figure:
+its list of 10^9 would take 40 GB. `randperm` is our sampler with `shuffle_algorithm="randperm"`,
+which deals in torch's own order.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import resource
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
-KINDS = ("ours", "torch", "ours, randperm")
+from figures import Row, Samples
+from results import parser_of, tell
+
+OURS, RANDPERM, TORCH = "ours", "ours, `randperm`", "DistributedSampler"
 DRAWN = 2 * 10**6
 """Samples, over all ranks, that are drawn of an epoch that is not drawn whole."""
 
 
-class Samples:
+class Length:
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -37,7 +39,7 @@ def peak() -> int:
 
 
 def measure(kind: str, length: int, world: int, drawn: int, told: Connection) -> None:
-    """Tells seconds to the first index, bytes until then and in all, and nanoseconds an index."""
+    """Tells seconds to the first index, bytes until then, and seconds an index."""
     import torch
     from torch.utils.data import DistributedSampler
 
@@ -46,11 +48,11 @@ def measure(kind: str, length: int, world: int, drawn: int, told: Connection) ->
     torch.set_num_threads(1)
 
     def begin(samples: int, seed: int) -> Iterator[int]:
-        if kind == "torch":
-            return iter(DistributedSampler(Samples(samples), world, 0, seed=seed))
-        algorithm = "feistel" if kind == "ours" else "randperm"
+        if kind == TORCH:
+            return iter(DistributedSampler(Length(samples), world, 0, seed=seed))
+        algorithm = "feistel" if kind == OURS else "randperm"
         sampler = ElasticDistributedSampler(
-            Samples(samples), world, 0, seed=seed, shuffle_algorithm=algorithm
+            Length(samples), world, 0, seed=seed, shuffle_algorithm=algorithm
         )
         return iter(sampler)
 
@@ -65,11 +67,11 @@ def measure(kind: str, length: int, world: int, drawn: int, told: Connection) ->
     for _ in itertools.islice(indices, drawn // world - 1):
         count += 1
     each = (time.perf_counter() - start) / count
-    told.send((first, memory, peak() - before, each * 1e9))
+    told.send((first, memory, each))
 
 
-def measured(kind: str, length: int, world: int, drawn: int, repeat: int) -> tuple[float, ...]:
-    """Medians of several processes."""
+def measured(kind: str, length: int, world: int, drawn: int, repeat: int) -> list[Samples]:
+    """Of several processes: seconds to the first index, bytes, seconds an index."""
     rounds = []
     server = multiprocessing.get_context("forkserver")
     for _ in range(repeat):
@@ -79,30 +81,33 @@ def measured(kind: str, length: int, world: int, drawn: int, repeat: int) -> tup
         theirs.close()
         rounds.append(ours.recv())
         process.join()
-    return tuple(statistics.median(column) for column in zip(*rounds, strict=True))
+    units = ("s", "bytes", "s")
+    return [Samples(unit, of) for unit, of in zip(units, zip(*rounds, strict=True), strict=True)]
+
+
+def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[Row]:
+    small = length <= torch_until
+    case = (length, world, length if small else min(length, DRAWN), repeat)
+    beside: Sequence[Samples | None] = measured(TORCH, *case) if small else (None,) * 3
+    job = f"10^{len(str(length)) - 1} samples, {world} rank{'s' * (world > 1)}"
+    for kind, mark in ((OURS, ""), (RANDPERM, ".randperm"))[: 2 if small else 1]:
+        things = ("first", "memory", "each"), ("first index", "memory for it", "an index")
+        for name, what, ours, theirs in zip(*things, measured(kind, *case), beside, strict=True):
+            said = f"{job}: {what}" + (f" ({RANDPERM})" if mark else "")
+            yield Row(f"{name}{mark}.{length:.0e}.{world}", said, ours, theirs, TORCH)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[10**6, 10**9, 10**12])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--torch-until", type=int, default=10**6)
     args = parser.parse_args()
     multiprocessing.set_forkserver_preload(["torch.utils.data"])
-    print(f"{'samples':>10} {'world':>5} {'sampler':16}", end="")
-    print(f"{'first index':>12} {'memory':>10} {'peak':>10} {'per index':>10} {'to torch':>9}")
-    for length, world in itertools.product(args.lengths, args.worlds):
-        small = length <= args.torch_until
-        case = (length, world, length if small else min(length, DRAWN), args.repeat)
-        torchs = measured("torch", *case) if small else None
-        for kind in KINDS if small else KINDS[:1]:
-            found = torchs if kind == "torch" else measured(kind, *case)
-            assert found is not None
-            first, memory, most, each = found
-            ratio = f"{each / torchs[3]:9.2f}" if torchs else f"{'':9}"
-            print(f"{length:10.0e} {world:5} {kind:16}{first * 1e3:9.3f} ms", end="")
-            print(f" {memory / 2**20:7.2f} MB {most / 2**20:7.2f} MB {each:7.0f} ns {ratio}")
+    cases = itertools.product(args.lengths, args.worlds)
+    asked = (args.torch_until, args.repeat)
+    tell(args, [row for length, world in cases for row in rows_of(length, world, *asked)])
 
 
 if __name__ == "__main__":

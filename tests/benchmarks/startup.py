@@ -1,15 +1,19 @@
 """How long the command lines take to answer `--help`, as whole processes.
 
-python tests/benchmarks/startup.py [--runs 7]
+    python tests/benchmarks/startup.py [--runs 7]
+
+Each is called once before, so that all read their files from memory. elasticrun takes torchrun's
+flags without importing torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import subprocess
 import sys
 import time
+
+from figures import Row, Samples
+from results import parser_of, tell
 
 COMMANDS = {"elasticrun": "elasticlib.launch", "torchrun": "torch.distributed.run"}
 
@@ -23,16 +27,17 @@ def once(module: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=7)
-    runs = parser.parse_args().runs
-    taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for name, module in COMMANDS.items():
+    given = parser.parse_args()
+    for module in COMMANDS.values():
         once(module)
-        taken[name] = [once(module) for _ in range(runs)]
-    for name, times in taken.items():
-        middle = statistics.median(times)
-        print(f"{name:12} {middle:.3f} s ({min(times):.3f} to {max(times):.3f}, {runs} runs)")
+    taken = {
+        name: Samples("s", [once(module) for _ in range(given.runs)])
+        for name, module in COMMANDS.items()
+    }
+    both = (taken["elasticrun"], taken["torchrun"])
+    tell(given, [Row("help", "`--help`, a whole process", *both, "torchrun")])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class FrameworkJob:
         self.trace = job.folder / "trace"
         self.hold = job.folder / "hold"
         self.checkpoints = job.folder / "checkpoints"
+        self.start_flags = ("--preload", PRELOAD[name]) if name in PRELOAD else ()
 
     @property
     def keeps_each_step(self) -> bool:
@@ -38,11 +39,12 @@ class FrameworkJob:
         return self.name in ("accelerate", "torchdata")
 
     def start(self, node: str, *flags: str, kills: str = "") -> Node:
-        preload = ("--preload", PRELOAD[self.name]) if self.name in PRELOAD else ()
         program = (str(PROGRAMS / "framework_job.py"), self.name, kills, str(self.hold))
         arguments = ("--checkpoints", str(self.checkpoints), "--trace", str(self.trace))
         run = (sys.executable, "-m", "elasticlib.launch")
-        return self.job.start(node, *run, *preload, *flags, *program, *arguments, **OFFLINE)
+        return self.job.start(
+            node, *run, *self.start_flags, *flags, *program, *arguments, **OFFLINE
+        )
 
     def alone(self, node: str, *flags: str, kills: str = "") -> Node:
         """A node with two workers, which is the whole job."""

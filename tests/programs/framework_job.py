@@ -1,7 +1,8 @@
 """One of the frameworks' examples, with faults: `framework_job.py NAME KILLS HOLD ARGUMENTS`.
 
-KILLS are steps, comma-separated: in generation n rank 1 kills itself as it begins the nth. No step
-is begun past the number in the file HOLD, while it is there.
+KILLS are steps, comma-separated: in generation n rank 1 kills itself as it begins the nth, and
+leaves the time in the file HOLD.killed. No step is begun past the number in the file HOLD, while it
+is there.
 """
 
 import os
@@ -30,6 +31,7 @@ class FaultyTrace(trace.Trace):
             time.sleep(0.01)
         super().step(step, *what)
         if os.environ["RANK"] == "1" and steps[self.generation - 1 :][:1] == [step]:
+            Path(f"{hold}.killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,0 +1,84 @@
+"""Run all benchmarks in turn, and write docs/benchmarks.md.
+
+    python tests/benchmarks [--only NAME,NAME] [--quick] [--into FOLDER] [--quote]
+
+Sections that are not run stay as they are. One that fails is told in the page, and makes the exit
+code 1. `--quote` puts the page's first table into README.md too, if nothing has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from catalogue import ALL, Benchmark
+from page import Record, Section, page, quoted, record_from_plain, record_to_plain, with_table
+from runs import adopt_orphans, missing, run
+
+ROOT = Path(__file__).parent.parent.parent
+KEPT, PAGE = "benchmarks.json", "benchmarks.md"
+
+
+def chosen(only: str | None) -> list[Benchmark]:
+    names = [benchmark.name for benchmark in ALL]
+    wanted = names if only is None else only.split(",")
+    if unknown := set(wanted) - set(names):
+        raise SystemExit(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    return [benchmark for benchmark in ALL if benchmark.name in wanted]
+
+
+def read(folder: Path | None) -> dict[str, Section]:
+    if folder is None or not (folder / KEPT).exists():
+        return {}
+    return record_from_plain(json.loads((folder / KEPT).read_text()))
+
+
+def write(folder: Path, record: Record) -> None:
+    (folder / KEPT).write_text(json.dumps(record_to_plain(record), indent=1) + "\n")
+    (folder / PAGE).write_text(page(record, ALL))
+
+
+def measure(benchmarks: list[Benchmark], record: dict[str, Section], quick: bool) -> bool:
+    """Whether all that could be run here came through."""
+    good = True
+    for benchmark in benchmarks:
+        if lacking := missing(benchmark):
+            needs = f"{', '.join(lacking)}: `make {benchmark.make}` runs it where they are"
+            print(f"{benchmark.name}: not run, as it needs {needs}\n", flush=True)
+            continue
+        print(f"{benchmark.command(quick)} (at most {benchmark.limit:g} s)", flush=True)
+        section = run(benchmark, quick)
+        record[benchmark.name] = section
+        print(f"{section.error or 'done'} after {section.seconds:.0f} s\n", flush=True)
+        good = good and not section.error
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAMES", help="of benchmarks, with commas")
+    parser.add_argument("--quick", action="store_true", help="in sizes that only show that it runs")
+    parser.add_argument("--into", type=Path, help="the folder of the page (default: docs)")
+    parser.add_argument("--quote", action="store_true", help="into README.md as well")
+    given = parser.parse_args()
+    # Numbers of quick sizes go into the docs only if somebody says so.
+    folder = given.into or (None if given.quick else ROOT / "docs")
+    adopt_orphans()
+    record = read(folder)
+    good = measure(chosen(given.only), record, given.quick)
+    if folder is None:
+        print(page(record, ALL))
+        return int(not good)
+    write(folder, record)
+    print(f"written: {folder / PAGE}")
+    if given.quote and good:
+        readme = ROOT / "README.md"
+        readme.write_text(with_table(readme.read_text(), quoted(record)))
+        print(f"quoted: {readme}")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
