@@ -47,7 +47,9 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
-FROM_ELSEWHERE = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["'](?:https?:)?//""")
+FROM_ELSEWHERE = re.compile(
+    r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["'](?:https?:)?//"""
+)
 
 
 def make_sources() -> None:
