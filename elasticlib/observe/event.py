@@ -25,6 +25,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "pid": "the agent's process",
         "slots": "workers on this node",
         "settings": "those that somebody gave, by name, as text",
+        "logs": "the folder of the workers' logs, empty if none is kept",
         "versions": "of elasticlib, torch and Python, by name",
     },
     "rendezvous.began": {"why": "what ended the generation before, or that the node is new"},
@@ -51,11 +52,23 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "stopping": {"why": "in words", "seconds": "for the workers to save, 0 if not asked"},
     "stopped": {"seconds": "that it took", "left": "what would not die, empty if nothing"},
     "drain.asked": {"signal": "its name", "why": "for the workers"},
+    "restored": {
+        "step": "of the state that the workers took up",
+        "source": "memory (this node's), peer (another node's) or disk",
+        "seconds": "that it took, of the slowest of this node's workers",
+    },
+    "training.began": {
+        "step": "the first that this node's workers told of in their generation, the smallest",
+        "seconds": "from the start of the workers to the end of that step, of the slowest",
+    },
     "steps": {
         "step": "the last that this node's workers told of, the smallest of them",
         "per_second": "since the line before, null if not known",
         "silent": "seconds since the quietest worker told of one",
+        "loss": "as the lowest rank told it last, null if it does not",
+        "samples_per_second": "of this node's workers together, null if they do not tell",
     },
+    "snapshot": {"step": "the newest that is whole in this node's memory"},
     "saved": {"step": "of the checkpoint that became durable"},
     "run.ended": {
         "state": "succeeded, failed, stopped or drained",

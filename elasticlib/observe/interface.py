@@ -30,3 +30,20 @@ class NoJournal(Journal):
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         del kind, generation, rank, facts
+
+
+class Journals(Journal):
+    """Tells each of several, in their order."""
+
+    def __init__(self, *parts: Journal) -> None:
+        self._parts = parts
+
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        for part in self._parts:
+            part.tell(kind, generation=generation, rank=rank, **facts)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()

@@ -1,0 +1,199 @@
+"""A job as its events tell it: who was there when, what was lost and why, and what that cost.
+
+All times here are job seconds: 0 is the first event of all, and nodes whose clocks differ are
+laid on one axis by the generations that they began together.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+
+class Why(enum.Enum):
+    """Why a generation was sought. Only FAILURE is charged to the budget of restarts."""
+
+    START = "start"
+    FAILURE = "failure"
+    LOSS = "loss"
+    RESIZE = "resize"
+
+
+class JobState(enum.Enum):
+    """What a job, or a node's part in it, is doing; the words that status, metrics and reports use.
+
+    WAITING: for nodes, below the minimum. RENDEZVOUS: the first generation is being settled, or
+    one after a loss. RESTARTING: after a failure. RESIZING: nodes come or go on purpose.
+    PREEMPTED: the end of a node that was drained; STOPPED: of one that a signal ended.
+    """
+
+    WAITING = "WAITING"
+    RENDEZVOUS = "RENDEZVOUS"
+    RUNNING = "RUNNING"
+    RESTARTING = "RESTARTING"
+    RESIZING = "RESIZING"
+    DRAINING = "DRAINING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    PREEMPTED = "PREEMPTED"
+    STOPPED = "STOPPED"
+
+    @property
+    def over(self) -> bool:
+        """Whether it is an end."""
+        return self in (
+            JobState.SUCCEEDED,
+            JobState.FAILED,
+            JobState.PREEMPTED,
+            JobState.STOPPED,
+        )
+
+
+@attrs.frozen
+class Cost:
+    """Seconds from a fault to training that goes on, by phase; None where nobody told of it.
+
+    detect: until an agent knew, where it can tell (the silence before a hang or a lost lease).
+    stop: until no worker was left. rendezvous: until the next generation was settled. start:
+    until the workers' script asked for its state or made its first step. restore: taking up the
+    state. redone: steps done again, and redone_seconds what they took.
+    """
+
+    detect: float | None = None
+    stop: float | None = None
+    rendezvous: float | None = None
+    start: float | None = None
+    restore: float | None = None
+    redone: int = 0
+    redone_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        phases = (self.detect, self.stop, self.rendezvous, self.start, self.restore)
+        return sum(phase for phase in phases if phase is not None) + self.redone_seconds
+
+
+@attrs.frozen
+class Stay:
+    """A node in one generation: its place there, from `began` to `ended` (None: it is there)."""
+
+    node: str
+    generation: int
+    node_rank: int
+    ranks: tuple[int, int]
+    began: float
+    ended: float | None = None
+
+
+@attrs.frozen
+class Generation:
+    """cause: the sentence that stands in the log. trained: the first step's end, or None.
+    first_step and last_step: that were told of in it, or None. cost: what it took to get to it."""
+
+    number: int
+    why: Why
+    cause: str
+    began: float
+    ended: float | None
+    nodes: int
+    world: int
+    restarts: int
+    trained: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    cost: Cost = attrs.field(factory=Cost)
+
+
+@attrs.frozen
+class Mark:
+    """Something at one moment. kind: of the event (`failure`, `worker.ended`, `saved`, `snapshot`,
+    `restored`, `drain.asked`, `lost`). words: a sentence, or the step."""
+
+    at: float
+    kind: str
+    node: str
+    words: str
+    rank: int | None = None
+    step: int | None = None
+
+
+@attrs.frozen
+class Pace:
+    """Where one node's workers were at one moment, as `steps` tells it."""
+
+    at: float
+    node: str
+    generation: int
+    step: int
+    per_second: float | None = None
+    loss: float | None = None
+    samples_per_second: float | None = None
+
+
+@attrs.frozen
+class NodeEnd:
+    """How a node's part ended; state is an end of `JobState`."""
+
+    at: float
+    state: JobState
+    reason: str
+    exit_code: int
+
+
+@attrs.frozen
+class NodeStory:
+    """What is known of a node. began, seen: its first and last event. lost: whether it went
+    without a word, as others tell. folder: of its logs, empty if none is kept."""
+
+    node: str
+    host: str
+    began: float
+    seen: float
+    slots: int
+    end: NodeEnd | None = None
+    pid: int | None = None
+    folder: str = ""
+    settings: Mapping[str, str] = attrs.field(factory=dict)
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+    events_lost: int = 0
+
+
+@attrs.frozen
+class History:
+    """All that the events of a run tell, in order of time.
+
+    wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
+    what it was doing last.
+    """
+
+    run: str
+    wall: float
+    until: float
+    state: JobState
+    nodes: tuple[NodeStory, ...] = ()
+    stays: tuple[Stay, ...] = ()
+    generations: tuple[Generation, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    paces: tuple[Pace, ...] = ()
+    restarts: int = 0
+    max_restarts: int | None = None
+    reason: str = ""
+    cause: Mapping[str, Any] | None = None
+    saved: int | None = None
+    snapshot: int | None = None
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of all time in which steps were made that count: neither waiting nor done
+        again. None where workers tell of no steps."""
+        trained = 0.0
+        for generation in self.generations:
+            if generation.trained is not None:
+                end = self.until if generation.ended is None else generation.ended
+                trained += max(0.0, end - generation.trained) - generation.cost.redone_seconds
+        told = any(generation.trained is not None for generation in self.generations)
+        return max(0.0, trained / self.until) if told and self.until > 0 else None

@@ -1,0 +1,150 @@
+"""Where one node and its workers stand just now, as the events told so far have it.
+
+Each event makes a new standing of the one before; what only a look at the workers can tell, such
+as the age of their last sign of life, is filled in by who looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from ..workers.beat import NOTHING, Beat
+from .event import Event
+from .history import JobState
+
+_ENDS = {
+    "succeeded": JobState.SUCCEEDED,
+    "failed": JobState.FAILED,
+    "stopped": JobState.STOPPED,
+    "drained": JobState.PREEMPTED,
+}
+
+
+def end_state(word: str) -> JobState:
+    """Of the `state` that `run.ended` tells; FAILED for a word that nobody knows."""
+    return _ENDS.get(word, JobState.FAILED)
+
+
+@attrs.frozen
+class WorkerStanding:
+    """name: such as `pid 123`. step, saved: the last that it told of. silent: seconds since it
+    last gave a sign of life. per_second: its steps. None where it does not tell."""
+
+    rank: int
+    local_rank: int
+    name: str
+    running: bool = True
+    step: int | None = None
+    per_second: float | None = None
+    silent: float | None = None
+    saved: int | None = None
+
+
+@attrs.frozen
+class NodeStanding:
+    """since: when this state began, by the node's monotonic clock, as `at` of an event."""
+
+    run: str
+    node: str
+    host: str = ""
+    pid: int = 0
+    slots: int = 0
+    state: JobState = JobState.RENDEZVOUS
+    since: float = 0.0
+    began: float = 0.0
+    generation: int = 0
+    node_rank: int | None = None
+    nodes: int = 0
+    world: int = 0
+    restarts: int = 0
+    max_restarts: int | None = None
+    reason: str = ""
+    saved: int | None = None
+    snapshot: int | None = None
+    exit_code: int | None = None
+    workers: tuple[WorkerStanding, ...] = ()
+
+
+def after(standing: NodeStanding, event: Event) -> NodeStanding:
+    """The standing once this has happened; a kind that says nothing of it changes nothing."""
+    facts = event.facts
+    known = attrs.fields_dict(NodeStanding)
+    named = {key: facts[key] for key in _TAKEN.get(event.kind, ()) if key in known and key in facts}
+    now = attrs.evolve(standing, generation=event.generation, **named)
+    if event.kind == "worker.began" and event.rank is not None:
+        local, name = int(facts.get("local_rank", 0)), str(facts.get("name", ""))
+        return _with(now, WorkerStanding(event.rank, local, name))
+    if event.kind == "worker.ended":
+        gone = (w for w in now.workers if w.rank == event.rank)
+        return _with(now, *(attrs.evolve(worker, running=False) for worker in gone))
+    if event.kind in ("saved", "snapshot") and isinstance(facts.get("step"), int):
+        return attrs.evolve(now, **{event.kind: facts["step"]})
+    state = _state(standing.state, event)
+    if event.kind == "generation.began":
+        now = attrs.evolve(now, workers=())
+    reason = str(facts.get(_REASONS.get(event.kind, ""), "") or now.reason)
+    if state is standing.state:
+        return attrs.evolve(now, reason=reason)
+    return attrs.evolve(now, state=state, since=event.at, reason=reason)
+
+
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    "run.began": ("host", "pid", "slots"),
+    "generation.began": ("node_rank", "nodes", "world", "restarts", "max_restarts"),
+    "run.ended": ("exit_code",),
+}
+_REASONS: Mapping[str, str] = {
+    "rendezvous.began": "why",
+    "generation.began": "cause",
+    "failure": "reason",
+    "drain.asked": "why",
+    "run.ended": "reason",
+}
+
+
+def _state(state: JobState, event: Event) -> JobState:
+    if event.kind == "run.ended":
+        return end_state(str(event.facts.get("state", "")))
+    if event.kind == "generation.began":
+        return JobState.RUNNING
+    if event.kind == "drain.asked":
+        return JobState.DRAINING
+    if event.kind == "failure":
+        return JobState.RESTARTING
+    if event.kind == "stopping" and state is JobState.RUNNING:
+        # Whom nobody gave notice must start again for a failure or a loss elsewhere.
+        return JobState.RESIZING if event.facts.get("why") else JobState.RESTARTING
+    if event.kind == "rendezvous.began" and state is JobState.RUNNING:
+        return JobState.RENDEZVOUS
+    return state
+
+
+def _with(standing: NodeStanding, *workers: WorkerStanding) -> NodeStanding:
+    changed = {worker.rank for worker in workers}
+    kept = (worker for worker in standing.workers if worker.rank not in changed)
+    return attrs.evolve(
+        standing, workers=tuple(sorted((*kept, *workers), key=lambda worker: worker.rank))
+    )
+
+
+def seen(standing: NodeStanding, beats: Mapping[int, Beat], now: float) -> NodeStanding:
+    """The same with what its workers tell, by local rank; now: by this machine's clock."""
+    found = []
+    for worker in standing.workers:
+        beat = beats.get(worker.local_rank)
+        if beat is None or not beat.attached:
+            found.append(worker)
+            continue
+        durations = sorted(beat.durations)
+        middle = durations[len(durations) // 2] if durations else 0.0
+        told = attrs.evolve(
+            worker,
+            step=None if beat.step == NOTHING else beat.step,
+            per_second=1 / middle if middle > 0 else None,
+            silent=max(0.0, now - beat.alive) if beat.alive else None,
+            saved=None if beat.saved == NOTHING else beat.saved,
+        )
+        found.append(told)
+    return attrs.evolve(standing, workers=tuple(found))

@@ -1,0 +1,76 @@
+"""Where a node stands, as a history of what it tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticlib.observe.event import Event
+from elasticlib.observe.history import JobState
+from elasticlib.observe.standing import NodeStanding, after, seen
+from elasticlib.workers.beat import Beat
+
+
+def told(*events: tuple[str, dict[str, Any]]) -> list[NodeStanding]:
+    standing, found = NodeStanding("job", "n1"), []
+    for at, (kind, facts) in enumerate(events):
+        rank = facts.pop("rank", None)
+        generation = facts.pop("generation", standing.generation)
+        event = Event(kind, "job", "n1", generation, 1e9 + at, float(at), rank, facts)
+        standing = after(standing, event)
+        found.append(standing)
+    return found
+
+
+BEGINS = (
+    ("run.began", {"host": "h", "pid": 7, "slots": 1}),
+    ("rendezvous.began", {"why": "this node is new"}),
+    (
+        "generation.began",
+        {"generation": 1, "nodes": 2, "world": 2, "node_rank": 0, "restarts": 0, "max_restarts": 3},
+    ),
+    ("worker.began", {"rank": 0, "local_rank": 0, "name": "pid 8"}),
+)
+
+
+def begins() -> list[tuple[str, dict[str, Any]]]:
+    return [(kind, dict(facts)) for kind, facts in BEGINS]
+
+
+def test_a_node_waits_runs_restarts_and_ends() -> None:
+    states = [
+        standing.state
+        for standing in told(
+            *begins(),
+            ("failure", {"reason": "rank 0 raised"}),
+            ("stopping", {"why": "", "seconds": 0.0}),
+            ("rendezvous.began", {"why": "rank 0 raised"}),
+            ("generation.began", {"generation": 2, "nodes": 2, "world": 2, "restarts": 1}),
+            ("stopping", {"why": "resize", "seconds": 30.0}),
+            ("run.ended", {"state": "drained", "reason": "asked", "exit_code": 75}),
+        )
+    ]
+    want = ["RENDEZVOUS"] * 2 + ["RUNNING"] * 2 + ["RESTARTING"] * 3
+    assert [state.value for state in states] == [*want, "RUNNING", "RESIZING", "PREEMPTED"]
+
+
+def test_it_says_since_when_and_why() -> None:
+    *_, last = told(*begins(), ("failure", {"reason": "rank 0 raised"}), ("stopped", {}))
+    assert (last.state, last.since, last.reason) == (JobState.RESTARTING, 4.0, "rank 0 raised")
+    assert (last.host, last.pid, last.nodes, last.max_restarts) == ("h", 7, 2, 3)
+
+
+def test_workers_are_those_of_the_generation() -> None:
+    *_, ended, again = told(
+        *begins(),
+        ("worker.ended", {"rank": 0, "local_rank": 0}),
+        ("generation.began", {"generation": 2}),
+    )
+    assert [worker.running for worker in ended.workers] == [False]
+    assert again.workers == ()
+
+
+def test_a_look_adds_what_workers_tell() -> None:
+    *_, last = told(*begins())
+    beat = Beat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
+    (worker,) = seen(last, {0: beat}, 13.0).workers
+    assert (worker.step, worker.per_second, worker.silent, worker.saved) == (9, 2.0, 2.0, None)
