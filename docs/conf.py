@@ -25,11 +25,11 @@ from elasticlib import __version__  # noqa: E402
 project, author, copyright = "elasticlib", "", ""
 version = release = __version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb"]
-exclude_patterns = ["making", "drawn"]
-suppress_warnings = ["toc.empty_glob"]
+exclude_patterns = ["making", "drawn", "static"]
 
 html_theme = "furo"
 html_title = f"elasticlib {__version__}"
+html_static_path, html_css_files = ["static"], ["site.css"]
 html_show_sphinx = html_show_copyright = False
 
 autodoc_typehints = "description"
@@ -69,6 +69,7 @@ def make_sources() -> None:
 
 def keep_kernels_here() -> None:
     """The notebooks' kernels keep their files in the build, and none at their user's home."""
+    (ROOT / "build" / "jupyter").mkdir(parents=True, exist_ok=True)
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         os.environ.setdefault(name, str(ROOT / "build" / "jupyter" / name.lower()))
     # Frozen modules upset the debugger that every kernel carries; nobody debugs here.

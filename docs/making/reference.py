@@ -32,6 +32,7 @@ FOLDERS = {
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
 MEANT = re.compile(r"^( *[*-] )|(\*\*\w[^*]*\*\*)|([|*_\\])", re.MULTILINE)
+LITERAL = re.compile(r"(?<=::)\n\n(?P<by> +)\S.*\n(?:(?P=by).*\n|\n)*(?:(?P=by).*\Z)?")
 """A list's bullet, and bold words, which docstrings may have; and signs that mean nothing there."""
 
 
@@ -83,7 +84,8 @@ def check_told(name: str, value: Any) -> None:
     if not inspect.isclass(value) or issubclass(value, enum.Enum):
         return
     for method, found in vars(value).items():
-        public = inspect.isfunction(found) and not method.startswith(("_", "test_"))
+        function = inspect.isfunction(found) or isinstance(found, property)
+        public = function and not method.startswith(("_", "test_"))
         if public and not (inspect.getdoc(getattr(value, method)) or "").strip():
             raise LookupError(f"{name}.{method} is public and has no docstring")
 
@@ -186,7 +188,11 @@ def _events_page() -> str:
 
 
 def plain(text: str) -> str:
-    """Text of ours as reStructuredText: code in backticks, bullets and bold words, and no more."""
+    """Text of ours as reStructuredText: code in backticks, bullets and bold words, blocks of code
+    behind two colons, and no more."""
+    found = LITERAL.search(text)
+    if found:
+        return plain(text[: found.start()]) + found[0] + plain(text[found.end() :])
     parts = text.split("`")
     for at, part in enumerate(parts):
         if at % 2 == 0:
