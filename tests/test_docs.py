@@ -37,12 +37,14 @@ def test_the_picture_has_each_state_and_each_event_that_leads_on() -> None:
     drawing = ElementTree.fromstring(states())
     words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert set(PLACES) == {state.value for state in State}
-    assert sorted(filter(None, words)) == sorted([*PLACES, *sum(arrows().values(), [])])
+    events = [event for led_by in arrows().values() for event in led_by]
+    assert sorted(filter(None, words)) == sorted([*PLACES, *events])
 
 
 def test_a_route_without_an_arrow_is_refused() -> None:
+    route = {("a", "b"): ((), (0, 0))}
     with pytest.raises(LookupError, match="routes of arrows that there are not"):
-        picture("", (1, 1), {"a": (0, 0)}, {}, {("a", "b"): ((), (0, 0))}, {})
+        picture("", (1, 1), places={"a": (0, 0)}, arrows={}, routes=route, ends={})
 
 
 def test_every_file_and_folder_that_the_page_names_exists() -> None:

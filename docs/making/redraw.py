@@ -13,10 +13,9 @@ DOCS = Path(__file__).parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
+from elasticlib.agent.policy import State  # noqa: E402
 from making.policy import arrows, table  # noqa: E402
 from making.states import Arrow, Point, picture  # noqa: E402
-
-from elasticlib.agent.policy import State  # noqa: E402
 
 PAGE = DOCS / "design.md"
 PICTURE = DOCS / "drawn" / "agent_states.svg"
@@ -51,10 +50,10 @@ def states() -> str:
     return picture(
         "The states of an agent, and what leads from one to another",
         (990, 650),
-        PLACES,
-        arrows(),
-        ROUTES,
-        ends,
+        places=PLACES,
+        arrows=arrows(),
+        routes=ROUTES,
+        ends=ends,
     )
 
 

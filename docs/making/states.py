@@ -37,6 +37,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle; }
 def picture(
     title: str,
     size: Point,
+    *,
     places: Mapping[str, Point],
     arrows: Mapping[Arrow, Sequence[str]],
     routes: Mapping[Arrow, tuple[Sequence[Point], Point]],
