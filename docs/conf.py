@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
-from making.reference import pages, plain  # noqa: E402
+from making.reference import fields_of, pages, plain, with_bold_fields  # noqa: E402
 
 from elasticlib import __version__  # noqa: E402
 
@@ -32,8 +32,10 @@ html_title = f"elasticlib {__version__}"
 html_static_path, html_css_files = ["static"], ["site.css"]
 html_show_sphinx = html_show_copyright = False
 
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 120
+smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = True
 napoleon_numpy_docstring = False
@@ -79,9 +81,9 @@ def keep_kernels_here() -> None:
     )
 
 
-def read_docstring(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: Any) -> None:
-    """Docstrings are plain text in which only backticks mean anything."""
-    lines[:] = plain("\n".join(lines)).split("\n")
+def read_docstring(_app: Any, _what: str, _name: str, obj: Any, _options: Any, lines: Any) -> None:
+    """Docstrings are plain text, and some tell of their fields in running sentences."""
+    lines[:] = plain(with_bold_fields("\n".join(lines), fields_of(obj))).split("\n")
 
 
 def check_pages(app: Any, error: Exception | None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from making.reference import check_told, pages, plain
+from making.reference import check_told, pages, plain, with_bold_fields
 
 import elasticlib
 from elasticlib import testing
@@ -155,6 +155,13 @@ def test_a_public_name_without_a_docstring_is_refused() -> None:
 )
 def test_a_docstring_is_plain_text_but_for_code(written: str, read: str) -> None:
     assert plain(written) == read
+
+
+def test_what_a_docstring_tells_of_a_field_begins_in_bold() -> None:
+    text = "A thing: of two.\n\na: this; it is so. b_c and d: that. other: no."
+    bold = "A thing: of two.\n\n**a**: this; it is so. **b_c and d**: that. other: no."
+    assert with_bold_fields(text, {"a", "b_c", "d"}) == bold
+    assert with_bold_fields("Args:\n    a: this", {"a"}) == "Args:\n    a: this"
 
 
 # Variables and exit codes

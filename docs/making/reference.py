@@ -17,7 +17,7 @@ import elasticlib
 from elasticlib import testing
 from elasticlib.launch import commands
 from elasticlib.launch.arguments import build_flags
-from elasticlib.observe.event import COMMON, KINDS, VERSION
+from elasticlib.observe.event import KINDS, VERSION
 
 FOLDERS = {
     "stores": "Stores",
@@ -31,6 +31,9 @@ FOLDERS = {
     "errors": "Errors",
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
+CONTRACTS = {"stores", "rendezvous", "workers"}
+"""Folders whose `interface.py` says in its docstring what an author has to keep."""
+NOTHING_TOLD = {"object", "ABC", "Enum", "Exception"}
 MEANT = re.compile(r"^( *[*-] )|(\*\*\w[^*]*\*\*)|([|*_\\])", re.MULTILINE)
 LITERAL = re.compile(r"(?<=::)\n\n(?P<by> +)\S.*\n(?:(?P=by).*\n|\n)*(?:(?P=by).*\Z)?")
 """A list's bullet, and bold words, which docstrings may have; and signs that mean nothing there."""
@@ -58,7 +61,9 @@ def _names_pages() -> Iterator[tuple[str, str]]:
         if folder == "errors":
             yield folder, _errors_page(title)
         else:
-            yield folder, _page(title, "", *(_named("elasticlib", name) for name in names))
+            told = [_directive("automodule", f"elasticlib.{folder}.interface")]
+            named = [_named("elasticlib", name) for name in names]
+            yield folder, _page(title, "", *(told if folder in CONTRACTS else []), *named)
 
 
 def _named(module: str, name: str) -> str:
@@ -67,7 +72,9 @@ def _named(module: str, name: str) -> str:
     full = f"{module}.{name}"
     if inspect.isclass(value):
         check_told(full, value)
-        options = [":members:", ":show-inheritance:"]
+        options = [":members:"]
+        if not {base.__name__ for base in value.__bases__} <= NOTHING_TOLD:
+            options.append(":show-inheritance:")
         if issubclass(value, enum.Enum) or name.endswith("Contract"):
             options.append(":undoc-members:")
         return _directive("autoclass", full, *options)
@@ -154,7 +161,7 @@ def _program(
             lines.append(f"One of {choices}.")
         lines += [f"Variable: ``{variables[word]}``" for word in dashed if word in variables]
         place = shown or formatter._format_args(action, action.dest)
-        yield _directive("option", place, "", *(f"{line}\n" for line in lines)).rstrip()
+        yield _directive("option", place, "", "\n\n".join(lines)).rstrip()
     if parser.epilog:
         yield ".. code-block:: text\n\n" + _indented(parser.epilog.strip())
 
@@ -169,19 +176,14 @@ def _with_value(formatter: Any, action: argparse.Action, word: str) -> str:
 
 
 def _events_page() -> str:
-    common = ", ".join(f"``{name}``" for name in COMMON)
-    told = (
-        f"Version {VERSION} of what stands in ``events.jsonl``, line by line. Each line is an "
-        f"object with {common} (the last where it is about one worker), and with the facts of its "
-        "kind. Readers pass over kinds and facts that they do not know."
-    )
+    told = f"Version {VERSION}, kind by kind."
     kinds = [
         _heading(kind, "-")
         + "\n\n"
         + "\n".join(f"``{fact}``\n   {plain(meaning)}\n" for fact, meaning in facts.items())
         for kind, facts in KINDS.items()
     ]
-    return _page("Events", told, _directive("automodule", "elasticlib.observe.event"), *kinds)
+    return _page("Events", "", _directive("automodule", "elasticlib.observe.event"), told, *kinds)
 
 
 # reStructuredText
@@ -198,6 +200,26 @@ def plain(text: str) -> str:
         if at % 2 == 0:
             parts[at] = MEANT.sub(lambda found: f"\\{found[3]}" if found[3] else found[0], part)
     return _fenced(parts)
+
+
+def fields_of(value: Any) -> set[str]:
+    """The names of what a class or function takes; none of what takes nothing."""
+    try:
+        return set(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def with_bold_fields(text: str, fields: set[str]) -> str:
+    """The text with the names at the beginning of sentences in bold that say what a field is."""
+    if "Args:" in text:
+        return text
+
+    def bold(found: re.Match[str]) -> str:
+        names = re.split(r",\s|\sand\s", found[2])
+        return f"{found[1]}**{found[2]}**:" if set(names) <= fields else found[0]
+
+    return re.sub(r"((?:^|[.;]\s)\s*)((?:\w+(?:,\s|\sand\s))*\w+):(?=\s)", bold, text, flags=re.M)
 
 
 def _fenced(parts: list[str]) -> str:
