@@ -25,7 +25,15 @@ def by_name(codes: list[str]) -> dict[str, str]:
 def check_suite_passes(
     folder: Path, suite: str, seconds: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """The page's tests, in a pytest of their own."""
+    """The page's tests, all of them."""
+    said = run_suite(folder, suite, seconds, environment)
+    assert re.search(r"^\d\d passed in", said, re.MULTILINE), said
+
+
+def run_suite(
+    folder: Path, suite: str, seconds: float, environment: Mapping[str, str] | None = None
+) -> str:
+    """The page's tests, in a pytest of their own; what that said."""
     flags = ("-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, suite],
@@ -37,4 +45,4 @@ def check_suite_passes(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d\d passed in", done.stdout, re.MULTILINE), done.stdout
+    return done.stdout

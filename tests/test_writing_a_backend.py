@@ -31,7 +31,7 @@ from elasticlib.testing.rendezvous_cluster import in_thread
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
-(COMMAND,) = (code.strip() for kind, code in BLOCKS if kind == "sh")
+TRY, COMMAND = (code.strip() for kind, code in BLOCKS if kind == "sh")
 
 Connect = Callable[..., Store]
 pytestmark = [needs_redis, pytest.mark.faults]
@@ -80,7 +80,20 @@ def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", SUITE, "pyproject.toml"}
-    assert len(BLOCKS) == len(FILES) + 1
+    assert len(BLOCKS) == len(FILES) + 2
+
+
+def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
+    install, server, suite, stop = map(shlex.split, TRY.splitlines())
+    project = configparser.ConfigParser()
+    project.read(Path(__file__).parent.parent / "setup.cfg")
+    (extra,) = re.findall(r"^elasticlib\[(\w+)\]$", install[2])
+    assert extra in project["options.extras_require"]
+    # The suite itself is run below, against a server of ours.
+    variable, url = suite[0].split("=")
+    assert [server[2], stop[2]] == [url.rpartition(":")[2]] * 2
+    assert f'os.environ["{variable}"]' in FILES[SUITE]
+    assert suite[1:] == ["python", "-m", "pytest", SUITE]
 
 
 def test_the_page_counts_its_lines_right() -> None:

@@ -357,11 +357,13 @@ class LaunchConfig:
 
     @property
     def options(self) -> RendezvousOptions:
+        """What `rdzv_configs` says to elasticlib; ConfigError for what it cannot mean."""
         theirs = self.foreign_options if self.foreign else {}
         return read_options({k: v for k, v in self.rdzv_configs.items() if k not in theirs})
 
     @property
     def limits(self) -> Limits:
+        """What the job allows, as a handler takes it."""
         several = self.rdzv_backend in TCP_BACKENDS and len(self.endpoints) > 1
         static = self.rdzv_backend == "static"
         return Limits(
@@ -380,6 +382,7 @@ class LaunchConfig:
 
     @property
     def timing(self) -> Timing:
+        """How long a node waits for what, as a handler takes it."""
         options = self.options
         return Timing(
             join=options.join_timeout,

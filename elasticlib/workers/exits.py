@@ -74,6 +74,7 @@ class WorkerExit:
 
     @property
     def ok(self) -> bool:
+        """Whether it succeeded: exit code 0, and its answer could be read."""
         return self.returncode == 0 and not self.unreadable
 
     @property

@@ -124,6 +124,7 @@ class WorkerGroup:
     incarnation: str = ""
 
     def worker(self, local_rank: int) -> Worker:
+        """The one with this local rank; IndexError where there is none."""
         return self.workers[local_rank]
 
 

@@ -1,0 +1,96 @@
+"""The agent's policy as rows: each state, all that may happen in it, and what is done then."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from elasticlib.agent.policy import (
+    TABLE,
+    Changed,
+    DrainAsked,
+    Event,
+    GroupStopped,
+    Hung,
+    JoinEnded,
+    Outcome,
+    OutcomeKind,
+    Settled,
+    SignalArrived,
+    StartFailed,
+    State,
+    Supervision,
+    WorkerEnded,
+    react,
+)
+from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.workers.exits import WorkerExit
+
+BOTH = frozenset({0, 1})
+GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))
+BEFORE = Outcome(OutcomeKind.FAILED, "decided before")
+
+Case = tuple[str, Event, frozenset[int]]
+Row = tuple[str, str, str, str]
+
+CASES: dict[type, tuple[Case, ...]] = {
+    Settled: (("", Settled(BOTH), frozenset()),),
+    JoinEnded: (("", JoinEnded(BEFORE), frozenset()),),
+    StartFailed: (("", StartFailed("why"), BOTH),),
+    Hung: (("", Hung("why"), BOTH),),
+    WorkerEnded: (
+        ("well, others still run", WorkerEnded(GOOD), BOTH),
+        ("well, the last one", WorkerEnded(GOOD), frozenset({0})),
+        ("badly", WorkerEnded(BAD), BOTH),
+    ),
+    GroupStopped: (
+        ("none is left", GroupStopped(), frozenset()),
+        ("some would not die", GroupStopped("pid 1"), frozenset()),
+    ),
+    Changed: tuple((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
+    SignalArrived: (("", SignalArrived(15, "SIGTERM"), BOTH),),
+    DrainAsked: (("", DrainAsked(12, "SIGUSR2", "drain"), BOTH),),
+}
+"""Of each event, all that a transition may tell apart: label, event, whose end is awaited."""
+
+EVENTS = {event for _, event in TABLE}
+"""What the policy answers anywhere; each has its cases above."""
+
+
+def rows() -> list[Row]:
+    """State, event, next state and commands; cases of an event with one answer stand together."""
+    found = []
+    for state, event in TABLE:
+        answers = [(label, _answer(state, case, awaited)) for label, case, awaited in CASES[event]]
+        answers.sort(key=lambda answer: str(answer[1]))
+        for (after, doing), same in groupby(answers, key=lambda answer: answer[1]):
+            labels = [label for label, _ in same if label]
+            every = len(labels) in (0, len(CASES[event]))
+            what = event.__name__ if every else f"{event.__name__}: {', '.join(labels)}"
+            found.append((state.value, what, after, doing))
+    return found
+
+
+def _answer(state: State, event: Event, awaited: frozenset[int]) -> tuple[str, str]:
+    outcome = BEFORE if state is State.ENDING else None
+    after, actions = react(Supervision(state, awaited, outcome), event)
+    told = after.state.value
+    if after.outcome is not None and after.outcome is not BEFORE:
+        told += f" ({after.outcome.kind.value})"
+    return told, ", ".join(type(action).__name__ for action in actions) or "-"
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = ["| while | this happens | then | and does |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())])
+
+
+def arrows() -> dict[tuple[str, str], list[str]]:
+    """The pairs of states that one event or another leads along, and which ones these are."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for state, what, after, _ in rows():
+        then = after.split(" ")[0]
+        event = what.split(":")[0]
+        if then != state and event not in found.setdefault((state, then), []):
+            found[state, then].append(event)
+    return found

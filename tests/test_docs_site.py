@@ -1,0 +1,193 @@
+"""The site's pages: each can be found, each link leads somewhere, and what they say is there.
+
+`make docs` builds them, with warnings as errors; what can be seen without building is seen here.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from making.reference import check_told, pages, plain, with_bold_fields
+
+import elasticlib
+from elasticlib import testing
+from elasticlib.launch.arguments import build_flags
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks, worker_environment
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+MADE = {f"reference/made/{name.rpartition('.')[0]}" for name in pages()}
+COPIED = {f"notebooks/{path.stem}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+BY_HAND = {
+    str(path.relative_to(DOCS).with_suffix(""))
+    for path in DOCS.rglob("*.md")
+    if path.relative_to(DOCS).parts[:2] != ("reference", "made")
+}
+
+
+@functools.cache
+def text(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text()
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text(page), flags=re.DOTALL)
+
+
+def listed(page: str) -> Iterator[str]:
+    """What the tables of contents of a page name."""
+    folder = Path(page).parent
+    for options, block in re.findall(
+        r"```\{toctree\}\n((?::[^\n]*\n)*)\n(.*?)```", text(page), re.DOTALL
+    ):
+        for entry in block.split():
+            name = str(folder / entry)
+            every = fnmatch.filter(sorted(BY_HAND | MADE | COPIED), name)
+            yield from every if ":glob:" in options else [name]
+
+
+def test_each_page_is_in_one_table_of_contents() -> None:
+    found = sorted([*listed("index"), *listed("reference/index")])
+    assert found == sorted((BY_HAND | MADE | COPIED) - {"index"})
+
+
+def anchors(page: str) -> set[str]:
+    """The names of a page's headings, as GitHub and MyST make them."""
+    plainly = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
+    headings = re.findall(r"^#{1,3} (.*)$", plainly, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted(BY_HAND))
+def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (DOCS / f"{page}.md").parent / path if path else DOCS / f"{page}.md"
+        inside = there.resolve()
+        name = str(inside.relative_to(DOCS).with_suffix("")) if DOCS in inside.parents else ""
+        assert inside.exists() or name in MADE | COPIED, f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(name), f"{page} links to {target}: no such heading"
+
+
+# What happens when ... dies
+
+
+def rows(path: Path) -> list[list[str]]:
+    """The cells of the table under the heading of that name."""
+    section = path.read_text().partition("# What happens when")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_has_each_row_of_the_readmes_table() -> None:
+    there = {row[0]: row[1] for row in rows(DOCS / "what_happens_when.md")}
+    readmes = rows(ROOT / "README.md")
+    assert len(readmes) > 20
+    for first, second in readmes:
+        assert there.get(first) == second.replace("](docs/", "]("), first
+
+
+@pytest.mark.parametrize("row", rows(DOCS / "what_happens_when.md"), ids=lambda row: row[0][:40])
+def test_the_tests_that_a_row_names_are_there(row: list[str]) -> None:
+    named = re.findall(r"`([^`]+)`", row[2])
+    assert named
+    for name in named:
+        path, _, test = name.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert test in found, name
+
+
+# The reference
+
+
+def test_each_public_name_is_in_the_reference_once() -> None:
+    written = "\n".join(pages().values())
+    for module in (elasticlib, testing):
+        for name in set(module.__all__) - {"__version__", "ElasticError"}:
+            shown = re.findall(
+                rf"^\.\. auto\w+:: {module.__name__}\.{name}$", written, re.MULTILINE
+            )
+            assert len(shown) == 1, name
+    assert ".. automodule:: elasticlib.errors" in written
+
+
+def test_each_flag_is_in_the_reference_with_its_variable() -> None:
+    page = pages()["elasticrun.rst"]
+    for dest, option in build_flags().options.items():
+        flag = option.flag.replace("_", "-")
+        assert re.search(rf"^\.\. option:: .*{flag}\b", page, re.MULTILINE), flag
+        assert f"Variable: ``PET_{dest.upper()}``" in page, flag
+
+
+def test_a_public_name_without_a_docstring_is_refused() -> None:
+    class Told:
+        """There is one."""
+
+        def untold(self) -> None:
+            pass
+
+    with pytest.raises(LookupError, match=r"here\.Told\.untold is public and has no docstring"):
+        check_told("here.Told", Told)
+    with pytest.raises(LookupError, match="here is public and has no docstring"):
+        check_told("here", lambda: None)
+    check_told("elasticlib.WorkerExit", WorkerExit)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("a `b` and `c`s, 2 * 3 * 4", r"a ``b`` and ``c``\ s, 2 \* 3 \* 4"),
+        ("**bold** name_ and |x|", r"**bold** name\_ and \|x\|"),
+        ("* one\n* two `a*b`", "* one\n* two ``a*b``"),
+        ("so: ::\n\n    a * b_\n\nand a*b", "so: ::\n\n    a * b_\n\nand a\\*b"),
+    ],
+)
+def test_a_docstring_is_plain_text_but_for_code(written: str, read: str) -> None:
+    assert plain(written) == read
+
+
+def test_what_a_docstring_tells_of_a_field_begins_in_bold() -> None:
+    text = "A thing: of two.\n\na: this; it is so. b_c and d: that. other: no."
+    bold = "A thing: of two.\n\n**a**: this; it is so. **b_c and d**: that. other: no."
+    assert with_bold_fields(text, {"a", "b_c", "d"}) == bold
+    assert with_bold_fields("Args:\n    a: this", {"a"}) == "Args:\n    a: this"
+
+
+# Variables and exit codes
+
+OURS = re.compile(r"\b(?:ELASTICLIB|TORCHELASTIC|TORCH_ELASTIC)_[A-Z_]+[A-Z]\b")
+
+
+def test_the_page_of_variables_has_all_that_the_code_knows_and_no_others() -> None:
+    files = [path for path in (ROOT / "elasticlib").rglob("*.py") if "examples" not in path.parts]
+    known = {name for path in files for name in OURS.findall(path.read_text())}
+    # Only others set it, and elasticrun keeps it from its workers.
+    known -= {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert set(OURS.findall(text("reference/environment"))) == known
+
+
+def test_the_page_of_variables_has_all_that_workers_are_told() -> None:
+    spec = WorkerSpec(Command("x"), 1, virtual_local_rank=True)
+    seat = elasticlib.Seat(0, 1, 1, 0, 1, 0, 1)
+    group = WorkerGroup(spec, deal_ranks(seat), "job", 1, 0, 1, "here", 1)
+    told = worker_environment(group, group.worker(0), {}, error_file="", cores=1)
+    section = text("reference/environment").partition("## Set for each worker")[2]
+    assert set(told) <= set(re.findall(r"`([A-Z_]+)`", section))
+
+
+def test_the_page_of_exit_codes_has_those_that_help_names() -> None:
+    epilog = " ".join((build_flags().parser.epilog or "").split())
+    said = epilog.partition("exit codes: ")[2]
+    first = re.findall(r"^\| ([\d+n ]+) \|", text("reference/exit_codes"), re.MULTILINE)
+    assert first == re.findall(r"(?:^|, )(\d+(?: \+ n)?) ", said)

@@ -1,0 +1,110 @@
+"""The pages of the guide: their Python runs, and their command lines and flags are known."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pages import DOCS, blocks_of
+
+from elasticlib.launch import commands
+from elasticlib.launch.arguments import build_flags, read_launch
+
+PAGES = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
+FOUND = {page: blocks_of(page) for page in PAGES}
+LINES = [
+    (page, line)
+    for page, (_, blocks) in FOUND.items()
+    for language, code in blocks
+    if language == "sh"
+    for line in code.splitlines()
+]
+PYTHON = [
+    page
+    for page in PAGES
+    if "```python" in FOUND[page][0]
+    # It starts a job: tests/integrations/test_start_page.py does.
+    and page != "guide/launch.md"
+]
+AWAITED = {"status", "stacks", "logs", "doctor", "report", "--watch", "--observe-port"}
+"""What another part of the same work brings; it is no longer awaited once it is there."""
+OTHERS = {"--help", "--shm-size"}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Those of a command, and theirs, each by its words."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                found[word] = inner
+                found.update({f"{word} {name}": p for name, p in subcommands(inner).items()})
+    return found
+
+
+COMMANDS = subcommands(commands._parser())
+FLAGS = {
+    word
+    for parser in (build_flags().parser, *COMMANDS.values())
+    for action in parser._actions
+    for word in action.option_strings
+}
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_the_pages_python_runs(
+    page: str, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del group
+    monkeypatch.chdir(tmp_path)
+    trained: list[Any] = []
+    names: dict[str, Any] = {
+        "dataset": torch.arange(64),
+        "last": 3,
+        "save": trained.append,
+        "state": {"step": torch.zeros(1)},
+        "train": trained.append,
+        "world_size": 1,
+    }
+    for language, code in FOUND[page][1]:
+        if language == "python":
+            exec(code, names)
+    assert trained
+
+
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_a_command_line_of_a_page_can_be_read(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del page
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    program, *words = shlex.split(line)
+    if program == "elasticrun":
+        read_launch(words, {})
+    else:
+        assert program == "elasticlib"
+        commands._parser().parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_and_subcommands_that_a_page_names_are_there(page: str) -> None:
+    code = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", FOUND[page][0], flags=re.DOTALL))
+    named = {flag for text in code for flag in re.findall(r"(?:^|\s)(--[a-z-]+)", text)}
+    named |= {m[1] for text in code if (m := re.match(r"elasticlib ([a-z]+)", text))}
+    named |= {text for text in code if text in AWAITED}
+    assert named - FLAGS - COMMANDS.keys() - OTHERS <= AWAITED
