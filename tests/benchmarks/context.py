@@ -53,10 +53,12 @@ def main() -> None:
         context = Context(Channel(path))
         asked = rounds(context.should_stop, args.calls, args.repeat)
         told = rounds(lambda: context.step(1), args.calls, args.repeat)
+        more = rounds(lambda: context.step(1, loss=0.5, samples=32), args.calls, args.repeat)
     flag = reduced(max(1, args.calls // 100), args.repeat)
     rows = [
         Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag"),
         Row("step", "`context().step(n)`", told),
+        Row("step_with", "`context().step(n, loss=..., samples=...)`", more),
     ]
     tell(args, rows)
 
