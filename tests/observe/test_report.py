@@ -123,6 +123,7 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
     made.save(pipe)
     reader.join(30)
     assert read == [made.html()]
+    assert pipe.is_fifo()
 
 
 def test_a_notebook_is_shown_the_report_alone() -> None:
