@@ -16,7 +16,7 @@ from ..history import History, Pace
 from .markup import Markup, element
 from .scale import Axis, Label, inward, placed, thinned, time_ticks, value_ticks
 from .strokes import curve, left_words, level, upright, words_at
-from .wording import count_text, plural, rate_text
+from .wording import count_text, plural, rate_text, seconds_text
 
 POINTS = 1200
 """Of one curve, at most."""
@@ -110,7 +110,12 @@ def _course(name: str, lines: Iterable[Points], over: str = "time") -> Course:
     full = [line for line in finite if line]
     total = sum(map(len, full))
     kept = tuple(thinned(line, max(8, POINTS * len(line) // total)) for line in full)
-    return Course(name, kept, over, len(odd), f"{odd[0][1]} at {odd[0][0]:g}" if odd else "")
+    return Course(name, kept, over, len(odd), _where(odd[0], over) if odd else "")
+
+
+def _where(point: tuple[float, float], over: str) -> str:
+    at, value = point
+    return f"{value} at {seconds_text(at) if over == 'time' else f'step {count_text(at)}'}"
 
 
 def strip(course: Course, axis: Axis, top: float, height: float) -> list[Markup]:
@@ -198,8 +203,8 @@ def _notes(course: Course, power: bool) -> list[Markup]:
     if power:
         said.append("The scale is that of the logarithm.")
     if course.left_out:
-        many = plural(course.left_out, "value")
-        said.append(f"{many} that is no finite number left out, the first {course.first_left_out}.")
+        many = plural(course.left_out, "value that is", "values that are")
+        said.append(f"{many} no finite number left out; the first is {course.first_left_out}.")
     return [element("p", " ".join(said), class_="soft")] if said else []
 
 

@@ -56,9 +56,9 @@ def time_ticks(seconds: float, most: int = 5) -> list[tuple[float, str]]:
 
 def value_ticks(low: float, high: float, most: int = 3) -> list[float]:
     """Round values within the two, at most so many steps apart."""
-    if not high > low:
-        return [low]
     rough = (high - low) / most
+    if not max(1e-300, 1e-12 * max(abs(low), abs(high))) < rough < 1e300:
+        return [low]  # nothing lies between them that could be told from them
     ten = 10.0 ** math.floor(math.log10(rough))
     step = next(ten * many for many in (1, 2, 5, 10) if ten * many >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)

@@ -19,11 +19,12 @@ class Sign:
 
 
 _CROSS = "M-5-3.2-3.2-5 0-1.8 3.2-5 5-3.2 1.8 0 5 3.2 3.2 5 0 1.8-3.2 5-5 3.2-1.8 0z"
+_SMALL_CROSS = "M-4-2.4-2.4-4 0-1.6 2.4-4 4-2.4 1.6 0 4 2.4 2.4 4 0 1.6-2.4 4-4 2.4-1.6 0z"
 _RING = "M0-3.8a3.8 3.8 0 1 1-.01 0zM0-2a2 2 0 1 0 .01 0z"
 
 SIGNS: Mapping[str, Sign] = {
     "failure": Sign(_CROSS, "bad", "failure"),
-    "vanished": Sign("M0-6 6 0 0 6-6 0zM0-3.2-3.2 0 0 3.2 3.2 0z", "gone", "node lost"),
+    "vanished": Sign("M0-5.5 5.5 0 0 5.5-5.5 0zM0-2.9-2.9 0 0 2.9 2.9 0z", "gone", "node lost"),
     "drain.asked": Sign("M-5-4H5L0 5z", "leave", "asked to drain"),
     "lost": Sign(
         "M-1.4-5.5H1.4L.9 1.5H-.9zM0 2.8a1.5 1.5 0 1 1-.01 0z", "leave", "events lost here"
@@ -32,7 +33,7 @@ SIGNS: Mapping[str, Sign] = {
     "snapshot": Sign(_RING, "ink", "snapshot in memory"),
     "restored": Sign("M0-5 5 4H-5z", "good", "state taken up"),
     "SUCCEEDED": Sign("M-5.5.5-4-1-1.6 1.4 4-4.5 5.5-3-1.6 4.4z", "good", "succeeded"),
-    "FAILED": Sign(f"M-6-6H6V6H-6z{_CROSS}", "bad", "node failed"),
+    "FAILED": Sign(f"M-5.5-5.5H5.5V5.5H-5.5z{_SMALL_CROSS}", "bad", "node failed"),
     "PREEMPTED": Sign("M-5-5.5H5L0 2.5zM-5 3.5H5V5.5H-5z", "leave", "left, drained"),
     "STOPPED": Sign("M-4.5-4.5H4.5V4.5H-4.5z", "leave", "stopped by a signal"),
 }

@@ -192,7 +192,7 @@ def _notes(history: History, folded: int) -> list[Markup]:
         )
     if history.left_out:
         said.append(
-            f"{plural(history.left_out, 'mark')} and steps' lines were left out as the events were "
+            f"{count_text(history.left_out)} marks or steps' lines were left out as events were "
             "read: there are so many that evenly spread ones stand for them."
         )
     return [element("p", " ".join(said), class_="soft")] if said else []

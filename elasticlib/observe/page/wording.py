@@ -12,8 +12,10 @@ def seconds_text(seconds: float) -> str:
     """Two units at most: `0.34 s`, `6.4 s`, `2 min 5 s`, `3 h 12 min`, `2 d 5 h`."""
     if not math.isfinite(seconds):
         return "unknown"
+    if 0 < seconds < 0.005:
+        return _with("s", "under 0.01")
     if seconds < 0.995:
-        return _with("s", f"{seconds:.2f}" if seconds >= 0.005 else "0")
+        return _with("s", f"{seconds:.2f}" if seconds > 0 else "0")
     if seconds < 9.95:
         return _with("s", f"{seconds:.1f}")
     whole = round(seconds)

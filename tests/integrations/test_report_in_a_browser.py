@@ -1,0 +1,262 @@
+"""A report as a browser lays it out: on a phone, at a desk, in the dark, on paper and in a page
+that holds more. What is asked for here is measured in the page itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import histories
+import pytest
+from chromium import Browser, browsing
+
+from elasticlib.observe.history import History
+from elasticlib.observe.report import Report
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="it needs Debian's chromium")
+
+RUNS = ("uneventful", "unborn", "eventful", "vast")
+PHONE, DESK = 360, 1280
+# A4 without the margins that the style sheet asks for, at 96 pixels an inch.
+PAPER = (int(186 / 25.4 * 96), int(269 / 25.4 * 96))
+PIXEL = 1.0
+SMALLEST = 11.0
+CONTRAST = 4.5
+
+TEXTS = """(() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const behind = (element, x, y) => {
+    const stack = document.elementsFromPoint(x, y);
+    for (const below of stack.slice(stack.indexOf(element) + 1)) {
+      const style = getComputedStyle(below);
+      const shape = below instanceof SVGGeometryElement;
+      const colour = shape ? style.fill : style.backgroundColor;
+      if (colour !== 'none' && !/, 0\\)$/.test(colour)) return [colour, style.opacity];
+    }
+    return [getComputedStyle(document.documentElement).backgroundColor, '1'];
+  };
+  while (walker.nextNode()) {
+    const node = walker.currentNode, element = node.parentElement;
+    if (!node.data.trim() || element.closest('title, desc, style')) continue;
+    const style = getComputedStyle(element);
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const inside = element instanceof SVGElement;
+    const boxes = inside ? [element.getBoundingClientRect()] : [...range.getClientRects()];
+    for (const box of boxes) {
+      if (box.width < 1) continue;
+      const x = box.x + box.width / 2, y = box.y + box.height / 2;
+      found.push({words: node.data.slice(0, 40), size: parseFloat(style.fontSize),
+        box: [box.left, box.top, box.right, box.bottom],
+        colour: inside ? style.fill : style.color, behind: behind(element, x, y)});
+    }
+  }
+  return found;
+})()"""
+
+OUTSIDE = """(() => {
+  const found = [];
+  for (const drawing of document.querySelectorAll('svg')) {
+    if (drawing.parentElement.closest('svg')) continue;
+    const frame = drawing.getBoundingClientRect();
+    for (const part of drawing.querySelectorAll('rect, path, line, text')) {
+      const box = part.getBoundingClientRect();
+      if (getComputedStyle(part).display === 'none') continue;
+      const over = Math.max(frame.left - box.left, box.right - frame.right,
+        frame.top - box.top, box.bottom - frame.bottom);
+      if (over > 1) found.push(part.outerHTML.slice(0, 120) + ' by ' + over);
+    }
+  }
+  return found;
+})()"""
+
+WHOLE = "tr, li, svg.drawing, .charts figure, dl.figures > div"
+CUT = f"""[...document.querySelectorAll({WHOLE!r})].map(part => [
+    part.outerHTML.slice(0, 60),
+    getComputedStyle(part).breakInside,
+    part.getBoundingClientRect().height])"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    with browsing(CHROMIUM, tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {name: Report(run(name)).save(folder / f"{name}.html") for name in RUNS}
+
+
+def run(name: str) -> History:
+    found: History = getattr(histories, name)()
+    return found
+
+
+def light(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (float(part) for part in re.findall(r"[\d.]+", colour)[:3])
+    return red, green, blue
+
+
+def luminance(colour: tuple[float, float, float]) -> float:
+    """As WCAG defines it, from 0 to 1."""
+    parts = [value / 255 for value in colour]
+    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(text: dict[str, Any], page: str) -> float:
+    colour, opacity = text["behind"]
+    under = [
+        float(opacity) * top + (1 - float(opacity)) * bottom
+        for top, bottom in zip(light(colour), light(page), strict=True)
+    ]
+    one, other = luminance(light(text["colour"])), luminance((under[0], under[1], under[2]))
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
+
+
+def overlapping(texts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of words that cover each other; a line's box is higher than its letters."""
+    found = []
+    ordered = sorted(texts, key=lambda text: text["box"][1])
+    for at, one in enumerate(ordered):
+        left, top, right, bottom = one["box"]
+        spare = 0.2 * (bottom - top)
+        for other in ordered[at + 1 :]:
+            begin, high, end, _ = other["box"]
+            if high > bottom - spare:
+                break
+            if high < bottom - 2 * spare and begin < right - PIXEL and left < end - PIXEL:
+                found.append((one["words"], other["words"]))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_everything_is_in_its_place_and_can_be_read(
+    browser: Browser, pages: dict[str, Path], name: str, width: int
+) -> None:
+    browser.open(pages[name], width)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    texts = browser.value(TEXTS)
+    assert len(texts) > 20
+    assert min(text["size"] for text in texts) >= SMALLEST
+    assert not [t for t in texts if t["box"][0] < 0 or t["box"][2] > width + PIXEL]
+    assert overlapping(texts) == []
+    assert browser.value(OUTSIDE) == []
+
+
+@pytest.mark.parametrize("name", ["eventful", "vast"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_words_stand_out_by_day_and_by_night(
+    browser: Browser, pages: dict[str, Path], name: str, dark: bool
+) -> None:
+    browser.open(pages[name], DESK, dark=dark)
+    page = browser.value("getComputedStyle(document.documentElement).backgroundColor")
+    assert (luminance(light(page)) < 0.1) == dark
+    faint = [
+        (text["words"], text["colour"], text["behind"], contrast(text, page))
+        for text in browser.value(TEXTS)
+        if contrast(text, page) < CONTRAST
+    ]
+    assert faint == []
+
+
+@pytest.mark.parametrize("name", ["eventful", "vast"])
+def test_paper_has_light_colours_and_no_row_that_a_page_break_can_cut(
+    browser: Browser, pages: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    width, height = PAPER
+    browser.open(pages[name], width, dark=True, media="print")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    page = browser.value("getComputedStyle(document.querySelector('article')).backgroundColor")
+    assert light(page) == (255, 255, 255)
+    parts = browser.value(CUT)
+    assert len(parts) > 40
+    assert [part for part in parts if part[1] != "avoid" or part[2] > height] == []
+    assert browser.value(OUTSIDE) == []
+    needed = browser.value("document.documentElement.scrollHeight") / height
+    browser.print(tmp_path / "run.pdf")
+    printed = (tmp_path / "run.pdf").read_bytes()
+    sheets = len(re.findall(rb"/Type\s*/Page\b", printed))
+    assert needed <= sheets <= 2 * needed + 2
+
+
+def test_a_page_of_500_nodes_and_200_generations_stays_light(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    assert pages["vast"].stat().st_size < 2_000_000
+    browser.open(pages["vast"], DESK)
+    assert browser.value("document.querySelectorAll('*').length") < 8000
+    said = browser.value("document.body.innerText")
+    assert "485 nodes share one row" in said
+    assert "The 16 longest are drawn; the other 184 took" in said
+    assert "500 nodes; the 40 with the most to tell are listed" in said
+
+
+def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> None:
+    """Text that would be a script, a link, an end of an element or a direction is only text."""
+    evil = "</title></style><img src=x onerror='window.done=1'><script>window.done=1</script>\u202e"
+    history = histories.eventful()
+    marks = tuple(attrs.evolve(mark, words=evil) for mark in history.marks)
+    nodes = tuple(
+        attrs.evolve(node, host=evil, folder=evil, settings={evil: evil}, versions={evil: evil})
+        for node in history.nodes
+    )
+    made = tuple(attrs.evolve(one, cause=evil) for one in history.generations)
+    history = attrs.evolve(
+        history,
+        run=evil,
+        reason=evil,
+        marks=marks,
+        nodes=nodes,
+        generations=made,
+        cause={"x": evil},
+    )
+    browser.open(Report(history).save(tmp_path / "evil.html"), PHONE)
+    assert browser.value("window.done") is None
+    assert browser.value("document.querySelectorAll('img, script, a, link, iframe').length") == 0
+    assert browser.value("document.documentElement.scrollWidth") <= PHONE
+    assert browser.value("document.title").startswith("</title></style><img")
+    assert browser.value(OUTSIDE) == []
+    assert overlapping(browser.value(TEXTS)) == []
+
+
+def test_two_reports_in_one_page_change_nothing_around_them(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """As in a notebook that says how all of its tables look."""
+    around = """<!DOCTYPE html><meta name=viewport content='width=device-width'>
+        <style>td, th { text-align: right } .cell table { font-size: 30px; margin-left: auto }
+        .cell tbody tr:nth-child(odd) { background: rgb(9, 9, 9) }</style>
+        <h1 id=mine>mine</h1><table id=own><tr><td>1</td></tr></table><p id=last>svg</p>"""
+    plain, full = tmp_path / "plain.html", tmp_path / "full.html"
+    plain.write_text(around)
+    parts = "".join(
+        f"<div class=cell>{Report(run(name))._repr_html_()}</div>"
+        for name in ("eventful", "uneventful")
+    )
+    full.write_text(around + parts)
+    looks = """['mine', 'own', 'last'].map(id => {
+        const style = getComputedStyle(document.getElementById(id));
+        return [...style].filter(name => !/^(width|height|perspective|transform|inline|block)/
+            .test(name)).map(name => name + style.getPropertyValue(name)).join() })"""
+    browser.open(plain, DESK)
+    before = browser.value(looks)
+    browser.open(full, DESK)
+    assert browser.value(looks) == before
+    row = "document.querySelector('article tbody tr')"
+    assert browser.value(f"getComputedStyle({row}).backgroundColor") == "rgba(0, 0, 0, 0)"
+    cell = browser.value(f"getComputedStyle({row}.querySelector('td')).textAlign")
+    assert cell == "left"
+    texts = browser.value(TEXTS)
+    assert max(text["size"] for text in texts) < 33
+    assert overlapping(texts) == []

@@ -1,0 +1,134 @@
+"""A report as an object and as a command: what it reads, where it writes, what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import histories
+import pytest
+from told_runs import Agent
+
+import elasticlib
+from elasticlib.errors import ConfigError, NoSuchRun
+from elasticlib.launch.commands import main
+from elasticlib.observe.event import encode
+from elasticlib.observe.report import Report, report
+
+
+def write_run(folder: Path, *, ended: bool = True) -> list[Path]:
+    """The files of two nodes: one of them fails, and a second generation follows."""
+    agents = []
+    for rank, name in enumerate(("a", "b")):
+        agent = Agent(name, slots=2).launch(float(rank))
+        agent.begin(5.0, 1, rank=rank, nodes=2)
+        if name == "b":
+            agent.tell(20.0, "worker.ended", 3, code=1, ok=False, stopped=False, how="code 1")
+            agent.tell(20.1, "failure", reason="rank 3 ended", failure="ordinary")
+        agent.begin(22.0, 2, rank=rank, nodes=2, restarts=1, cause="rank 3 ended")
+        if ended:
+            agent.tell(60.0, "run.ended", state="succeeded", reason="done", exit_code=0, cause=None)
+        agents.append(agent)
+    paths = []
+    for agent in agents:
+        path = folder / f"{agent.node}.jsonl"
+        path.write_bytes(b"".join(map(encode, agent.events)))
+        paths.append(path)
+    return paths
+
+
+def test_files_of_several_nodes_make_one_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write_run(tmp_path)
+    assert [node.node for node in report(paths).history.nodes] == ["a", "b"]
+    assert [node.node for node in report(paths[0]).history.nodes] == ["a"]
+    target = tmp_path / "run.html"
+    assert main(["report", *map(str, paths), "-o", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    assert "rank 3 ended" in target.read_text()
+
+
+def test_without_a_name_for_it_a_report_is_named_after_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path, _) = write_run(tmp_path, ended=False)
+    path.write_bytes(path.read_bytes().replace(b'"run":"job"', b'"run":"../a b/job"'))
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(path)]) == 0
+    assert capsys.readouterr().out == "_a_b_job.html\n"
+    assert "running" in (tmp_path / "_a_b_job.html").read_text()
+
+
+def test_a_report_goes_to_the_standard_output(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    paths = write_run(tmp_path)
+    assert main(["report", *map(str, paths), "-o", "-"]) == 0
+    assert capsysbinary.readouterr().out == report(paths).html().encode()
+
+
+def test_what_cannot_be_read_or_written_is_said_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path, _) = write_run(tmp_path)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    wrong = {
+        (str(tmp_path / "nosuch"),): "nosuch",
+        (str(empty),): "empty.jsonl",
+        (str(path), "-o", str(tmp_path / "nosuch" / "x.html")): "No such file or directory",
+        (str(path), "-o", str(tmp_path)): "Is a directory",
+        (str(path), "-o", str(path)): "no report: it is not overwritten",
+    }
+    before = path.read_bytes()
+    for arguments, word in wrong.items():
+        assert main(["report", *arguments]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("elasticlib report: ")
+        assert word in said.err
+        assert said.err.count("\n") == 1 or "known" in said.err
+    assert path.read_bytes() == before
+    with pytest.raises(NoSuchRun):
+        report(tmp_path / "nosuch")
+
+
+def test_a_report_replaces_one_and_nothing_else(tmp_path: Path) -> None:
+    made = Report(histories.uneventful())
+    target, other = tmp_path / "run.html", tmp_path / "train.py"
+    target.write_text("")
+    assert made.save(target) == target
+    assert Report(histories.eventful()).save(target) == target
+    assert "llm-pretrain-42" in target.read_text()
+    other.write_text("import torch")
+    with pytest.raises(ConfigError, match=r"train\.py is there, and is no report"):
+        made.save(other)
+    assert other.read_text() == "import torch"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "train.py"]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    made = Report(histories.uneventful())
+    link, target, pipe = (tmp_path / name for name in ("link.html", "there.html", "pipe"))
+    link.symlink_to(target)
+    made.save(link)
+    assert link.is_symlink()
+    assert target.read_text() == made.html()
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    made.save(pipe)
+    reader.join(30)
+    assert read == [made.html()]
+    assert pipe.is_fifo()
+
+
+def test_a_notebook_is_shown_the_report_alone() -> None:
+    made = elasticlib.Report(histories.uneventful())
+    shown = made._repr_html_()
+    assert shown.startswith("<article")
+    assert "<html" not in shown
+    assert shown in made.html()

@@ -1,0 +1,311 @@
+"""The page of a report, as text: whatever a history holds, it is one sound and harmless file that
+says what was told, and what was left out."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import attrs
+import histories
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticlib.observe.history import (
+    Cost,
+    Generation,
+    History,
+    JobState,
+    Mark,
+    NodeEnd,
+    NodeStory,
+    Pace,
+    Stay,
+    Why,
+)
+from elasticlib.observe.page.curves import loss, sample_rate
+from elasticlib.observe.page.page import fragment, page
+from elasticlib.observe.page.recoveries import recoveries
+from elasticlib.observe.page.style import DARK, LIGHT, ROOT
+from elasticlib.observe.page.tables import failures
+
+KNOWN = frozenset(
+    (
+        *("html", "head", "meta", "title", "style", "body", "article", "header", "section"),
+        *("figure", "footer", "div", "span", "p", "h1", "h2", "h3", "b", "code", "small"),
+        *("dl", "dt", "dd", "ol", "ul", "li", "table", "thead", "tbody", "tr", "th", "td"),
+        *("svg", "path", "rect", "line", "text", "desc"),
+    )
+)
+HARMLESS = frozenset(
+    (
+        *("charset", "name", "content", "http-equiv", "lang", "class", "role", "aria-hidden"),
+        *("data-label", "data-sign", "x", "y", "x1", "x2", "y1", "y2", "d", "width", "height"),
+        *("viewbox", "preserveaspectratio", "overflow", "text-anchor", "fill-rule"),
+    )
+)
+
+
+class Page(HTMLParser):
+    """What a page is made of; an element that is not closed, or unknown, is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.drawings: list[list[str]] = []
+        self.numbers: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, found: list[tuple[str, str | None]]) -> None:
+        assert tag in KNOWN, tag
+        values = {name: value or "" for name, value in found}
+        assert values.keys() <= HARMLESS, values
+        self.numbers += [values[name] for name in values if name in ("x", "y", "d", "width", "x1")]
+        if tag == "svg" and "svg" not in self.open and values.get("aria-hidden") != "true":
+            assert values["role"] == "img"
+            self.drawings.append([])
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, found: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, found)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-2:] == ["svg", "title"]:
+            self.drawings[-1].append(data)
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+def read(history: History) -> Page:
+    """The page as it stands in a file, where all text is fit to be written."""
+    text = page(history)
+    assert text.encode().startswith(b"<!DOCTYPE html>\n<html")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    return Page(text)
+
+
+def told(history: History) -> str:
+    return " ".join(" ".join(read(history).words).replace("\u00a0", " ").split())
+
+
+@pytest.mark.parametrize("name", ["uneventful", "unborn", "eventful"])
+def test_a_page_is_sound_and_each_drawing_has_a_name(name: str) -> None:
+    found = read(getattr(histories, name)())
+    assert found.drawings
+    assert all(titles and titles[0] for titles in found.drawings)
+
+
+def test_a_page_fetches_nothing_and_says_so_to_the_browser() -> None:
+    text = page(histories.eventful())
+    assert "default-src &#x27;none&#x27;" in text
+    assert not re.search(r"url\(|@import|src=|href=|//", text.replace(histories.NASTY, ""))
+
+
+texts = st.text(st.characters() | st.sampled_from("<>&\"'\x00\x1b\u202e\ud800\n")) | st.just(
+    histories.NASTY
+)
+times = st.floats(-10, 1e9) | st.sampled_from([0.0, 1e300, 1e-300])
+counts = st.integers(0, 3) | st.integers(0, 10**12)
+names = st.sampled_from(["a", "b", "nobody"])
+maybe_seconds = st.none() | st.floats(0, 1e6)
+any_number = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+kinds = st.sampled_from(
+    ("failure", "worker.ended", "saved", "snapshot", "restored", "drain.asked", "lost")
+)
+ends = st.sampled_from([state for state in JobState if state.over])
+dicts = st.dictionaries(texts, texts, max_size=2)
+
+made = st.builds(
+    Generation,
+    number=st.integers(1, 4),
+    why=st.sampled_from(Why),
+    cause=texts,
+    began=times,
+    ended=st.none() | times,
+    nodes=counts,
+    world=counts,
+    restarts=counts,
+    trained=st.none() | times,
+    first_step=st.none() | counts,
+    last_step=st.none() | counts,
+    cost=st.builds(
+        Cost,
+        *[maybe_seconds] * 5,
+        redone=counts,
+        redone_seconds=st.floats(0, 1e6),
+    ),
+)
+stays = st.builds(
+    Stay, names, st.integers(1, 4), counts, st.tuples(counts, counts), times, st.none() | times
+)
+marks = st.builds(Mark, times, kinds, names, texts, st.none() | counts, st.none() | counts)
+paces = st.builds(
+    Pace,
+    at=times,
+    node=names,
+    generation=st.integers(1, 4),
+    step=counts,
+    per_second=any_number,
+    loss=any_number,
+    samples_per_second=any_number,
+)
+stories = st.builds(
+    NodeStory,
+    node=names,
+    host=texts,
+    began=times,
+    seen=times,
+    slots=counts,
+    end=st.none() | st.builds(NodeEnd, times, ends, texts, st.integers(-9, 255)),
+    pid=st.none() | counts,
+    folder=texts,
+    settings=dicts,
+    versions=dicts,
+    events_lost=counts,
+    lost=st.booleans(),
+)
+histories_of_any_kind = st.builds(
+    History,
+    run=texts,
+    wall=times,
+    until=st.floats(0, 1e9),
+    state=st.sampled_from(JobState),
+    nodes=st.lists(stories, max_size=3).map(tuple),
+    stays=st.lists(stays, max_size=4).map(tuple),
+    generations=st.lists(made, max_size=4).map(tuple),
+    marks=st.lists(marks, max_size=6).map(tuple),
+    paces=st.lists(paces, max_size=8).map(tuple),
+    restarts=counts,
+    max_restarts=st.none() | counts,
+    reason=texts,
+    cause=st.none() | dicts,
+    unread=counts,
+    left_out=counts,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(histories_of_any_kind)
+def test_whatever_a_history_holds_its_page_is_sound(history: History) -> None:
+    for number in read(history).numbers:
+        assert not re.search("nan|inf|e[+-]", number), number
+
+
+def test_what_a_page_says_of_an_eventful_run() -> None:
+    history = histories.eventful()
+    words = told(history)
+    assert "llm-pretrain-42 succeeded 40 min 7 s goodput 89.2 %" in words
+    assert "Restarts 6 of 20" in words
+    assert "Workers 8 \u2192 12 \u2192 8 \u2192 4 \u2192 8" in words
+    assert "9 min 8 s 2 gpu-b 5 ValueError: <script>alert(" in words
+    assert "& red \\x07\\x00 \\u202eevil\\u2069" in words
+    assert "lost at 21 min 26 s" in words
+    assert "drained after SIGTERM (exit code 75)" in words
+    assert "(1,074 more characters)" in words
+
+
+def test_a_page_of_many_folds_them_and_says_so() -> None:
+    history = histories.vast(nodes=120, generations=70)
+    text = told(history)
+    assert "96 nodes share one row: those with the most to tell have their own." in text
+    assert "The 16 longest are drawn; the other 54 took" in text
+    assert "120 nodes; the 40 with the most to tell are listed" in text
+    assert re.search(r"\d+ failures, those alike but for numbers together", text)
+    left_out = attrs.evolve(history, left_out=12345, unread=2)
+    assert "12,345 marks or steps' lines were left out" in told(left_out)
+    assert "2 lines of its files could not be read" in told(left_out)
+
+
+def test_a_loss_that_is_no_number_is_left_out_and_told() -> None:
+    history = histories.eventful()
+    broken = [
+        attrs.evolve(pace, loss=math.nan if pace.loss is not None and at in (40, 43) else pace.loss)
+        for at, pace in enumerate(history.paces)
+    ]
+    spoilt = sum(one.loss is not None and math.isnan(one.loss) for one in broken)
+    assert spoilt
+    history = attrs.evolve(history, paces=tuple(broken))
+    assert loss(history).left_out == spoilt
+    step = next(one.step for one in broken if one.loss is not None and math.isnan(one.loss))
+    assert f"left out; the first is nan at step {step}" in told(history)
+
+
+def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
+    paces = [
+        Pace(10.0, "b", 1, 5, 1.0, None, 30.0),
+        Pace(10.0, "a", 1, 5, 1.0, None, 20.0),
+        Pace(20.0, "a", 1, 9, 1.0, None, 25.0),
+        Pace(20.0, "b", 1, 9, 1.0, None, 35.0),
+        # After it was left by the other node.
+        Pace(30.0, "a", 2, 12, 1.0, None, 40.0),
+    ]
+    stays = (
+        Stay("a", 1, 0, (0, 0), 0.0, 25.0),
+        Stay("b", 1, 1, (1, 1), 0.0, 25.0),
+        Stay("a", 2, 0, (0, 0), 26.0),
+    )
+    history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, paces=tuple(paces))
+    assert sample_rate(history).lines == ([(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)])
+
+
+def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
+    history = histories.eventful()
+    found = recoveries(history)
+    assert [one.generation.number for one in found] == list(range(1, 13))
+    for one in found:
+        assert one.total == pytest.approx(one.generation.cost.seconds)
+
+
+def test_a_failure_has_the_generation_and_the_ranks_that_others_tell_of() -> None:
+    """An agent tells of its failure without a rank, after its workers' ends."""
+    marks = (
+        Mark(5.0, "worker.ended", "a", "code 1", rank=3),
+        Mark(15.0, "worker.ended", "a", "code 1", rank=1),
+        Mark(15.1, "worker.ended", "b", "code 1", rank=7),
+        Mark(15.2, "failure", "a", "rank 1 ended"),
+    )
+    stays = (Stay("a", 1, 0, (0, 3), 0.0, 6.0), Stay("a", 2, 0, (0, 3), 10.0))
+    history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, marks=marks)
+    (found,) = failures(history)
+    assert (found.generation, found.ranks) == (2, "1")
+
+
+def test_rules_of_style_reach_nothing_but_the_report() -> None:
+    style = re.search("<style>(.*?)</style>", fragment(histories.uneventful()), re.S)
+    assert style is not None
+    selectors = re.findall(r"([^{};]+)\{", style[1])
+    assert len(selectors) > 50
+    for selector in selectors:
+        for one in selector.split(","):
+            inside = one.strip().startswith((f".{ROOT}", "@media", "@container"))
+            assert inside or one.strip() == "(min-width: 640px)", one
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_signs_and_bands_stand_out_from_the_page(colours: dict[str, str]) -> None:
+    for name in ("band-a", "good", "bad", "gone", "leave", "curve", "soft"):
+        assert contrast(colours[name], colours["page"]) >= 3.0, name
+    for name in ("a", "b"):
+        assert contrast(colours[f"on-{name}"], colours[f"band-{name}"]) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, as WCAG has it."""
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,0 +1,147 @@
+"""Where things stand in a drawing that has no width of its own, and how its numbers are written."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from elasticlib.observe.page.markup import element, visible
+from elasticlib.observe.page.scale import (
+    WIDTHS,
+    Axis,
+    Label,
+    inside,
+    inward,
+    placed,
+    thinned,
+    time_ticks,
+    value_ticks,
+)
+from elasticlib.observe.page.wording import part_text, rate_text, seconds_text, spans_text
+
+labels = st.lists(
+    st.builds(
+        Label,
+        st.floats(0, 100),
+        st.text("0123456789", min_size=1, max_size=12),
+        st.sampled_from(["start", "middle", "end"]),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(labels, st.integers(0, 2000))
+def test_labels_that_are_shown_never_cover_each_other_at_any_width(
+    wanted: list[Label], wider: int
+) -> None:
+    for rung, least in enumerate(WIDTHS):
+        width = least + wider
+        shown = [label for label, first in placed(wanted) if int(first[1]) <= rung]
+        ends = sorted(label.reach(width, 12) for label in shown)
+        assert all(one[1] <= other[0] for one, other in pairwise(ends))
+
+
+@settings(max_examples=40, deadline=None)
+@given(labels)
+def test_a_label_turned_inward_stays_within_the_narrowest_drawing(wanted: list[Label]) -> None:
+    for label in wanted:
+        left, right = inward(Label(label.at, label.words)).reach(WIDTHS[0], 12)
+        assert left >= 0 or right <= WIDTHS[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), max_size=100),
+    st.integers(8, 60),
+)
+def test_thinning_keeps_the_ends_and_the_extremes(
+    points: list[tuple[float, float]], most: int
+) -> None:
+    points = sorted(points)
+    kept = thinned(points, most)
+    assert len(kept) <= max(most, 4)
+    assert kept == sorted(kept, key=lambda point: point[0])
+    assert set(kept) <= set(points)
+    if points:
+        assert (kept[0], kept[-1]) == (points[0], points[-1])
+        for extreme in (min, max):
+            assert extreme(y for _, y in kept) == extreme(y for _, y in points)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(1e-3, 1e9))
+def test_ticks_of_time_are_round_few_and_within(seconds: float) -> None:
+    ticks = time_ticks(seconds)
+    assert ticks[0] == (0.0, "0")
+    assert len(ticks) <= 6
+    assert all(at <= seconds * (1 + 1e-9) for at, _ in ticks)
+
+
+@settings(max_examples=40, deadline=None)
+@example(0.0, 1e-310)
+@example(1e16, 2.0)
+@example(-1.7e308, 1.7e308)
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_ticks_of_values_are_few_and_within(low: float, more: float) -> None:
+    high = low + more
+    ticks = value_ticks(low, high)
+    assert len(ticks) <= 5
+    assert all(low - more * 1e-6 <= tick <= high + more * 1e-6 for tick in ticks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(allow_nan=False), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_every_value_has_a_place_within_the_drawing(
+    value: float, first: float, more: float
+) -> None:
+    assert 0 <= Axis(first, first + more)(value) <= 100
+
+
+def test_words_stand_in_a_bar_from_the_width_on_where_they_fit() -> None:
+    assert [inside(share, "rendezvous") for share in (40, 20, 10, 5)] == ["w0", "w1", "w2", None]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"),
+        (0.001, "under 0.01 s"),
+        (0.344, "0.34 s"),
+        (0.996, "1.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min"),
+        (125, "2 min 5 s"),
+        (3599.7, "1 h"),
+        (11520, "3 h 12 min"),
+        (86399.9, "1 d"),
+        (190800, "2 d 5 h"),
+        (8e7, "925 d 22 h"),
+        (float("nan"), "unknown"),
+        (float("inf"), "unknown"),
+    ],
+)
+def test_seconds_are_written_in_two_units_at_most(seconds: float, words: str) -> None:
+    assert seconds_text(seconds).replace("\u00a0", " ") == words
+
+
+def test_a_whole_is_only_what_misses_nothing() -> None:
+    said = [part_text(part).replace("\u00a0", " ") for part in (1.0, 0.99999, 0.5, 0.0, None)]
+    assert said == ["100 %", "99.9 %", "50 %", "0 %", "unknown"]
+
+
+def test_numbers_are_short() -> None:
+    assert [rate_text(v) for v in (0.0, 0.00012, 2.0456, 123.4, 1234567.0, 2.5e9)] == [
+        *("0", "1.20e-04", "2.05", "123", "1,234,567", "2.50e+09")
+    ]
+    assert spans_text([3, 1, 2, 9]) == "1\u20133, 9"
+    assert spans_text(range(0, 40, 2)) == "20 from 0 to 38"
+
+
+def test_text_of_others_is_never_markup_and_hides_nothing() -> None:
+    assert element("p", "<b>", class_='"x') == '<p class="&quot;x">&lt;b&gt;</p>'
+    assert visible("a\x1b[31mb\x1b[0m\x07\u202ec\r\nd\ud800") == "ab\\x07\\u202ec\nd\\ud800"
