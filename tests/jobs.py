@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from elasticlib.observe.event import KINDS, Event, decode
+from elasticlib.observe.runs import find_runs, runs_folder
+
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
 # PYTHONPATH of agents whose workers use no torch: they need not wait two seconds for it either.
@@ -52,10 +55,11 @@ def alive(pid: int) -> bool:
 
 
 def left_in(folder: Path) -> list[Path]:
-    """What is there, but for the folder that torch makes when what it compiles with is imported,
-    as an optimizer's first step does."""
+    """What is there, but for the records that agents leave of their runs, and the folder that torch
+    makes when what it compiles with is imported, as an optimizer's first step does."""
     found = folder.iterdir() if folder.exists() else ()
-    return [path for path in found if path.name != f"torchinductor_{getuser()}"]
+    stays = {runs_folder().name, f"torchinductor_{getuser()}"}
+    return [path for path in found if path.name not in stays]
 
 
 class Node:
@@ -161,6 +165,18 @@ class Job:
         except AssertionError as error:
             logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
             raise AssertionError(f"{error}\n{logs}") from None
+
+    def events(self) -> list[list[Event]]:
+        """What each agent has told, the one that began first in front; every line of it."""
+        found = []
+        for path in find_runs(folder=self.temporary / runs_folder().name):
+            lines = path.read_bytes().splitlines()
+            events = [decode(line) for line in lines]
+            for event in events:
+                assert set(event.facts) == set(KINDS[event.kind]), event
+            assert [event.at for event in events] == sorted(event.at for event in events)
+            found.append(events)
+        return found
 
     def finish(self) -> None:
         """Tell all workers to end with success."""

@@ -156,6 +156,9 @@ class LocalElasticAgent(ElasticAgent):
     def beats(self) -> Mapping[int, Beat]:
         return self._workers.beats()
 
+    def last_beats(self) -> Mapping[int, Beat]:
+        return self._workers.last_beats()
+
     def dump_stacks(self) -> Mapping[int, str]:
         return self._workers.dump_stacks()
 

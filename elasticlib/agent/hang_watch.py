@@ -56,6 +56,12 @@ class HangWatch:
         self._clock = clock
         self._hung = hung
         self._over = threading.Event()
+        self._since = clock()
+
+    @property
+    def silent(self) -> float:
+        """Seconds since the last sign of life of the worker for which a hang was found last."""
+        return self._clock() - self._since
 
     def begin(self, info: RendezvousInfo, group: WorkerGroup, attempt: int) -> None:
         """Watch the workers that have just been started."""
@@ -75,6 +81,7 @@ class HangWatch:
         def run() -> None:
             reason = watch.run()
             if reason and not over.is_set():
+                self._since = watch.since
                 self._hung(attempt, reason)
 
         threading.Thread(target=run, name="agent-hang", daemon=True).start()
@@ -96,12 +103,14 @@ class _Watch:
     _group: WorkerGroup
     _over: threading.Event
     _began: float
+    since: float = 0.0
 
     def run(self) -> str:
         """The sentence when they hang; empty when it is over before."""
         while not self._over.is_set():
             silence = self._silence()
             if silence is not None and (silence.share >= 1 or self._others_hang(silence)):
+                self.since = self._clock() - silence.seconds
                 return self._evidence(silence.limit)
             limit = self._limits.first if silence is None else silence.limit
             self._over.wait(min(1.0, limit / 8))

@@ -210,7 +210,7 @@ class Supervisor:
         self._now, actions = react(self._now, event)
         if self._now.state is not before:
             if before in (State.RUNNING, State.FINISHED):
-                self._telling.idle(summary(event))
+                self._telling.idle(event)
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         for action in actions:
             self._do(action)
@@ -285,7 +285,7 @@ class Supervisor:
 
     def _report_failure(self, failure: ReportFailure) -> None:
         reason, at_start = failure.reason, failure.kind is FailureKind.AT_START
-        self._telling.failure(failure.kind, reason)
+        self._telling.failure(failure.kind, reason, self._hang)
         if self._handler.report_failure_as(failure.kind, reason):
             return
         self._own_restarts += 1

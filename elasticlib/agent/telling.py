@@ -10,12 +10,15 @@ import logging
 
 from ..clock import Clock
 from ..observe.interface import Journal
+from ..rendezvous.change import ChangeKind
 from ..rendezvous.interface import FailureKind, RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.notice import Notice
 from ..workers.spec import WorkerGroup
+from .hang_watch import HangWatch
 from .interface import RunResult
-from .policy import GroupStopped
+from .policy import Changed, DrainAsked, Event, GroupStopped, Hung
+from .summary import summary
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -28,17 +31,20 @@ class Telling:
         self._clock = clock
         self._generation = 0
         self._idle_since = self._began_at = self._stopping_at = clock()
-        self._why = "this node is new"
+        self._why, self._planned, self._hung = "this node is new", False, False
 
     def began(self) -> None:
         self._idle_since = self._clock()
 
-    def idle(self, why: str) -> None:
-        """No worker works any more: what is to come is time lost."""
-        self._idle_since, self._why = self._clock(), why
+    def idle(self, event: Event) -> None:
+        """No worker works any more, for this: what is to come is time lost."""
+        self._idle_since, self._why = self._clock(), summary(event)
+        resized = isinstance(event, Changed) and event.change.kind is ChangeKind.RESIZE
+        self._planned = resized or isinstance(event, DrainAsked)
+        self._hung = isinstance(event, Hung)
 
     def joining(self) -> None:
-        self._tell("rendezvous.began", why=self._why)
+        self._tell("rendezvous.began", why=self._why, planned=self._planned)
 
     def starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._generation, self._began_at = info.generation, self._clock()
@@ -86,9 +92,13 @@ class Telling:
             uptime=round(self._clock() - self._began_at, 6),
         )
 
-    def failure(self, kind: FailureKind, reason: str) -> None:
+    def failure(self, kind: FailureKind, reason: str, hang: HangWatch | None) -> None:
+        """hang: who finds those."""
         log.warning("%s", reason)
-        self._tell("failure", reason=reason, failure=kind.value)
+        found = hang if self._hung else None
+        word = (kind.value or "ordinary") if found is None else "hang"
+        silent = None if found is None else round(found.silent, 3)
+        self._tell("failure", reason=reason, failure=word, silent=silent)
 
     def draining(self, signal: str, why: str) -> None:
         self._tell("drain.asked", signal=signal, why=why)
@@ -96,7 +106,7 @@ class Telling:
     def stopping(self, notice: Notice | None) -> None:
         self._stopping_at = self._clock()
         why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.seconds)
-        self._tell("stopping", why=why, seconds=seconds)
+        self._tell("stopping", why=why, seconds=seconds, because=self._why)
 
     def stopped(self, end: GroupStopped) -> None:
         seconds = round(self._clock() - self._stopping_at, 6)

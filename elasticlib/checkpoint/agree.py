@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from .choose import Plan
+from .choose import MEMORY, Plan
 from .interface import Source
 from .peers import CHUNK_BYTES, Peers, peers_of
 from .search import Search
@@ -36,6 +36,13 @@ class Restored:
     kind: str
     holder: int
     passed_over: tuple[str, ...] = ()
+
+    def source_for(self, rank: int) -> str:
+        """As a worker's context has it: `memory` of this rank's own node, which all workers there
+        read by themselves, that of a `peer`, or `disk`; empty if there was nothing."""
+        if self.kind != MEMORY:
+            return "disk" if self.kind else ""
+        return MEMORY if self.holder == rank else "peer"
 
 
 def restore_from(

@@ -149,6 +149,7 @@ class CheckpointManager:
         made = self._memory().snapshot(step, state)
         if made is not None:
             self.stall = made.seconds
+            heres.worker_context().kept(step)
         return made is not None
 
     @property
@@ -221,6 +222,7 @@ class CheckpointManager:
                 loaded, or somebody newer has the folder; on some rank, and then all of them raise.
         """
         self._must_be_open()
+        began = monotonic()
         heres.worker_context().starting()
         kept, place = self._memory(), self._place_in_job()
         if place.world_size > 1 and not dist.is_initialized():
@@ -236,6 +238,9 @@ class CheckpointManager:
         names = check_names(state)
         found = restore_from(sources, names, self._group, node=kept.node, strict=strict)
         kept.go_on_from(found.step, found.kind, names)
+        if found.kind:
+            source, seconds = found.source_for(place.rank), monotonic() - began
+            heres.worker_context().restored(found.step, source=source, seconds=seconds)
         self.restored = found
         return found.step
 

@@ -163,8 +163,8 @@ class LaunchConfig:
     store_grace: seconds for which the store may be away. local_ranks_filter: those whose output is
     shown, None for all. supervision: signals, drains, resizes and what else there is to the budget
     of restarts. numa_binding: which processors near its GPU a worker is bound to. preload: what
-    workers that are started warm have imported besides torch. torchrun: what else torchrun takes
-    from its variables.
+    workers that are started warm have imported besides torch. events: whether what happens is kept
+    as `events.jsonl`. torchrun: what else torchrun takes from its variables.
     """
 
     min_nodes: int = 1
@@ -201,6 +201,7 @@ class LaunchConfig:
     local_ranks_filter: frozenset[int] | None = attrs.field(default=None, kw_only=True)
     numa_binding: str | None = attrs.field(default=None, kw_only=True)
     preload: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    events: bool = attrs.field(default=True, kw_only=True)
     torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

@@ -153,6 +153,7 @@ def run_node(
         standing = open_standing(config, meeting.me)
         told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
         journal = stack.enter_context(contextlib.closing(Journals(told, standing)))
+        watch = StepWatch(runners, journal)
         kind = RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
         agent = kind(
             spec,
@@ -163,14 +164,14 @@ def run_node(
             interval=config.monitor_interval,
             options=options,
             memory=memory,
-            journal=journal,
+            journal=watch,
         )
         if began is not None:
             began(agent)
         stack.enter_context(answering(meeting, standing, agent))
         # A node that has saved and leaves is often told so again, and must not die of it.
         stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
-        with StepWatch(runners, agent.get_worker_group, journal):
+        with watch:
             result = agent.run()
         if isinstance(runners, LocalWorkers):
             _write_report(runners.kept_folder, result)

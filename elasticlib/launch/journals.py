@@ -1,20 +1,30 @@
-"""Where a launch keeps its events: beside the workers' logs, if these are kept."""
+"""Where a launch keeps its events: beside the workers' logs, if these are kept, and in its record.
+
+A run whose events cannot be kept is run all the same, with a warning.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import attrs
 
 from .._version import __version__
 from ..observe.interface import Journal, NoJournal
 from ..observe.journal import FILE, FileJournal
+from ..observe.records import RecordedJournal, RunRecord, remove_old
 from ..workers.interface import Workers
 from ..workers.local import LocalWorkers
 from .config import LaunchConfig
 
-_TOLD = (
+log = logging.getLogger("elasticlib.launch")
+
+_ALWAYS = (
     *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
     *("rdzv_backend", "rdzv_endpoint", "role"),
 )
@@ -23,18 +33,25 @@ _TOLD = (
 def open_journal(
     config: LaunchConfig, workers: Workers, node: str, *, endpoint: str = ""
 ) -> Journal:
-    """`events.jsonl` in the folder of the run's logs, begun with what the launch is; nothing where
-    that folder goes with the run. endpoint: where this node serves the job's store, if it does."""
-    if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
+    """The node's `events.jsonl`, begun with what the launch is; nothing if none is wanted.
+
+    endpoint: where this node serves the job's store, if it does.
+    """
+    if not config.events:
         return NoJournal()
-    journal = FileJournal(workers.folder / FILE, config.run_id, node)
+    logs = None
+    if isinstance(workers, LocalWorkers) and workers.keeps_folder:
+        logs = workers.folder
+    journal = _opened(config.run_id, node, logs)
     journal.tell(
         "run.began",
         host=socket.gethostname(),
         pid=os.getpid(),
         slots=config.nproc_per_node,
-        settings={**{name: str(getattr(config, name)) for name in _TOLD}, **_conf(config)},
+        settings=_settings(config),
         endpoint=endpoint,
+        logs="" if logs is None else str(logs),
+        lease=config.timing.lease,
         versions={
             "elasticlib": __version__,
             "torch": _version("torch"),
@@ -44,11 +61,32 @@ def open_journal(
     return journal
 
 
-def _conf(config: LaunchConfig) -> dict[str, str]:
-    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
-    if config.foreign or not config.rdzv_configs:
-        return {}
-    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
+def _opened(run: str, node: str, logs: Path | None) -> Journal:
+    events = None if logs is None else logs / FILE
+    try:
+        record = RunRecord(run, events)
+    except OSError as error:
+        log.warning("this run is not among those that are found by name: %s", error)
+        return NoJournal() if events is None else FileJournal(events, run, node)
+    try:
+        remove_old(record.path.parent)
+    except OSError as error:
+        log.info("the records of earlier runs stay for now: %s", error)
+    return RecordedJournal(record, run, node)
+
+
+def _settings(config: LaunchConfig) -> dict[str, str]:
+    """Those that people ask for, and others that are not as they are by default."""
+    found = {name: getattr(config, name) for name in _ALWAYS}
+    for field in attrs.fields(LaunchConfig):
+        value = getattr(config, field.name)
+        plain = isinstance(value, str | int | float | bool)
+        if plain and value != field.default and field.name != "run_id":
+            found[field.name] = value
+    if config.rdzv_configs and not config.foreign:  # ours name secrets by their files alone
+        conf = (f"{key}={text}" for key, text in config.rdzv_configs.items())
+        found["rdzv_conf"] = ",".join(conf)
+    return {name: str(value) for name, value in found.items()}
 
 
 def _version(name: str) -> str:

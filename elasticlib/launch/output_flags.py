@@ -45,6 +45,12 @@ def add_output_flags(flag: Callable[..., None]) -> None:
         help="an entry point of the group torchrun.logs_specs that says where output goes instead",
     )
     flag(
+        "--no-events",
+        action="store_true",
+        help="keep no record of what happens, which is an events.jsonl beside the logs that are "
+        "kept, or else in a folder for temporary files",
+    )
+    flag(
         "--virtual-local-rank",
         action="store_true",
         help="LOCAL_RANK is 0 in each worker, and its own GPU is all that it sees",
@@ -69,6 +75,7 @@ def read_output_flags(given: argparse.Namespace) -> dict[str, Any]:
         "local_ranks_filter": _ranks(given.local_ranks_filter),
         "duplicate_stdout_filters": split_at_commas(given.duplicate_stdout_filters),
         "duplicate_stderr_filters": split_at_commas(given.duplicate_stderr_filters),
+        "events": not given.no_events,
         "virtual_local_rank": given.virtual_local_rank,
         "numa_binding": given.numa_binding,
     }

@@ -10,6 +10,7 @@ Readers skip kinds and keys that they do not know: a new version only ever adds,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,9 +28,13 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "settings": "those that somebody gave, by name, as text",
         "endpoint": "where this node serves the job's store, empty if it does not",
         "logs": "the folder of the workers' logs, empty if none is kept",
+        "lease": "seconds of silence after which the others take a node for lost",
         "versions": "of elasticlib, torch and Python, by name",
     },
-    "rendezvous.began": {"why": "what ended the generation before, or that the node is new"},
+    "rendezvous.began": {
+        "why": "what ended the generation before, or that the node is new",
+        "planned": "whether nodes come or go on purpose, and nothing has failed or was lost",
+    },
     "generation.began": {
         "seconds": "from the end of the last workers, or from the run's beginning",
         "node_rank": "this node's, among the nodes",
@@ -49,14 +54,23 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "how": "in words",
         "uptime": "seconds since its generation's start",
     },
-    "failure": {"reason": "in words", "failure": "its kind: ordinary, at start, or a hang"},
-    "stopping": {"why": "in words", "seconds": "for the workers to save, 0 if not asked"},
+    "failure": {
+        "reason": "in words",
+        "failure": "its kind: ordinary, killed, at start or hang",
+        "silent": "of a hang, seconds for which a worker here had told nothing; else null",
+    },
+    "stopping": {
+        "why": "in words, empty if the workers are not asked to save",
+        "seconds": "for the workers to save, 0 if not asked",
+        "because": "of what they are stopped, in words",
+    },
     "stopped": {"seconds": "that it took", "left": "what would not die, empty if nothing"},
     "drain.asked": {"signal": "its name", "why": "for the workers"},
     "restored": {
         "step": "of the state that the workers took up",
         "source": "memory (this node's), peer (another node's) or disk",
-        "seconds": "that it took, of the slowest of this node's workers",
+        "seconds": "that it took, from when the last of this node's workers asked for it",
+        "after": "seconds from the start of the workers until then",
     },
     "training.began": {
         "step": "the first that this node's workers told of in their generation, the smallest",
@@ -64,12 +78,13 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "steps": {
         "step": "the last that this node's workers told of, the smallest of them",
-        "per_second": "since the line before, null if not known",
+        "per_second": "since the line before, or the first step; null if not known",
         "silent": "seconds since the quietest worker told of one",
-        "loss": "as the lowest rank told it last, null if it does not",
-        "samples_per_second": "of this node's workers together, null if they do not tell",
+        "loss": "as the lowest rank told it last, null if it does not; text where it is no number",
+        "samples_per_second": "of this node's workers together, since the line before; null if "
+        "not known",
     },
-    "snapshot": {"step": "the newest that is whole in this node's memory"},
+    "snapshot": {"step": "the newest that this node's workers keep whole in its memory"},
     "saved": {"step": "of the checkpoint that became durable"},
     "run.ended": {
         "state": "succeeded, failed, stopped or drained",
@@ -127,6 +142,8 @@ def _cut(value: Any, room: int) -> Any:
         return {str(key): _cut(item, room) for key, item in list(value.items())[: room + 1]}
     if isinstance(value, (list, tuple)):
         return [_cut(item, room) for item in value[: room + 1]]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
     return value
 
 

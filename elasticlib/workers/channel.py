@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .beat import Beat
+from .beat import NOTHING, SOURCES, Beat, TakenUp
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names the file, in a worker's environment."""
@@ -28,7 +26,11 @@ RECENT = 32
 _MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
 _WORKER = 5
 _STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = range(8, 16)
-_DUMPS_TO = 16
+# Words that were added later tell nothing while they are 0, as a worker of an older version,
+# which does not know of them, leaves them.
+_FIRST_STEP, _FIRST_AT, _SNAPSHOT, _SNAPSHOTS, _LOSS, _LOSSES, _SAMPLES = range(16, 23)
+_RESTORED_STEP, _SOURCE, _RESTORE_BEGAN, _RESTORE_ENDED, _RESTORES = range(23, 28)
+_DUMPS_TO = 28
 _DURATIONS = 64
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
@@ -53,8 +55,6 @@ class Channel:
         self._words = self._view.cast("q")
         self._seconds = self._view.cast("d")
         if create:
-            from .beat import NOTHING
-
             self._words[_STEP] = self._words[_SAVED] = NOTHING
             self._words[_MAGIC] = MAGIC
         elif self._words[_MAGIC] != MAGIC:
@@ -124,6 +124,9 @@ class Channel:
         count = words[_STEPS]
         if count:
             seconds[_DURATIONS + count % RECENT] = now - seconds[_STEPPED_AT]
+        else:
+            words[_FIRST_STEP] = step
+            seconds[_FIRST_AT] = now
         words[_STEP] = step
         seconds[_STEPPED_AT] = seconds[_ALIVE_AT] = now
         words[_STEPS] = count + 1
@@ -132,6 +135,26 @@ class Channel:
         self._words[_SAVED] = step
         self._seconds[_ALIVE_AT] = now
         self._words[_SAVES] += 1
+
+    def tell_loss(self, loss: float) -> None:
+        self._seconds[_LOSS] = loss
+        self._words[_LOSSES] = 1
+
+    def tell_samples(self, samples: float) -> None:
+        """Besides those of earlier calls."""
+        self._seconds[_SAMPLES] += samples
+
+    def tell_snapshot(self, step: int, now: float = 0.0) -> None:
+        self._words[_SNAPSHOT] = step
+        self._seconds[_ALIVE_AT] = now
+        self._words[_SNAPSHOTS] += 1
+
+    def tell_restored(self, state: TakenUp) -> None:
+        words, seconds = self._words, self._seconds
+        words[_RESTORED_STEP], words[_SOURCE] = state.step, SOURCES.index(state.source)
+        seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
+        seconds[_ALIVE_AT] = state.ended
+        words[_RESTORES] += 1
 
     def tell_dumps(self, pid: int, file: int) -> None:
         """From now on this process of the worker's writes its stacks when it gets the signal, to
@@ -184,9 +207,6 @@ class Channel:
 
     def beat(self) -> Beat:
         """What the worker has told."""
-        # Imported here, by the agent: a worker need not wait for attrs, which its end needs not.
-        from .beat import Beat
-
         words, seconds = self._words, self._seconds
         steps = words[_STEPS]
         known = (
@@ -204,4 +224,24 @@ class Channel:
             saves=words[_SAVES],
             dumps=bool(words[_DUMPS]),
             attached=bool(words[_OWNER]),
+            first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NOTHING,
+            first_at=seconds[_FIRST_AT],
+            restored=self._restored(),
+            restores=words[_RESTORES],
+            snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NOTHING,
+            loss=seconds[_LOSS] if words[_LOSSES] else None,
+            samples=seconds[_SAMPLES],
+        )
+
+    def _restored(self) -> TakenUp | None:
+        words, seconds = self._words, self._seconds
+        source = words[_SOURCE]
+        # A worker of a newer version may know of more of them.
+        if not words[_RESTORES] or not 0 <= source < len(SOURCES):
+            return None
+        return TakenUp(
+            step=words[_RESTORED_STEP],
+            source=SOURCES[source],
+            began=seconds[_RESTORE_BEGAN],
+            ended=seconds[_RESTORE_ENDED],
         )

@@ -40,6 +40,7 @@ class Channels:
         self._folders: list[Path] = []
         self._number = 0
         self._open: dict[int, tuple[Channel, Path]] = {}
+        self._last: dict[int, Beat] = {}
         self._notice: Notice | None = None
         self._deadline = 0.0
         self._saves = 0
@@ -71,6 +72,7 @@ class Channels:
             channel, path = self._open.pop(local_rank, (None, None))
             if channel is not None and path is not None:
                 self._listened = self._listened or channel.listens
+                self._last[local_rank] = channel.beat()
                 channel.close()
                 path.unlink(missing_ok=True)
                 Path(beside(str(path))).unlink(missing_ok=True)
@@ -90,6 +92,7 @@ class Channels:
         """Another group starts, which has been asked nothing."""
         with self._lock:
             self._notice, self._asked = None, False
+            self._last.clear()
 
     def notify(self, notice: Notice) -> bool:
         """Ask for a stop, now or after the next save; False if no worker here ever looks.
@@ -135,6 +138,11 @@ class Channels:
         """What each worker has told of its steps, by local rank."""
         with self._lock:
             return {local: channel.beat() for local, (channel, _) in list(self._open.items())}
+
+    def last_beats(self) -> dict[int, Beat]:
+        """The same, and what those of this group had told that have ended since."""
+        with self._lock:
+            return {**self._last, **self.beats()}
 
     def dumpers(self) -> dict[int, tuple[int, int, str]]:
         """The processes that write their stacks when asked, by local rank, each with the number

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import monotonic
+from .beat import SOURCES, TakenUp
 from .channel import VARIABLE, Channel
 from .notice import REASONS
 from .stacks import write_on_demand
@@ -102,15 +103,53 @@ class Context:
         if self._channel is not None:
             self._channel.tell_starting(monotonic())
 
-    def step(self, step: int) -> None:
-        """Say that this step is done: a sign of life, and of progress."""
-        if self._channel is not None:
-            self._channel.tell_step(step, monotonic())
+    def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
+        """Say that this step is done: a sign of life, and of progress.
+
+        Args:
+            loss: of this step, for people to look at; any number. One that is on a GPU is waited
+                for, as by its `item()`.
+            samples: how many this worker has trained on in this step, or tokens, or whatever its
+                throughput is to be counted in; all workers the same.
+        """
+        channel = self._channel
+        if channel is not None:
+            if loss is not None:
+                channel.tell_loss(loss)
+            if samples is not None:
+                channel.tell_samples(samples)
+            channel.tell_step(step, monotonic())
 
     def saved(self, step: int) -> None:
         """Say that a checkpoint of this step is safe."""
         if self._channel is not None:
             self._channel.tell_saved(step, monotonic())
+
+    def kept(self, step: int) -> None:
+        """Say that a snapshot of this step is kept, in memory that outlives this process."""
+        if self._channel is not None:
+            self._channel.tell_snapshot(step, monotonic())
+
+    def restored(self, step: int, *, source: str = "disk", seconds: float = 0.0) -> None:
+        """Say that the state after this step was taken up, and is what training goes on from.
+
+        `CheckpointManager.restore` says so itself.
+
+        Args:
+            source: `memory` (this node's), `peer` (another node's) or `disk`.
+            seconds: that it took, until now.
+
+        Raises:
+            ValueError: there is no such source, or it took less than no time.
+        """
+        if source not in SOURCES or not seconds >= 0:
+            raise ValueError(
+                f"a state comes from {', '.join(SOURCES)} in 0 seconds or more, got {source!r} "
+                f"in {seconds}"
+            )
+        if self._channel is not None:
+            now = monotonic()
+            self._channel.tell_restored(TakenUp(step, source, now - seconds, now))
 
     def detach(self) -> None:
         """Ask nobody and tell nobody from now on."""

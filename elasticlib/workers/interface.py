@@ -72,6 +72,11 @@ class Workers(abc.ABC):
         """What the workers have told of their steps, by local rank. For any thread."""
         return {}
 
+    def last_beats(self) -> Mapping[int, Beat]:
+        """The same, and of those of the group that have ended the last that they told; until the
+        next start, and after `close`."""
+        return self.beats()
+
     def dump_stacks(self) -> Mapping[int, str]:
         """Have the workers write down what each of their threads is doing; the texts, by local
         rank, of those who did so within a second."""

@@ -318,6 +318,9 @@ class LocalWorkers(Workers):
     def beats(self) -> Mapping[int, Beat]:
         return self._channels.beats()
 
+    def last_beats(self) -> Mapping[int, Beat]:
+        return self._channels.last_beats()
+
     def dump_stacks(self) -> Mapping[int, str]:
         asked, processes = self._channels.dumpers(), dict(self._processes)
         # A number that has passed to another process is in another session.

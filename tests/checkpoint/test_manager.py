@@ -328,6 +328,10 @@ agent.ask(1, 1e12)
 agent.tell_stop(agent.earliest_stop(), 1, 1e12)
 assert context().should_stop()
 assert manager.steps() == [1] and agent.beat().saved == 1, agent.beat()
+assert agent.beat().restored is None
+assert manager.restore(dict(state)) == 1
+told = agent.beat().restored
+assert (told.step, told.source) == (1, "disk") and told.began < told.ended, told
 manager.save(2, state)
 raise SystemError("an error of the script's own")
 """

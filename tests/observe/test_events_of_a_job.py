@@ -4,32 +4,58 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import WITHOUT_TORCH, Job
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in, until
 
 from elasticlib.observe.event import KINDS, Event, decode
+from elasticlib.observe.history import JobState
+from elasticlib.observe.runs import find_runs, runs_folder
+from elasticlib.observe.standing import NodeStanding, after
 
 pytestmark = pytest.mark.faults
 
+CONTEXT = str(PROGRAMS / "context_worker.py")
 
-def read(job: Job) -> list[Event]:
-    (path,) = job.folder.glob("logs/*/events.jsonl")
-    return [decode(line) for line in path.read_bytes().splitlines()]
+
+def of(events: list[Event], kind: str, generation: int | None = None) -> list[dict[str, Any]]:
+    return [
+        dict(event.facts)
+        for event in events
+        if event.kind == kind and generation in (None, event.generation)
+    ]
+
+
+def steps_of(job: Job) -> list[int]:
+    path = job.folder / "steps"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def run_with_a_loss(job: Job) -> list[Event]:
+    """Two workers; the second is killed, and after a restart they work until they are drained."""
+    flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(job.folder / "logs"))
+    command = job.agent("--standalone", *flags, program=CONTEXT, worker=("checkpoint", "10"))
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+    first = job.settled(2)
+    until("steps beyond a checkpoint", lambda: len(steps_of(job)) > 25)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    job.settled(2, after=1)
+    count = len(steps_of(job))
+    until("more steps", lambda: len(steps_of(job)) > count + 25)
+    agent.signal(signal.SIGUSR2)
+    assert agent.exit_code() == 75, agent.text
+    (events,) = job.events()
+    return events
 
 
 def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) -> None:
-    flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(job.folder / "logs"))
-    agent = job.start("a", *job.agent("--standalone", *flags), PYTHONPATH=WITHOUT_TORCH)
-    os.kill(job.settled(2)[1]["pid"], signal.SIGKILL)
-    job.settled(2, after=1)
-    job.finish()
-    assert agent.exit_code() == 0
-    events = read(job)
-    for event in events:
-        assert set(event.facts) == set(KINDS[event.kind]), event.kind
+    events = run_with_a_loss(job)
     kinds = [event.kind for event in events]
     assert (kinds[0], kinds[-1]) == ("run.began", "run.ended")
+    # Each kind that one node's job can tell was told, and with all of its facts.
+    assert set(kinds) == set(KINDS) - {"lost"}
     begun = [event for event in events if event.kind == "generation.began"]
     assert [(e.generation, e.facts["restarts"], e.facts["ranks"]) for e in begun] == [
         (1, 0, [0, 1]),
@@ -37,7 +63,61 @@ def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) 
     ]
     ends = [event for event in events if event.kind == "worker.ended"]
     assert (ends[0].rank, ends[0].generation, ends[0].facts["code"]) == (1, 1, -signal.SIGKILL)
-    assert {(e.rank, e.facts["ok"]) for e in ends if e.generation == 2} == {(0, True), (1, True)}
     assert kinds.index("failure") < kinds.index("stopped") < kinds.index("run.ended")
-    assert events[-1].facts["state"] == "succeeded"
-    assert [e.at for e in events] == sorted(e.at for e in events)
+    assert events[-1].facts["state"] == "drained"
+    # What a recovery cost can be read off: what each phase took, and which steps are done again.
+    (failure,), (lost, _) = of(events, "failure"), of(events, "stopping")
+    assert (failure["failure"], failure["silent"]) == ("killed", None)
+    assert "SIGKILL" in lost["because"]
+    assert [said["planned"] for said in of(events, "rendezvous.began")] == [False, False]
+    (restored,), (trains,) = of(events, "restored"), of(events, "training.began", 2)
+    assert restored["source"] == "peer"
+    assert 0 < restored["after"] < restored["after"] + restored["seconds"] < trains["seconds"]
+    last, done = of(events, "steps", 1)[-1], steps_of(job)
+    assert (restored["step"] + 1) % 10 == 0
+    assert trains["step"] == restored["step"] + 1 <= last["step"]
+    assert done.count(last["step"]) == 2 or last["step"] == restored["step"]
+    assert of(events, "steps", 2)[-1]["step"] == done[-1] == of(events, "snapshot", 2)[-1]["step"]
+    assert of(events, "saved", 2)[-1]["step"] == done[-1]
+    assert of(events, "steps", 2)[-1]["loss"] == 1 / (done[-1] + 1)
+    fold(events)
+    found_by_every_name(job)
+
+
+def fold(events: list[Event]) -> None:
+    standing = NodeStanding(events[0].run, events[0].node)
+    for event in events:
+        standing = after(standing, event)
+    assert (standing.state, standing.restarts) == (JobState.PREEMPTED, 1)
+
+
+def found_by_every_name(job: Job) -> None:
+    records = job.temporary / runs_folder().name
+    (record,) = records.iterdir()
+    (logs,) = (job.folder / "logs").iterdir()
+    ours = logs / "events.jsonl"
+    run = decode(ours.read_bytes().splitlines()[0]).run
+    names: list[str | Path] = ["", run, record.name, record, logs, logs.parent, ours]
+    for name in names:
+        (found,) = find_runs(name, folder=records)
+        assert found.resolve() == ours, name
+
+
+def test_a_run_that_is_to_keep_no_events_leaves_none(job: Job) -> None:
+    flags = ("--standalone", "--no-events", "--log-dir", str(job.folder / "logs"))
+    agent = job.run("a", *flags, PYTHONPATH=WITHOUT_TORCH)
+    job.settled(1)
+    job.finish()
+    assert agent.exit_code() == 0
+    assert not list(job.temporary.iterdir())
+    assert not list(job.folder.glob("logs/*/events.jsonl"))
+
+
+def test_a_run_whose_events_cannot_be_kept_is_run_all_the_same(job: Job) -> None:
+    (job.temporary / runs_folder().name).symlink_to(job.folder)
+    agent = job.run("a", "--standalone", PYTHONPATH=WITHOUT_TORCH)
+    job.settled(1)
+    job.finish()
+    assert agent.exit_code() == 0
+    assert "is no folder of this user's own" in agent.text
+    assert not left_in(job.temporary)

@@ -2,8 +2,9 @@
 
 `context_worker.py FOLDER [save SECONDS] [checkpoint EVERY] [hang RANK STEP]`. A step ends for
 nobody before all ranks are in it. Rank 0 writes the steps done to FOLDER/steps and, when it saves,
-FOLDER/checkpoint; where they stop each leaves FOLDER/stopped.GENERATION.RANK. They end with
-success some steps after FOLDER/finish is there. A rank that is to hang does so once, in that step.
+FOLDER/checkpoint, from which the next generation goes on; where they stop each leaves
+FOLDER/stopped.GENERATION.RANK. They end with success some steps after FOLDER/finish is there. A
+rank that is to hang does so once, in that step.
 """
 
 import json
@@ -72,6 +73,8 @@ def main() -> None:
     every, seconds = int(option("checkpoint", "0")), float(option("save", "0"))
     hang = sys.argv[sys.argv.index("hang") + 1 :][:2] if "hang" in sys.argv else []
     context = elasticlib.context()
+    if checkpoint.exists():
+        context.restored(step - 1, source="peer" if rank else "memory", seconds=0.01)
 
     def save() -> None:
         time.sleep(seconds)
@@ -90,7 +93,8 @@ def main() -> None:
                 file.write(f"{step}\n")
             if (folder / "finish").exists() and not ranks.finish:
                 ranks.write(100, step + STEPS_MORE)
-        context.step(step)
+        context.kept(step)
+        context.step(step, loss=1 / (step + 1), samples=4)
         stop = context.should_stop()
         if stop:
             said = {"step": step, "reason": stop.reason, "left": stop.seconds_left}

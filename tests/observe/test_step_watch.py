@@ -1,0 +1,156 @@
+"""The watch on the steps: what it sees belongs to the generation that it is told of with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import until
+
+from elasticlib.clock import monotonic
+from elasticlib.observe.interface import Journal
+from elasticlib.observe.step_watch import StepWatch
+from elasticlib.workers.beat import Beat
+from elasticlib.workers.channel import Channel
+from elasticlib.workers.channels import Channels
+from elasticlib.workers.context import Context
+from elasticlib.workers.interface import Workers
+
+
+class Kept(Journal):
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, dict[str, Any]]] = []
+
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        del rank
+        self.told.append((kind, generation, facts))
+
+    def of(self, kind: str) -> list[tuple[int, dict[str, Any]]]:
+        return [(generation, facts) for told, generation, facts in self.told if told == kind]
+
+
+class Group(Workers):
+    """Workers of one node by their channels alone; this test is each of them."""
+
+    tell_steps = True
+    start = collect = running = terminate = kill = close = None
+
+    def __init__(self) -> None:
+        self.channels = Channels(lambda _: None, lambda _: None)
+
+    def begin(self, watch: Journal, generation: int, count: int) -> list[Context]:
+        watch.tell("generation.began", generation=generation)
+        self.channels.begin()
+        found = []
+        for local in range(count):
+            channel = Channel(self.channels.open(local))
+            channel.own(1)
+            found.append(Context(channel))
+        for local in range(count):
+            watch.tell("worker.began", generation=generation, rank=local)
+        return found
+
+    def end(self) -> None:
+        for local in self.beats():
+            self.channels.close(local)
+
+    def beats(self) -> Mapping[int, Beat]:
+        return self.channels.beats()
+
+    def last_beats(self) -> Mapping[int, Beat]:
+        return self.channels.last_beats()
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group()
+    yield group
+    group.channels.close_all()
+
+
+def test_the_last_step_of_each_generation_is_told_before_the_next(group: Group) -> None:
+    journal = Kept()
+    # Its thread is not started: what is told is told by the agent's own words.
+    watch = StepWatch(group, journal)
+    for generation in (1, 2):
+        for worker in group.begin(watch, generation, 2):
+            for step in range(10 * generation):
+                worker.step(step, samples=2)
+        group.end()
+        watch.tell("rendezvous.began", generation=generation)
+        watch.tell("rendezvous.began", generation=generation)
+    watch.tell("generation.began", generation=3)
+    watch.tell("run.ended", generation=3)
+    assert [(g, facts["step"]) for g, facts in journal.of("steps")] == [(1, 9), (2, 19)]
+    assert [(g, facts["step"]) for g, facts in journal.of("training.began")] == [(1, 0), (2, 0)]
+    kinds = [kind for kind, _, _ in journal.told]
+    assert kinds.index("steps") < kinds.index("rendezvous.began")
+
+
+def test_that_training_has_begun_is_told_soon_and_how_far_it_is_now_and_then(
+    group: Group,
+) -> None:
+    journal = Kept()
+    with StepWatch(group, journal, every=0.3, soon=0.02) as watch:
+        (worker,) = group.begin(watch, 1, 1)
+        began = monotonic()
+        worker.restored(6, source="memory", seconds=0.001)
+        until("the state", lambda: journal.of("restored"))
+        assert not journal.of("steps")
+        worker.step(7)
+        made = monotonic() - began
+        until("the first step", lambda: journal.of("training.began"))
+        assert monotonic() - began < 0.3 or journal.of("steps")
+        until("steps", lambda: journal.of("steps"))
+        worker.step(8)
+        until("more steps", lambda: len(journal.of("steps")) == 2)
+    (_, facts), (_, state) = journal.of("training.began")[0], journal.of("restored")[0]
+    assert (facts["step"], state["step"]) == (7, 6)
+    # By the worker's clock, whenever that was looked at.
+    assert facts["seconds"] == pytest.approx(made, abs=0.02)
+
+
+class Broken(Group):
+    def beats(self) -> Mapping[int, Beat]:
+        raise OSError("gone")
+
+
+def test_a_look_that_fails_is_felt_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    journal, broken = Kept(), Broken()
+    watch = StepWatch(broken, journal)
+    broken.begin(watch, 1, 1)
+    watch.tell("run.ended")
+    broken.channels.close_all()
+    assert journal.told[-1][0] == "run.ended"
+    assert "could not be looked at" in caplog.text
+
+
+def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core(
+    group: Group,
+) -> None:
+    watch = StepWatch(group, Kept())
+    for worker in group.begin(watch, 1, 8):
+        worker.restored(1)
+    assert processor_seconds(lambda: watch._look(final=False), 200) < 1e-3
+
+
+def processor_seconds(call: Callable[[], object], calls: int) -> float:
+    began = time.process_time()
+    for _ in range(calls):
+        call()
+    return (time.process_time() - began) / calls
+
+
+def test_a_worker_of_an_older_version_tells_what_it_knows(tmp_path: Path) -> None:
+    agent = Channel(str(tmp_path / "channel"), create=True)
+    # Its words: the step, how many, and when.
+    agent._words[8], agent._words[9], agent._seconds[10] = 5, 3, 7.0
+    beat = agent.beat()
+    assert (beat.step, beat.steps, beat.at) == (5, 3, 7.0)
+    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
+    agent.close()
