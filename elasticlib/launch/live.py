@@ -1,4 +1,4 @@
-"""What lets a running node be looked at: where it stands, and answers through the store.
+"""What lets a running node be looked at from outside: where it stands, told through the store.
 
 Nothing of it takes part in the job, and no port is opened for it.
 """
@@ -22,7 +22,7 @@ from ..stores.file import FileStore
 from .config import LaunchConfig
 from .meeting import Meeting
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 """Between looks for a question where waiting is a poll of files."""
 
 
