@@ -9,14 +9,17 @@ import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 
-from elasticlib import LaunchConfig
+from elasticlib import LaunchConfig, Script
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
+from elasticlib.launch.checks import check_launch
 from elasticlib.launch.observe_flags import health_port
+from elasticlib.launch.observed import Observed
 
 pytestmark = pytest.mark.faults
 TALKER = str(PROGRAMS / "talking_worker.py")
@@ -62,10 +65,16 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     assert metric(text, "elasticlib_restarts_left") == 0
     assert metric(text, "elasticlib_recovery_seconds_count", 'until="started"') == 1
     assert metric(text, "elasticlib_generation") == 2
-    status, text = get(address, "/status.json")
-    said = json.loads(text)
-    assert (status, said["version"], said["healthy"], said["state"]) == (200, 1, True, "RUNNING")
-    assert [worker["rank"] for worker in said["workers"]] == [0, 1]
+
+    def status() -> dict[str, Any]:
+        code, text = get(address, "/status.json")
+        assert code == 200
+        return dict(json.loads(text))
+
+    # Workers are told of one by one, once their generation has begun.
+    until("both workers", lambda: [w["rank"] for w in status()["workers"]] == [0, 1])
+    said = status()
+    assert (said["version"], said["healthy"], said["state"]) == (1, True, "RUNNING")
     assert said["pid"] == agent.pid
     job.finish()
     assert agent.exit_code() == 0
@@ -84,19 +93,19 @@ def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
     assert agent.exit_code() == 143
 
 
-@pytest.mark.parametrize("by", ["flag", "variable"])
-def test_a_port_that_is_taken_is_refused_before_anything_starts(job: Job, by: str) -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_starts(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        if by == "flag":
-            agent = started(job, "--observe-port", port)
-            said = f"--observe-port: 127.0.0.1, port {port}, cannot be served"
-        else:
-            where = f"127.0.0.1:{port}"
-            agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=where)
-            said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
+        agent = started(job, "--observe-port", port)
         assert agent.exit_code() == 2
-    assert said in agent.text
+        environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
+        said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Observed(LaunchConfig(), environment, "n1")
+        findings = check_launch(LaunchConfig(observe_port=port), Script(TALKER), environment)
+        bad = {finding.check for finding in findings if finding.good is False}
+        assert bad == {"--observe-port", "TORCHELASTIC_HEALTH_CHECK_PORT"}
+    assert f"--observe-port: 127.0.0.1, port {port}, cannot be served" in agent.text
     assert "in use" in agent.text
     assert not list(job.folder.glob("talks.*"))
 

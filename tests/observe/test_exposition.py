@@ -147,7 +147,9 @@ def test_the_dashboard_is_laid_out_as_grafana_wants_it() -> None:
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
     assert used - {"__all", "__rate_interval", "__range", "1"} == names
     panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len({p["title"] for p in panels}) == len(panels)
+    assert (
+        len({panel["id"] for panel in panels}) == len({p["title"] for p in panels}) == len(panels)
+    )
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         at = panel["gridPos"]

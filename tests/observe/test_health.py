@@ -1,4 +1,4 @@
-"""Whether an agent is well: a loop that is stuck is found out, and one that is done is not blamed."""
+"""Whether an agent is well: a stuck loop is found out, and one that is done is not blamed."""
 
 from __future__ import annotations
 

@@ -60,7 +60,9 @@ def test_the_last_lines_are_those_that_tail_would_show(
 def events(folder: Path, run: str, *told: tuple[float, str, dict[str, Any]]) -> Path:
     folder.mkdir(parents=True)
     path = folder / "events.jsonl"
-    lines = [encode(Event(kind, run, folder.name, 1, at, at, None, facts)) for at, kind, facts in told]
+    lines = [
+        encode(Event(kind, run, folder.name, 1, at, at, None, facts)) for at, kind, facts in told
+    ]
     path.write_bytes(b"".join(lines))
     return path
 
