@@ -137,10 +137,10 @@ class Job:
             flags = ("--start-method=spawn", *flags)
         return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
-    def store(self) -> str:
+    def store(self, *flags: str) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
         command = (sys.executable, "-m", "elasticlib.launch.commands")
-        node = self.start("store", *command, "store", "--bind", "127.0.0.1:0")
+        node = self.start("store", *command, "store", "--bind", "127.0.0.1:0", *flags)
         return node.says(r"(127\.0\.0\.1:\d+)").group(1)
 
     def places(self, generation: int) -> list[dict[str, Any]]:

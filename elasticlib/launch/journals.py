@@ -32,7 +32,9 @@ def open_journal(
     config: LaunchConfig, workers: Workers, node: str, *, endpoint: str = ""
 ) -> Journal:
     """The node's `events.jsonl`, begun with what the launch is; nothing if none is wanted.
-    endpoint: where this node serves the job's store, if it does."""
+
+    endpoint: where this node serves the job's store, if it does.
+    """
     if not config.events:
         return NoJournal()
     logs = None
@@ -45,9 +47,9 @@ def open_journal(
         pid=os.getpid(),
         slots=config.nproc_per_node,
         settings=_settings(config),
+        endpoint=endpoint,
         logs="" if logs is None else str(logs),
         lease=config.timing.lease,
-        endpoint=endpoint,
         versions=versions(),
     )
     return journal
@@ -75,11 +77,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
         plain = isinstance(value, str | int | float | bool)
         if plain and value != field.default and field.name != "run_id":
             found[field.name] = value
-    return {**{name: str(value) for name, value in found.items()}, **_conf(config)}
-
-
-def _conf(config: LaunchConfig) -> dict[str, str]:
-    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
-    if config.foreign or not config.rdzv_configs:
-        return {}
-    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
+    if config.rdzv_configs and not config.foreign:  # ours name secrets by their files alone
+        conf = (f"{key}={text}" for key, text in config.rdzv_configs.items())
+        found["rdzv_conf"] = ",".join(conf)
+    return {name: str(value) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""What lets a running node be looked at: where it stands, and answers through the store.
+"""What lets a running node be looked at from outside: where it stands, told through the store.
 
 Nothing of it takes part in the job, and no port is opened for it.
 """

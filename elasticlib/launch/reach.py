@@ -121,6 +121,7 @@ def is_endpoint(text: str) -> bool:
 def _told(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
     """As the first event of each record tells it."""
     run_id = backend = endpoint = ""
+    living = _living()
     for path in records:
         event = next(events_of(path), None)
         if event is None:
@@ -129,7 +130,9 @@ def _told(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
         settings = event.facts.get("settings")
         if event.kind == "run.began" and isinstance(settings, dict):
             backend = str(settings.get("rdzv_backend", ""))
-            endpoint = str(event.facts.get("endpoint") or settings.get("rdzv_endpoint", ""))
+            # What an agent itself serves is gone with it.
+            served = event.facts.get("endpoint") if os.path.realpath(path) in living else ""
+            endpoint = str(served or settings.get("rdzv_endpoint", ""))
             conf = {**_pairs(str(settings.get("rdzv_conf", ""))), **conf}
             if endpoint:
                 break
@@ -164,7 +167,7 @@ def reached(target: Target, chosen: argparse.Namespace) -> Iterator[tuple[Store,
 
 def _open(target: Target, chosen: argparse.Namespace) -> Store:
     if not target.endpoint:
-        raise StoreUnavailable("nothing says where the nodes of this run meet")
+        raise StoreUnavailable("no agent lives here that served the store of this run")
     if target.backend == "file":
         if not Path(target.endpoint).is_dir():  # a store would make it
             raise StoreUnavailable(f"there is no folder {target.endpoint}")
@@ -221,7 +224,7 @@ def events_of(path: Path) -> Iterator[Event]:
 
 def recorded(target: Target) -> JobStatus | None:
     """What the events on this machine tell; None if there are none."""
-    living = {os.path.realpath(one.events) for one in known_runs() if one.living}
+    living = _living()
     nodes, newest = [], 0.0
     for path in target.records:
         found = _recorded_node(path, os.path.realpath(path) in living)
@@ -231,6 +234,11 @@ def recorded(target: Target) -> JobStatus | None:
     if not nodes:
         return None
     return status_of_records(target.run_id, nodes, age=max(0.0, wall() - newest))
+
+
+def _living() -> set[str]:
+    """The files of events of the agents that live here."""
+    return {os.path.realpath(one.events) for one in known_runs() if one.living}
 
 
 def _recorded_node(path: Path, lives: bool) -> tuple[NodeStatus, float] | None:

@@ -80,7 +80,7 @@ def decode_question(data: bytes) -> Question:
         raise ValueError(f"a question is at most {LONGEST_QUESTION} bytes, got {len(data)}")
     said = _loaded(data, "a question")
     what = said.get("what")
-    if what not in {one.value for one in What}:
+    if what not in [one.value for one in What]:
         raise ValueError(f"nobody knows the question {what!r}")
     ranks = said.get("ranks")
     if ranks is not None and not (isinstance(ranks, list) and all(map(_is_count, ranks))):
@@ -100,7 +100,7 @@ def decode_answer(data: bytes) -> Answer:
     """Raises ValueError, naming what is wrong with it."""
     said = _loaded(data, "an answer")
     state = said.get("state")
-    if state not in {one.value for one in JobState}:
+    if state not in [one.value for one in JobState]:
         raise ValueError(f"nobody knows the state {state!r}")
     workers = said.get("workers")
     if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):

@@ -16,6 +16,10 @@ from .status_words import spans
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
+_OURS = re.compile(
+    r"^ *File \".*/elasticlib/workers/(become|start|template)\.py\".*\n?", re.MULTILINE
+)
+"""How elasticlib came to run the program."""
 
 
 @attrs.frozen
@@ -30,7 +34,7 @@ def grouped(texts: Mapping[int, str]) -> list[Shared]:
     """Those that the fewest ranks share first: they are the ones to look at."""
     found: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
-        plain = _ADDRESS.sub("0x...", _THREAD.sub(r"\1", text)).strip()
+        plain = _ADDRESS.sub("0x...", _THREAD.sub(r"\1", _OURS.sub("", text))).strip()
         found.setdefault(plain, []).append(rank)
     groups = [Shared(tuple(ranks), text) for text, ranks in found.items()]
     return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))

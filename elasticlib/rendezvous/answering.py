@@ -28,7 +28,9 @@ from .keys import Keys
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 30.0
+"""After which it looks again in any case: a store that took the place of another between two
+calls counts from the beginning, and what is there may look old."""
 ANSWER_SECONDS = 30.0
 """For which an answer stands, if the node that gave it ends before the question does."""
 REST_SECONDS = 0.05
@@ -84,10 +86,10 @@ class Answerer:
         while not self._over.is_set():
             try:
                 listing = self._store.list(self._keys.questions)
-                if self._answer_all(listing.entries):
-                    self._over.wait(REST_SECONDS)
+                answered = self._answer_all(listing.entries)
                 failures = 0
                 self._wait(listing.version)
+                self._over.wait(REST_SECONDS * answered)
             except Exception as error:
                 # Whatever it is, it is worth no more than an answer; the job goes on.
                 failures += 1

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .beat import Beat, TakenUp
+from .beat import NOTHING, SOURCES, Beat, TakenUp
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names the file, in a worker's environment."""
@@ -57,8 +55,6 @@ class Channel:
         self._words = self._view.cast("q")
         self._seconds = self._view.cast("d")
         if create:
-            from .beat import NOTHING
-
             self._words[_STEP] = self._words[_SAVED] = NOTHING
             self._words[_MAGIC] = MAGIC
         elif self._words[_MAGIC] != MAGIC:
@@ -154,8 +150,6 @@ class Channel:
         self._words[_SNAPSHOTS] += 1
 
     def tell_restored(self, state: TakenUp) -> None:
-        from .beat import SOURCES
-
         words, seconds = self._words, self._seconds
         words[_RESTORED_STEP], words[_SOURCE] = state.step, SOURCES.index(state.source)
         seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
@@ -213,9 +207,6 @@ class Channel:
 
     def beat(self) -> Beat:
         """What the worker has told."""
-        # Imported here, by the agent: a worker need not wait for attrs, which its end needs not.
-        from .beat import NOTHING, Beat
-
         words, seconds = self._words, self._seconds
         steps = words[_STEPS]
         known = (
@@ -243,8 +234,6 @@ class Channel:
         )
 
     def _restored(self) -> TakenUp | None:
-        from .beat import SOURCES, TakenUp
-
         words, seconds = self._words, self._seconds
         source = words[_SOURCE]
         # A worker of a newer version may know of more of them.

@@ -1,0 +1,233 @@
+"""`elasticlib status` and `stacks` of real jobs: what runs, what stands still, what is over."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of, until
+
+from elasticlib.launch.commands import main
+
+pytestmark = pytest.mark.faults
+
+STEPS = str(PROGRAMS / "context_worker.py")
+SHORT = ("--rdzv-conf", "last_call_timeout=0.3")
+SPAWN = ("--start-method", "spawn", *SHORT)
+
+
+def told(job: Job, *arguments: str, code: int | None = 0) -> tuple[str, str]:
+    """What an `elasticlib` command says, on stdout and on stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        # Where the job's own processes keep their records.
+        patch.setattr(tempfile, "tempdir", str(job.shortcut))
+        try:
+            found = main(arguments)
+        except SystemExit as error:
+            found = int(error.code or 0)
+    assert code in (None, found), (found, out.getvalue(), err.getvalue())
+    return out.getvalue(), err.getvalue()
+
+
+def status(job: Job, *arguments: str, code: int | None = 0) -> dict[str, Any]:
+    out, _ = told(job, "status", "--json", *arguments, code=code)
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def stepping(job: Job, name: str, *flags: str) -> Node:
+    command = job.agent(*SPAWN, *flags, program=STEPS)
+    return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH, NODE=name)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "file"])
+def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
+    job: Job, backend: str
+) -> None:
+    endpoint = job.store() if backend == "tcp" else str(job.folder / "meeting")
+    meet = ("--nnodes", "2", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
+    flags = (*meet, "--rdzv-id", "the job", "--max-restarts", "2")
+    nodes = [stepping(job, name, *flags) for name in "ab"]
+    places = job.settled(2)
+    place = ("--rdzv-backend", backend, endpoint)
+    found = status(job, *place)
+    assert (found["run"], found["state"], found["source"]) == ("the job", "RUNNING", "nodes")
+    assert (found["generation"], found["world"], found["max_restarts"]) == (1, 2, 2)
+    assert [node["rank"] for node in found["nodes"]] == [0, 1]
+    assert {node["pid"] for node in found["nodes"]} == {node.pid for node in nodes}
+    assert {w["name"] for n in found["nodes"] for w in n["workers"]} == {
+        f"pid {place['pid']}" for place in places
+    }
+    # By the job's name, as this machine remembers it, and its steps go on.
+    again = until("steps", lambda: _past(found["step"] or 0, status(job, "the job")))
+    assert again["per_second"] > 0
+    if backend == "tcp":
+        os.kill(nodes[1].pid, signal.SIGSTOP)
+        still = status(job, "--timeout", "0.5", "the job")
+        assert [node["answers"] for node in still["nodes"]] == [
+            node["pid"] != nodes[1].pid for node in found["nodes"]
+        ]
+        assert still["state"] == "RUNNING"
+        os.kill(nodes[1].pid, signal.SIGCONT)
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    over = status(job, "the job")
+    assert (over["state"], over["exit_code"]) == ("SUCCEEDED", 0)
+
+
+def _past(step: int, found: dict[str, Any]) -> dict[str, Any] | None:
+    return found if (found["step"] or 0) > step and found["per_second"] else None
+
+
+def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
+    secret = job.folder / "secret"
+    secret.write_text("known")
+    meet = (
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        job.store("--secret-file", str(secret)),
+        "--rdzv-id",
+        "job",
+    )
+    flags = (*meet, "--rdzv-conf", f"last_call_timeout=0.3,secret_file={secret}")
+    budget = ("--max-restarts", "1")
+    nodes = [job.run("a", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="a")]
+    known = ("--secret-file", str(secret), meet[3])
+    waits = until("a node", lambda: _waits(job, *known))
+    assert waits["nodes"][0]["state"] == "RENDEZVOUS"
+    _, refused = told(job, "status", meet[3], code=4)
+    assert "secret" in refused
+    nodes.append(job.run("b", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="b"))
+    first = job.settled(2)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    second = job.settled(2, after=generation_of(first))
+    again = status(job, "job")
+    assert (again["restarts"], again["generation"]) == (1, 2)
+    assert "SIGKILL" in again["reason"]
+    os.kill(second[0]["pid"], signal.SIGKILL)
+    assert [node.exit_code() for node in nodes] == [1, 1]
+    assert status(job, "job", code=1)["state"] == "FAILED"
+
+
+def _waits(job: Job, *place: str) -> dict[str, Any] | None:
+    out, _ = told(job, "status", "--json", *place, code=None)
+    found: dict[str, Any] | None = json.loads(out) if out else None
+    return found if found and found["state"] == "WAITING" else None
+
+
+SLEEPS = """
+import ctypes, os, sys, time
+from pathlib import Path
+
+def deep():
+    time.sleep(600)
+
+Path(sys.argv[1], f"up.{os.environ['RANK']}").touch()
+if os.environ["RANK"] == "2":
+    while True:  # the signal ends a sleep of C's
+        ctypes.CDLL(None).sleep(600)
+deep()
+"""
+
+
+def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stopped(
+    job: Job,
+) -> None:
+    script = job.folder / "sleeps.py"
+    script.write_text(SLEEPS)
+    flags = ("--standalone", "--start-method", "spawn", "--nproc-per-node", "4")
+    node = job.start(
+        "a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH, NODE="a"
+    )
+    until("all ranks", lambda: len(list(job.folder.glob("up.*"))) == 4)
+    shown, _ = told(job, "stacks")
+    assert re.search(r"rank 2:\n  .*\n.*sleeps.py\", line 11 in <module>", shown), shown
+    assert re.search(r"ranks 0-1, 3:\n  .*\n.*line 6 in deep\n.*line 12 in <module>", shown), shown
+    worker = int(status(job)["nodes"][0]["workers"][3]["name"].split()[1])
+    os.kill(worker, signal.SIGSTOP)
+    shown, _ = told(job, "stacks", "-r", "2-3,9")
+    assert "rank 2:" in shown
+    assert "in deep" not in shown
+    assert "rank 3 wrote nothing within a second" in shown
+    assert "no node that answered has a worker of rank 9" in shown
+    os.kill(worker, signal.SIGCONT)
+    node.signal(signal.SIGTERM)
+    node.exit_code()
+    assert status(job, code=5)["state"] == "STOPPED"
+    assert "no agent lives here that served the store" in told(job, "stacks", code=4)[1]
+
+
+BECOMES = """
+import os, sys
+from pathlib import Path
+
+Path(sys.argv[1], "up").touch()
+os.execvp("sleep", ["sleep", "600"])
+"""
+
+
+def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: Job) -> None:
+    script = job.folder / "becomes.py"
+    script.write_text(BECOMES)
+    flags = ("--standalone", "--start-method", "spawn")
+    node = job.start("a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH)
+
+    def became() -> bool:
+        names = [Path(f"/proc/{pid}/comm").read_text() for pid in job.processes()]
+        return "sleep\n" in names
+
+    until("the worker to be another program", became)
+    shown, _ = told(job, "stacks")
+    assert "cannot be asked" in shown or "wrote nothing" in shown
+    assert status(job)["state"] == "RUNNING"
+    node.signal(signal.SIGTERM)
+    node.exit_code()
+
+
+def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
+    agent = stepping(job, "a", "--standalone")
+    job.settled(1)
+    watch = (sys.executable, "-m", "elasticlib.launch.commands", "status", "--watch")
+    often = (*watch, "--every", "0.1")
+    stopped, lasting = job.start("w1", *often), job.start("w2", *often, "--json")
+    stopped.says(r": RUNNING for")
+    lasting.says(r'"state": "RUNNING"')
+    stopped.signal(signal.SIGINT)
+    assert stopped.exit_code() == 0
+    assert "Traceback" not in stopped.text
+    job.finish()
+    assert agent.exit_code() == 0
+    assert lasting.exit_code() == 0
+    assert json.loads(lasting.text.splitlines()[-1])["state"] == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("nothing",), 4, "nothing"),
+        (("127.0.0.1:1", "--timeout", "0.2"), 4, "127.0.0.1:1 was not reached"),
+        (("--rdzv-id", "x"), 2, "are for an ENDPOINT"),
+        (("--rdzv-backend", "file", "/nowhere"), 4, "no folder /nowhere"),
+        (("--timeout", "0"), 2, "a positive number of seconds"),
+        (("127.0.0.1:1", "--rdzv-conf", "cacert=x"), 2, "cacert belongs to --rdzv-backend etcd"),
+    ],
+)
+def test_what_cannot_be_told_is_a_sentence(
+    job: Job, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    assert says in told(job, "status", *arguments, code=code)[1]

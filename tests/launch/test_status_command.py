@@ -1,0 +1,118 @@
+"""`elasticlib status` of what is written down, drawn in place where a terminal and rich are."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticlib.clock import wall
+from elasticlib.launch.commands import main
+from elasticlib.observe.event import Event, encode
+from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
+
+GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
+
+
+def written(folder: Path, *more: tuple[str, dict[str, Any]]) -> str:
+    """A folder with the events of a run that nobody runs any more."""
+    began = {"host": "h", "pid": 1, "slots": 1, "settings": {"rdzv_backend": "tcp"}}
+    kinds = (
+        ("run.began", began),
+        ("generation.began", {**GENERATION, "cause": "the job starts"}),
+        ("worker.began", {"rank": 0, "local_rank": 0, "name": "pid 2"}),
+        ("saved", {"step": 40}),
+        *more,
+    )
+    lines = []
+    for at, (kind, facts) in enumerate(kinds):
+        rest = {name: value for name, value in facts.items() if name != "rank"}
+        number = int(at > 0)
+        event = Event(kind, "job", "n1", number, wall() - 60, float(at), facts.get("rank"), rest)
+        lines.append(encode(event))
+    (folder / "events.jsonl").write_bytes(b"".join(lines) + b'{"v":1,"kin')
+    return str(folder)
+
+
+ENDED = ("run.ended", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
+
+
+def test_a_run_that_is_over_is_told_from_its_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", written(tmp_path, ENDED)]) == 1
+    said = capsys.readouterr().out
+    assert "job: FAILED\n  as its events tell, the last of 1 min 0 s ago" in said
+    assert "checkpoint 40" in said
+    assert "why: rank 0 raised" in said
+
+
+def test_a_run_that_nobody_runs_any_more_has_no_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--json", written(tmp_path)]) == 4
+    said = json.loads(capsys.readouterr().out)
+    assert (said["state"], said["source"], said["exit_code"]) == (None, "events", 4)
+    assert said["age"] >= 60
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(folder: str, patch: pytest.MonkeyPatch, **environment: str) -> str:
+    terminal = Terminal()
+    patch.setattr(sys, "stdout", terminal)
+    for name in ("NO_COLOR", "TERM", "COLUMNS"):
+        patch.delenv(name, raising=False)
+    for name, text in environment.items():
+        patch.setenv(name, text)
+    assert main(["status", "--watch", folder]) == 1
+    return terminal.getvalue()
+
+
+def test_on_a_terminal_it_is_drawn_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    said = watched(written(tmp_path, ENDED), monkeypatch, TERM="xterm", COLUMNS="100")
+    assert "\x1b[" in said
+    assert "pid 2" in said
+    assert "why: rank 0 raised" in said
+
+
+def test_where_no_colours_are_wanted_it_is_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = watched(written(tmp_path, ENDED), monkeypatch, NO_COLOR="1")
+    assert "\x1b" not in said
+    assert "why: rank 0 raised" in said
+
+
+def test_without_rich_it_is_plain_text_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.delitem(sys.modules, "elasticlib.launch.status_table", raising=False)
+    said = watched(written(tmp_path, ENDED), monkeypatch)
+    assert "\x1b" not in said
+    assert "why: rank 0 raised" in said
+    assert "pip install 'elasticlib[ui]'" in capsys.readouterr().err
+
+
+def test_the_help_describes_every_exit_code_and_every_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    said = capsys.readouterr().out
+    for code, meaning in EXIT_CODES.items():
+        assert f"  {code}  {meaning}" in said
+    assert all(f"  {name}: " in said for name in (*FIELDS, *NODE_FIELDS))

@@ -1,0 +1,193 @@
+"""What a job is doing, of what its store holds and its nodes say; and how that is shown."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+
+from elasticlib.observe.history import JobState
+from elasticlib.observe.question import Answer, Stacks
+from elasticlib.observe.same_stacks import grouped, told
+from elasticlib.observe.standing import NodeStanding, WorkerStanding
+from elasticlib.observe.status import JobStatus, JobView, NodeStatus, status_of
+from elasticlib.observe.status_words import (
+    EXIT_CODES,
+    FIELDS,
+    MOST_NODES,
+    NODE_FIELDS,
+    as_document,
+    duration,
+    exit_code,
+    headline,
+    lines,
+    node_table,
+    rank_table,
+    spans,
+)
+from elasticlib.rendezvous.codec import Note
+from elasticlib.rendezvous.document import (
+    Document,
+    Failure,
+    Limits,
+    Node,
+    Phase,
+    reopen,
+    resize,
+    settle,
+)
+
+NODES = tuple(Node(f"id{n}", f"h{n}", "", 2) for n in range(3))
+SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, mark="m")
+S = JobState
+
+
+def answer(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> Answer:
+    rank = NODES.index(node)
+    workers = (
+        WorkerStanding(2 * rank, 0, "pid 1", step=10 + rank, per_second=4.0, silent=0.5, saved=8),
+        WorkerStanding(2 * rank + 1, 1, "pid 2", step=11 + rank, per_second=5.0, silent=0.25),
+    )
+    return Answer(1, NodeStanding("job", node.id, state=state, workers=workers), seconds, 9.0)
+
+
+def view(document: Document | None, *states: JobState, live: int = 2) -> JobView:
+    answers = {
+        node.id: answer(node, state, 1.0 + n)
+        for n, (node, state) in enumerate(zip(NODES, states, strict=False))
+    }
+    return JobView("job", document, NODES[:live], Note("1 of 2 nodes are here"), answers)
+
+
+def state(document: Document | None, *states: JobState, live: int = 2) -> JobState | None:
+    found = status_of(view(document, *states, live=live))
+    assert found is not None
+    return found.state
+
+
+def test_a_job_that_nobody_knows_is_none() -> None:
+    assert status_of(view(None, live=0)) is None
+
+
+def test_it_waits_meets_runs_and_ends() -> None:
+    assert state(None, live=1) is S.WAITING
+    assert state(Document(Limits(2, 3)), live=1) is S.WAITING
+    assert state(Document(Limits(2, 3)), live=2) is S.RENDEZVOUS
+    assert state(SETTLED, S.RENDEZVOUS, S.RUNNING) is S.RENDEZVOUS
+    assert state(SETTLED, S.RUNNING, S.RUNNING) is S.RUNNING
+    assert state(SETTLED, S.SUCCEEDED, S.RUNNING) is S.RUNNING
+    assert state(SETTLED, S.SUCCEEDED, S.SUCCEEDED) is S.SUCCEEDED
+    ended = {"SUCCEEDED": S.SUCCEEDED, "FAILED": S.FAILED, "ABORTED": S.STOPPED}
+    for phase, want in ended.items():
+        assert state(attrs.evolve(SETTLED, phase=Phase[phase]), live=0) is want
+
+
+def test_why_it_is_between_two_generations_is_told_apart() -> None:
+    assert state(SETTLED, S.RUNNING, S.RESTARTING) is S.RESTARTING
+    assert state(SETTLED, S.RESTARTING, S.DRAINING) is S.DRAINING
+    assert state(reopen(SETTLED, "gone")) is S.RENDEZVOUS
+    assert state(reopen(SETTLED, "gone"), live=1) is S.WAITING
+    assert state(reopen(SETTLED, "failed", Failure("id0", "rank 0"))) is S.RESTARTING
+    assert state(resize(SETTLED, "one more")) is S.RESIZING
+
+
+def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
+    found = status_of(view(SETTLED, live=0))
+    assert found is not None
+    assert (found.state, exit_code(found)) == (None, 4)
+    assert [node.state for node in found.nodes] == ["gone", "gone"]
+    assert "no node lives any more" in found.reason
+
+
+def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
+    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
+    assert found is not None
+    assert (found.step, found.per_second, found.saved, found.snapshot) == (10, 4.0, 8, None)
+    assert (found.generation, found.world, found.max_restarts, found.since) == (1, 4, 4, 1.0)
+    assert [node.host for node in found.spares] == ["h2"]
+    assert [node.host for node in found.silent] == ["h2"]
+    text = "\n".join(headline(found))
+    assert "job: RUNNING for 1.0 s" in text
+    assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
+    assert "step 10, steps/s 4, checkpoint 8" in text
+    assert "spares: h2" in text
+    assert "not answering: h2" in text
+
+
+def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
+    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
+    assert found is not None
+    document = json.loads(json.dumps(as_document(found)))
+    assert set(document) == set(FIELDS)
+    assert all(set(node) == set(NODE_FIELDS) for node in document["nodes"])
+    assert [node["answers"] for node in document["nodes"]] == [True, True, False]
+    assert document["nodes"][1]["workers"][0]["step"] == 11
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "code"),
+    [
+        (S.RUNNING, None, 0),
+        (S.SUCCEEDED, None, 0),
+        (S.SUCCEEDED, 9.0, 0),
+        (S.FAILED, None, 1),
+        (S.FAILED, 9.0, 1),
+        *((between, None, 3) for between in JobState if not between.over and between != S.RUNNING),
+        (S.RUNNING, 9.0, 4),
+        (None, None, 4),
+        (S.STOPPED, None, 5),
+        (S.PREEMPTED, 9.0, 5),
+    ],
+)
+def test_scripts_can_go_by_the_exit_code(state: JobState, age: float | None, code: int) -> None:
+    assert exit_code(JobStatus("job", state, age=age)) == code
+    assert code in EXIT_CODES
+
+
+def thousand() -> JobStatus:
+    def node(n: int) -> NodeStatus:
+        silent = 30.0 if n == 500 else 0.1
+        worker = WorkerStanding(n, 0, "pid 1", step=100 + n % 2, silent=silent)
+        standing = NodeStanding("job", f"n{n}", state=S.RUNNING, workers=(worker,))
+        answers = n not in (7, 8)
+        said = Answer(1, standing, 1.0, 1.0) if answers else None
+        return NodeStatus(f"n{n}", f"h{n}", n, 1, lives=True, answer=said)
+
+    return JobStatus("job", S.RUNNING, nodes=tuple(node(n) for n in range(1000)))
+
+
+def test_a_thousand_nodes_fit_on_a_screen_and_the_odd_ones_are_seen() -> None:
+    shown = lines(node_table(thousand()))
+    assert len(shown) <= MOST_NODES + 2
+    assert shown[1].split()[:4] == ["7", "h7", "no", "answer"]
+    assert any(line.split()[:2] == ["500", "h500"] and "30 s" in line for line in shown)
+    assert shown[-1].startswith("4-6, 9-499, 501-999  993 others  RUNNING")
+    assert "100 to 101" in shown[-1]
+    assert rank_table(thousand())[1] == []
+
+
+def test_lengths_of_time_and_spans_read_well() -> None:
+    seconds = (0.25, 9.99, 42.0, 192.0, 7500.0, 300_000.0)
+    want = ["0.2 s", "10.0 s", "42 s", "3 min 12 s", "2 h 5 min", "3 d 11 h"]
+    assert [duration(one) for one in seconds] == want
+    assert spans([7, 0, 1, 2, 3, 1]) == "0-3, 7"
+
+
+SLEEPS = 'Thread 0x00007f{} (most recent call first):\n  File "train.py", line 9 in step\n'
+
+
+def test_stacks_that_differ_in_addresses_alone_are_shown_once_and_rare_ones_first() -> None:
+    texts = {rank: SLEEPS.format(f"{rank:08x}") for rank in range(4)}
+    texts[2] = texts[2].replace("line 9", "line 7")
+    assert [group.ranks for group in grouped(texts)] == [(2,), (0, 1, 3)]
+
+
+def test_who_does_not_show_its_stacks_is_named() -> None:
+    asked = view(SETTLED, S.RUNNING)
+    one = Stacks({0: SLEEPS.format("1")}, silent=(1,), mute={4: "pid 9"})
+    said = "\n".join(told(attrs.evolve(asked, stacks={"id0": one}), frozenset({0, 1, 6})))
+    assert "h0: rank 1 wrote nothing within a second" in said
+    assert "h0: rank 4 (pid 9) is no Python program that elasticlib started" in said
+    assert "h1 does not answer" in said
+    assert "no node that answered has a worker of rank 6" in said
