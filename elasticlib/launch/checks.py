@@ -19,6 +19,7 @@ from ..workers.processors import bindings, count_cores
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
 from ..workers.timer_server import VARIABLE as TIMERS
 from .config import TCP_BACKENDS, LaunchConfig
+from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .requeue import find_requeue
 from .secret import read_secret
 from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
@@ -46,6 +47,7 @@ def check_launch(
     found += _modules(config, entrypoint)
     found += _timers(config)
     found += _refusals(config, environment)
+    found += _ports(config, environment)
     found += _place(config)
     return found
 
@@ -144,6 +146,22 @@ def _refusals(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[
         lambda: read_secret(environment, path, "--rdzv-conf secret_file"),
         "nodes must prove to know it",
     )
+
+
+def _ports(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Those at which it would be observed."""
+    asked: dict[str, tuple[str, int] | None] = {}
+    if config.observe_port is not None:
+        asked[FLAG] = read_port(config.observe_port, FLAG, LOOPBACK)
+    try:
+        asked[VARIABLE] = health_port(environment)
+    except ConfigError as error:
+        yield Finding(VARIABLE, False, str(error))
+    for name, where in asked.items():
+        if where is not None:
+            why = why_not_served([where[0]], where[1])
+            said = "can be served" if why is None else f"cannot be served: {why}"
+            yield Finding(name, why is None, f"{join_endpoint(*where)} {said}")
 
 
 def _tried(check: str, do: Callable[[], object], sentence: str) -> Iterator[Finding]:

@@ -14,22 +14,23 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ..clock import monotonic
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
-from . import diagnosis, network_diagnosis
-from .checks import Finding
 from .secret import read_secret
+
+if TYPE_CHECKING:
+    from .checks import Finding
 
 LIMIT = 12.0
 """Seconds for all looks together."""
 VERSION = 1
 _WORDS = {True: "ok", False: "BAD", None: "note"}
-Look = Callable[[], Iterator[Finding]]
+Look = Callable[[], "Iterator[Finding]"]
 
 
 def add_doctor(commands: Any) -> None:
@@ -79,7 +80,10 @@ def _looks(
     target: tuple[str, int] | None, log_dir: str | None, secret: bytes | None
 ) -> dict[str, Look]:
     """By name, in the order in which they are told."""
-    network = network_diagnosis
+    # Here, as the other commands are not to wait for what the looks import.
+    from . import diagnosis
+    from . import network_diagnosis as network
+
     found: dict[str, Look] = {"versions": diagnosis.look_at_versions}
     found["own name"] = partial(network.look_at_own_name, os.environ, target)
     found["interface"] = partial(network.look_at_interfaces, os.environ, target)
@@ -102,6 +106,8 @@ def _looks(
 def taken(looks: dict[str, Look], limit: float = LIMIT) -> list[Finding]:
     """What all of them find, in their order; a look that takes longer than the limit, in seconds,
     is left to itself and said to."""
+    from .checks import Finding
+
     answers: queue.SimpleQueue[tuple[str, list[Finding]]] = queue.SimpleQueue()
     for name, look in looks.items():
         threading.Thread(target=_take, args=(name, look, answers.put), daemon=True).start()
@@ -121,5 +127,7 @@ def _take(name: str, look: Look, put: Callable[[tuple[str, list[Finding]]], None
     try:
         put((name, list(look())))
     except Exception as error:
+        from .checks import Finding
+
         sentence = f"could not be found out: {type(error).__name__}: {error}"
         put((name, [Finding(name, None, sentence)]))

@@ -64,11 +64,9 @@ class Observed:
             port = ObservePort(host, number)
         except OSError as error:
             why = error.strerror or str(error)
+            other = ", or 0 for any that is free" if name == FLAG else ""
             raise ConfigError(
-                f"{name}: {host}, port {number}, cannot be served ({why}): give another port, or 0 "
-                "for any that is free"
-                if name == FLAG
-                else f"{name}={number} cannot be served at {host} ({why}): give another port"
+                f"{name}: {host}, port {number}, cannot be served ({why}): give another port{other}"
             ) from error
         self._ports.append((port, paths))
 

@@ -108,10 +108,14 @@ class NodeLogs:
 
 
 class Tail:
-    """The lines of a file that grows, or is not there yet, as they come."""
+    """The lines of a file that grows, or is not there yet, as they come.
 
-    def __init__(self, path: Path) -> None:
+    chunk: bytes to read at a time, and the longest piece of a line that does not end.
+    """
+
+    def __init__(self, path: Path, *, chunk: int = CHUNK) -> None:
         self.path = path
+        self._chunk = chunk
         self._at = 0
         self._part = b""
 
@@ -120,19 +124,18 @@ class Tail:
         try:
             with self.path.open("rb") as file:
                 at = end = file.seek(0, os.SEEK_END)
-                found, last = 0, b""
-                while at > 0 and found <= count:
-                    size = min(CHUNK, at)
+                last = b""
+                # One end of a line more than lines: what is before the first of them.
+                while count and at > 0 and last.count(b"\n") <= count:
+                    size = min(self._chunk, at)
                     at -= size
                     file.seek(at)
-                    data = file.read(size)
-                    # The end of the file's last line begins no line behind it.
-                    found += data.count(b"\n") - (at + size == end and data.endswith(b"\n"))
-                    last = data + last
+                    last = file.read(size) + last
         except OSError:
             return
-        lines = last.splitlines(keepends=True) if count else []
-        self._at = end - sum(map(len, lines[-count:] if count else []))
+        ended = last.endswith(b"\n")
+        wanted = last.removesuffix(b"\n").split(b"\n")[-count:] if last else []
+        self._at = end - sum(len(line) + 1 for line in wanted) + (bool(wanted) and not ended)
 
     def lines(self) -> Iterator[bytes]:
         """All whole lines since the last call, without their ends; endless ones come in pieces."""
@@ -144,11 +147,11 @@ class Tail:
             if os.fstat(file.fileno()).st_size < self._at:
                 self._at, self._part = 0, b""  # it was made anew
             file.seek(self._at)
-            while data := file.read(CHUNK):
+            while data := file.read(self._chunk):
                 self._at += len(data)
                 *whole, self._part = (self._part + data).split(b"\n")
                 yield from whole
-                if len(self._part) > CHUNK:
+                if len(self._part) > self._chunk:
                     yield self._part
                     self._part = b""
 

@@ -1,0 +1,105 @@
+"""`elasticlib logs` of real jobs: whose lines they are, as they come, over restarts."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
+
+from elasticlib.launch.commands import main
+
+pytestmark = pytest.mark.faults
+COMMAND = (sys.executable, "-m", "elasticlib.launch.commands", "logs")
+TALKER = str(PROGRAMS / "talking_worker.py")
+FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
+
+
+def started(job: Job, *flags: str) -> Node:
+    command = job.agent(*FLAGS, *flags, program=TALKER)
+    node = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+    talks(job, 0)
+    return node
+
+
+def talks(job: Job, attempt: int) -> None:
+    for rank in range(2):
+        path = job.folder / f"talks.{attempt}.{rank}"
+        until(f"rank {rank} to talk in attempt {attempt}", path.exists)
+
+
+Logs = Callable[..., tuple[int, list[str], str]]
+
+
+@pytest.fixture
+def logs(job: Job, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Logs:
+    """The command, with its exit code, its lines and its complaints."""
+    monkeypatch.setattr(tempfile, "tempdir", str(job.shortcut))
+
+    def run(*args: str) -> tuple[int, list[str], str]:
+        try:
+            code = main(["logs", *args])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        said = capfd.readouterr()
+        return code, said.out.splitlines(), said.err
+
+    return run
+
+
+def test_lines_are_followed_over_a_restart_until_the_run_is_over(job: Job, logs: Logs) -> None:
+    folder = str(job.folder / "logs")
+    flags = ("--max-restarts", "1", "--log-dir", folder, "--redirects", "3")
+    agent = started(job, *flags)
+    follower = job.start("logs", *COMMAND, "-f", "-r", "1")
+    follower.says(r"\[1\] err 1 0")
+    (job.folder / "fail.1").touch()
+    talks(job, 1)
+    follower.says(r"\[1\] err 1 1")
+    assert follower.process.poll() is None
+    job.finish()
+    assert agent.exit_code() == 0
+    assert follower.exit_code() == 0
+    assert sorted(follower.text.splitlines()) == sorted(
+        ["[1] out 1 0", "[1] err 1 0", "[1] out 1 1", "[1] err 1 1", "[1] bye 1"]
+    )
+    newest = ["[0] out 0 1", "[0] bye 0", "[0] err 0 1", "[1] out 1 1", "[1] bye 1", "[1] err 1 1"]
+    assert logs() == (0, newest, "")
+    first = ["[0] err 0 0", "[1] err 1 0"]
+    assert logs(folder, "--attempt", "0", "--stream", "err") == (0, first, "")
+    both = [*first[:1], "[0] err 0 1"]
+    assert logs("--attempt", "all", "--stream", "err", "-r", "0") == (0, both, "")
+    assert logs("-n", "1", "--stream", "out")[1] == ["[0] bye 0", "[1] bye 1"]
+    code, lines, said = logs("-r", "1,7")
+    assert (code, len(lines)) == (1, 3)
+    assert "has the ranks 0 to 1 there, not [7]" in said
+    assert "has the attempts [0, 1]" in logs("--attempt", "4")[2]
+
+
+def test_a_run_that_keeps_nothing_says_how_to_keep_it(job: Job, logs: Logs) -> None:
+    agent = started(job, "--redirects", "0:1", "--log-dir", str(job.folder / "logs"))
+    code, lines, said = logs()
+    assert (code, lines) == (0, ["[0] out 0 0"])
+    assert "nothing is kept of the ranks [1]" in said
+    code, lines, said = logs("-r", "1")
+    assert (code, lines) == (1, [])
+    assert "--log-dir DIR with --redirects 3" in said
+    assert "--tee 3" in said
+    # Nobody says that it is over: the follower finds the agent gone.
+    follower = job.start("logs", *COMMAND, "-f")
+    follower.says(r"\[0\] out 0 0")
+    agent.kill()
+    assert follower.exit_code() == 0
+
+
+def test_a_run_that_is_not_there_and_ranks_that_are_none_are_said_so(
+    logs: Logs, tmp_path: Path
+) -> None:
+    code, lines, said = logs(str(tmp_path / "nothing"))
+    assert (code, lines) == (1, [])
+    assert "nothing" in said
+    for bad in (("-r", "x"), ("--attempt", "-1"), ("-n", "no"), ("--stream", "in")):
+        assert logs(*bad)[0] == 2

@@ -1,0 +1,132 @@
+"""`--observe-port` and TORCHELASTIC_HEALTH_CHECK_PORT of real jobs."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
+
+from elasticlib import LaunchConfig, Script
+from elasticlib.errors import ConfigError
+from elasticlib.launch.arguments import parse
+from elasticlib.launch.checks import check_launch
+from elasticlib.launch.observe_flags import health_port
+from elasticlib.launch.observed import Observed
+
+pytestmark = pytest.mark.faults
+TALKER = str(PROGRAMS / "talking_worker.py")
+FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def started(job: Job, *flags: str, **extra: str) -> Node:
+    command = job.agent(*FLAGS, *flags, program=TALKER)
+    return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, **extra)
+
+
+def metric(text: str, name: str, labels: str = "") -> float | None:
+    found = re.search(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} (\S+)$", text, re.MULTILINE)
+    return float(found.group(1)) if found else None
+
+
+def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
+    pytest.importorskip("prometheus_client")
+    agent = started(job, "--observe-port", "0", "--max-restarts", "1")
+    address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+
+    def shows(name: str, least: float, labels: str = "") -> bool:
+        value = metric(get(address, "/metrics")[1], name, labels)
+        return value is not None and value >= least
+
+    until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
+    # It has grown smaller by more than nothing only if the agent's loop has answered.
+    until("the loop to be seen turning", lambda: not shows("elasticlib_loop_silent_seconds", 0.3))
+    assert get(address, "/healthz") == (200, "RUNNING\n")
+    (job.folder / "fail.1").touch()
+    until("the restart to be shown", lambda: shows("elasticlib_restarts_total", 1))
+    _, text = get(address, "/metrics")
+    assert metric(text, "elasticlib_failures_total", 'kind="ordinary"') == 1
+    assert metric(text, "elasticlib_restarts_left") == 0
+    assert metric(text, "elasticlib_recovery_seconds_count", 'until="started"') == 1
+    assert metric(text, "elasticlib_generation") == 2
+
+    def status() -> dict[str, Any]:
+        code, text = get(address, "/status.json")
+        assert code == 200
+        return dict(json.loads(text))
+
+    # Workers are told of one by one, once their generation has begun.
+    until("both workers", lambda: [w["rank"] for w in status()["workers"]] == [0, 1])
+    said = status()
+    assert (said["version"], said["healthy"], said["state"]) == (1, True, "RUNNING")
+    assert said["pid"] == agent.pid
+    job.finish()
+    assert agent.exit_code() == 0
+
+
+def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as free:
+        port = str(free.getsockname()[1])
+    agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=port)
+    agent.says(rf"observed at http://0\.0\.0\.0:{port}/healthz, /")
+    for path in ("/", "/healthz"):
+        assert get(f"127.0.0.2:{port}", path)[0] == 200
+    for path in ("/metrics", "/status.json"):
+        assert get(f"127.0.0.1:{port}", path)[0] == 404
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 143
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        agent = started(job, "--observe-port", port)
+        assert agent.exit_code() == 2
+        environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
+        said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Observed(LaunchConfig(), environment, "n1")
+        findings = check_launch(LaunchConfig(observe_port=port), Script(TALKER), environment)
+        bad = {finding.check for finding in findings if finding.good is False}
+        assert bad == {"--observe-port", "TORCHELASTIC_HEALTH_CHECK_PORT"}
+    assert f"--observe-port: 127.0.0.1, port {port}, cannot be served" in agent.text
+    assert "in use" in agent.text
+    assert not list(job.folder.glob("talks.*"))
+
+
+@pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])
+def test_what_is_no_port_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--observe-port is \[HOST:\]PORT"):
+        LaunchConfig(observe_port=text)
+    with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT is \[HOST:\]PORT"):
+        health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": text})
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigError, match=r"from PET_OBSERVE_PORT"):
+        parse([str(script)], {"PET_OBSERVE_PORT": text})
+
+
+def test_ports_are_read_with_and_without_a_host() -> None:
+    assert LaunchConfig(observe_port=9400).observe_port == "9400"
+    assert LaunchConfig(observe_port="[::1]:9400").observe_port == "[::1]:9400"
+    assert LaunchConfig().observe_port is None
+    found = health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"})
+    assert found == ("0.0.0.0", 8080)
+    assert health_port({}) is None
+    assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0"}) is None

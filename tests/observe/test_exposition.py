@@ -1,0 +1,168 @@
+"""What /metrics shows, as prometheus-client's own parser reads it, and the dashboard made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticlib.observe.counts import Counts, Durations
+from elasticlib.observe.exposed import FAMILIES, Moment, Shape
+from elasticlib.observe.history import JobState
+from elasticlib.observe.standing import NodeStanding, WorkerStanding
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+FULL = Moment(
+    NodeStanding(
+        "job",
+        "n1",
+        host="h",
+        state=JobState.RUNNING,
+        generation=2,
+        node_rank=0,
+        nodes=2,
+        world=4,
+        restarts=1,
+        max_restarts=3,
+        saved=40,
+        snapshot=49,
+        workers=(
+            WorkerStanding(0, 0, "pid 1", step=52, per_second=9.5, silent=0.1),
+            WorkerStanding(1, 1, "pid 2"),
+        ),
+    ),
+    Counts(
+        failures={"killed": 1},
+        restarts=1,
+        generations=2,
+        lost={"stop": 1.5},
+        redone=3,
+        started=Durations().plus(0.7).plus(3.0),
+        per_second=9.0,
+        loss=0.25,
+        samples_per_second=300.0,
+    ),
+    silent=0.5,
+    events_lost=2,
+    versions={"elasticlib": "1", "torch": "2", "python": "3"},
+)
+
+
+def shown(moment: Moment) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by the names and the further labels of their samples."""
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from elasticlib.observe.prometheus import Exposition
+
+    kind, text = Exposition(lambda: moment).text()
+    assert kind.startswith("text/plain")
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        assert family.documentation
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("run"), labels.pop("node")) == ("job", "n1")
+            found.setdefault(sample.name, {})[tuple(labels.values())] = sample.value
+    return found
+
+
+def test_each_value_is_told_under_its_name() -> None:
+    found = shown(FULL)
+    assert found["elasticlib_up"] == {(): 1}
+    assert found["elasticlib_state"][("RUNNING",)] == 1
+    assert sum(found["elasticlib_state"].values()) == 1
+    assert found["elasticlib_restarts_left"] == {(): 2}
+    assert found["elasticlib_worker_step"] == {("0",): 52}
+    assert found["elasticlib_worker_up"] == {("0",): 1, ("1",): 1}
+    assert found["elasticlib_failures_total"][("killed",)] == 1
+    assert found["elasticlib_failures_total"][("ordinary",)] == 0
+    assert found["elasticlib_lost_seconds_total"][("stop",)] == 1.5
+    assert found["elasticlib_last_checkpoint_step"] == {(): 40}
+    assert found["elasticlib_events_lost_total"] == {(): 2}
+    buckets = found["elasticlib_recovery_seconds_bucket"]
+    told = {labels for labels in buckets if "started" in labels}
+    assert {labels: buckets[labels] for labels in told if "1.0" in labels or "5.0" in labels} == {
+        labels: 1 if "1.0" in labels else 2 for labels in told if {"1.0", "5.0"} & {*labels}
+    }
+    assert found["elasticlib_recovery_seconds_sum"][("started",)] == pytest.approx(3.7)
+
+
+def test_every_family_is_shown_where_all_is_known() -> None:
+    found = shown(FULL)
+    for name, family in FAMILIES.items():
+        assert (f"{name}_count" if family.shape is Shape.HISTOGRAM else name) in found
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    found = shown(Moment(NodeStanding("job", "n1"), Counts()))
+    for name in ("last_checkpoint_step", "loss", "restarts_left", "worker_step"):
+        assert f"elasticlib_{name}" not in found
+    assert found["elasticlib_restarts_total"] == {(): 0}
+
+
+def test_where_prometheus_client_is_absent_the_error_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from elasticlib.observe.prometheus import Exposition\n"
+        "try: Exposition(None)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.stdout.startswith("ConfigError /metrics needs prometheus-client"), said
+    assert "elasticlib[metrics]" in said.stdout
+
+
+def queries(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_told_and_for_all_that_is() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    variables = [v["query"]["query"] for v in dashboard["templating"]["list"][1:]]
+    asked = {
+        name for text in queries(dashboard) + variables for name in re.findall(r"elastic\w+", text)
+    }
+    found = shown(FULL)
+    assert asked - found.keys() == set()
+    told = {
+        f"{name}_bucket" if family.shape is Shape.HISTOGRAM else name
+        for name, family in FAMILIES.items()
+    }
+    assert told - asked == set()
+    for text in queries(dashboard):
+        labels = set(re.findall(r"\bby \(([^)]*)\)", text))
+        known = {"run", "node", "le", *(one for f in FAMILIES.values() for one in f.labels)}
+        assert {one.strip() for group in labels for one in group.split(",")} <= known
+
+
+def test_the_dashboard_is_laid_out_as_grafana_wants_it() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    names = {variable["name"] for variable in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
+    assert used - {"__all", "__rate_interval", "__range", "1"} == names
+    panels = dashboard["panels"]
+    assert (
+        len({panel["id"] for panel in panels}) == len({p["title"] for p in panels}) == len(panels)
+    )
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["description"]
+            refs = [target["refId"] for target in panel["targets"]]
+            assert refs
+            assert len(set(refs)) == len(refs)
