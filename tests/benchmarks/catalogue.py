@@ -1,6 +1,6 @@
 """All benchmarks, in the order of the page: with which flags each is run, and for how long at most.
 
-Together they take about 13 minutes on two cores, and a minute in their quick sizes, which show
+Together they take about 14 minutes on two cores, and a minute in their quick sizes, which show
 that they run and no number worth a look.
 """
 
