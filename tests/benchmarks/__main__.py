@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def main() -> int:
     # Numbers of quick sizes go into the docs only if somebody says so.
     folder = given.into or (None if given.quick else ROOT / "docs")
     adopt_orphans()
+    # So that what it runs is ended, as with SIGINT.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     record = read(folder)
     good = measure(chosen(given.only), record, given.quick)
     if folder is None:
