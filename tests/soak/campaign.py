@@ -18,6 +18,8 @@ VERSION = 1
 FORMAT = "elasticlib fault campaign"
 MOST_NODES = 3
 FIRST_NODES = 2
+AHEAD = 60
+"""Steps by which the job may be past a fault that cannot strike yet; further it waits."""
 WHERE = ("begin", "gradients", "update", "kept")
 """In which part of its step a worker meets a fault of its own making: before it computes, before
 the gradients are summed, after the weights changed, after the snapshot."""
@@ -77,9 +79,12 @@ class Campaign:
 
     @property
     def steps(self) -> int:
-        """After which the job is over: the last fault, and time to recover from it."""
+        """After which the job is over: the last fault, and time to recover from it, in which who
+        is there trains on while others come."""
         last = self.faults[-1]
-        return last.at + 2 * self.spacing[1] + KINDS[last.kind].steps
+        kind = KINDS[last.kind]
+        quick = kind.least == 1 and kind.change == 0 and not kind.steps
+        return last.at + AHEAD + (80 if quick else 400)
 
 
 class CampaignError(ValueError):

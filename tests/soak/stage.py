@@ -13,6 +13,7 @@ from elasticlib.checkpoint.folder import CheckpointFolder, open_place
 from elasticlib.observe.event import Event
 
 from .board import Board, View
+from .campaign import AHEAD
 from .ledger import Generation, Ledger, read_generation
 from .nodes import NodeProcess, Nodes, SoakFailed, until
 
@@ -80,16 +81,24 @@ class Stage:
         return self.until(f"{what}, step {done} done", look)
 
     def due(self, step: int, nodes: int) -> View:
-        """Waits until the job has come to this step and is whole, and so many nodes can come."""
+        """Waits until the job has come to this step and is whole, and so many nodes can come.
+
+        While these are awaited the job stands still where it would go too far; but only while it
+        is whole, as who stands still cannot recover.
+        """
+        far = max(step, self.board_step()) + AHEAD
 
         def look() -> View | None:
             waiting = self.nodes.waiting[:nodes]
-            if len(waiting) < nodes or not all(node.ready for node in waiting):
-                return None
+            come = len(waiting) == nodes and all(node.ready for node in waiting)
             view = self.whole()
-            return view if view is not None and view.step >= step and view.done else None
+            self.board.let(self.steps - 1 if view is None else min(far, self.steps - 1))
+            good = view is not None and view.step >= step and view.done
+            return view if good and come else None
 
-        return self.until(f"step {step}", look)
+        found = self.until(f"step {step}", look)
+        self.board.let(self.steps - 1)
+        return found
 
     # -- what was written down ----------------------------------------------------------------
 

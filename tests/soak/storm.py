@@ -20,8 +20,6 @@ from .phases import Recovery, recovery
 from .stage import Stage, now
 
 TRIES = 3
-AHEAD = 120
-"""Steps by which the job may be past the next fault; further it waits."""
 SPARES, LOOKAHEAD = 3, 15
 NEEDED = {"join": 1, "agent": 1, "corrupt": 2}
 """Nodes that come with a fault of the kind: they should be at their gates by then."""
@@ -99,13 +97,10 @@ def _play(stage: Stage, number: int, fault: Fault, told: Told) -> Played:
     missed: list[str] = []
     while True:
         stage.nodes.prepare(NEEDED.get(fault.kind, 0))
-        stage.board.let(min(fault.at + AHEAD, stage.steps - 1))
         view = stage.due(fault.at, NEEDED.get(fault.kind, 0))
         stage.hear()
         stage.events.clear()
         committed = stage.committed()
-        # Who stands still cannot recover.
-        stage.board.let(min(view.step + AHEAD, stage.steps - 1))
         try:
             effect = strike(stage, fault, view)
         except NoEffect as error:

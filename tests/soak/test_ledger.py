@@ -43,6 +43,12 @@ def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: Ledger) -> Non
     assert ledger.useful_seconds() == 2.5
 
 
+def test_steps_that_were_begun_and_never_done_again_do_not_count(ledger: Ledger) -> None:
+    assert ledger.fold(generation(4, 2, (3,))) == 3
+    assert sorted(ledger.steps) == [1, 2, 3]
+    assert any("[4, 5] do not" in wrong for wrong in ledger.check(5, SAMPLES, BATCH))
+
+
 def test_a_step_that_is_missing_is_named(ledger: Ledger) -> None:
     del ledger.steps[4]
     assert any("[4] do not" in wrong for wrong in ledger.check(5, SAMPLES, BATCH))

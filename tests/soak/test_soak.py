@@ -18,10 +18,10 @@ FAULTS = (
     Fault(5, "kill", 1, {"delay_ms": 3}),
     Fault(12, "exception", 0, {"where": "update"}),
     Fault(19, "segfault", 2, {"where": "kept"}),
-    Fault(26, "exit", 1, {"where": "gradients", "code": 3}),
     Fault(33, "slow", 1, {"seconds": 0.5}),
     Fault(36, "store"),
     Fault(41, "drain", 1),
+    Fault(48, "exit", 1, {"where": "kept", "code": 42}),
 )
 
 

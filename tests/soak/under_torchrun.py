@@ -155,7 +155,8 @@ class Trial:
             view = self._training(job, later, fault.kind)
             life.faults += 1
             took = time.monotonic() - began
-            self.told.seconds.setdefault(fault.kind, []).append(took)
+            if fault.kind != "slow":  # which needs no recovery
+                self.told.seconds.setdefault(fault.kind, []).append(took)
             self._say(f"{fault.kind:9} {took:6.2f} s  {shown}")
 
     def _training(self, job: Torchrun, after: int, what: str, steps: int = 1) -> View:
