@@ -59,10 +59,13 @@ def test_the_pages_suite_passes(site: Path, tmp_path: Path) -> None:
     assert re.search(r"^\d\d passed, 3 skipped in", said, re.MULTILINE), said
 
 
-def test_the_pages_command_line_runs_a_job(job: Job, site: Path) -> None:
+def test_the_pages_command_line_runs_a_job(job: Job, site: Path, tmp_path: Path) -> None:
     words = shlex.split(COMMAND)
     assert (words[0], words[-1]) == ("elasticrun", "train.py")
-    nodes = [job.run(name, *words[1:-1], PYTHONPATH=path_with(site)) for name in "ab"]
+    meeting = str(tmp_path / "meeting")
+    flags = [meeting if word == "meeting" else word for word in words[1:-1]]
+    assert flags != words[1:-1]
+    nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
     check_one_world(job.settled(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
