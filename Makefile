@@ -11,7 +11,7 @@ INTEGRATIONS := tests/integrations
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-integrations lint types notebooks docs clean
+.PHONY: help demo test test-integrations lint types notebooks docs bench bench-integrations soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
@@ -20,7 +20,9 @@ help:
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make notebooks  run the notebooks"
-	@echo "make docs       redraw the table and the picture in docs/design.md"
+	@echo "make docs       build the documentation into build/docs; warnings are errors"
+	@echo "make bench      measure everything beside torch: docs/benchmarks.md (a quarter of an hour)"
+	@echo "make soak       a training job under drawn faults: FAULTS=20, SEED=0, CAMPAIGN=file"
 	@echo "make clean      remove .venv and all that was built or cached"
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
@@ -57,8 +59,24 @@ notebooks: $(STAMP)
 	@$(BIN)/python -m pytest -q tests/test_notebooks.py
 
 docs: $(STAMP)
-	@$(BIN)/python tests/test_docs.py
+	@$(BIN)/python docs/making/redraw.py
+	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -b html docs build/docs
+	@echo "build/docs/index.html"
+
+bench: $(STAMP)
+	@$(BIN)/python tests/benchmarks --quote
+
+bench-integrations: $(STAMP_INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python tests/benchmarks --only frameworks
+
+FAULTS ?= 20
+SEED ?= 0
+
+soak: $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m soak --faults $(FAULTS) --seed $(SEED) \
+		$(if $(CAMPAIGN),--campaign $(CAMPAIGN)) $(if $(UNDER),--under $(UNDER)) --out build/soak
 
 clean:
+	@rm -rf docs/notebooks docs/reference/made
 	@rm -rf $(VENV) $(VENV_INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
