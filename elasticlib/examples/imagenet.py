@@ -124,7 +124,8 @@ class Run:
         self._manager, self._best = manager, best
         self._trace = Trace(args.trace, args.generation, dist.get_rank(), launch=args.launch)
         self._since = monotonic()
-        self._seen = 0
+        self._seen = self._own = 0
+        self._loss: float | None = None
 
     def train(self) -> bool:
         """To the end, or until we are asked to stop; whether it was the end."""
@@ -153,16 +154,19 @@ class Run:
                 group["lr"] = rate
             sums = take(x, y, training.batches.plan())
             self._seen += training.batches.advance()
+            self._own = len(numbers)
             training.progress["step"] = step
             if step % args.print_freq == 0:
                 more = f"lr {rate:.3g} {self._images_a_second():.0f} images/s"
-                self._report(f"epoch {epoch} step {step}", scores_of(sums), more)
+                scores = scores_of(sums)
+                self._loss = scores.loss
+                self._report(f"epoch {epoch} step {step}", scores, more)
             yield
 
     def _must_stop(self) -> bool:
         """Keep what has to be kept of the step; whether we are to stop after it."""
         step, state, args = self._training.step, self._training.state, self._args
-        context().step(step)
+        context().step(step, loss=self._loss, samples=self._own)
         if step % args.snapshot_every == 0:
             self._manager.snapshot(step, state)
         stop = context().should_stop()

@@ -149,16 +149,19 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
             training.batches.advance()
             dist.all_reduce(share)
             training.progress.update(step=number, loss=share.item())
-            if finish_step(training, manager, args):
+            if finish_step(training, manager, args, samples=len(indices)):
                 return False
     manager.save(training.step, training.state)
     return True
 
 
-def finish_step(training: Training, manager: CheckpointManager, args: argparse.Namespace) -> bool:
-    """Keep what has to be kept of this step; whether we are to stop after it."""
+def finish_step(
+    training: Training, manager: CheckpointManager, args: argparse.Namespace, *, samples: int
+) -> bool:
+    """Keep what has to be kept of this step; whether we are to stop after it. samples: this
+    rank's."""
     step, state = training.step, training.state
-    context().step(step)
+    context().step(step, loss=training.progress["loss"], samples=samples)
     if step % args.snapshot_every == 0:
         manager.snapshot(step, state)
     stop = context().should_stop()

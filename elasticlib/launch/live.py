@@ -22,7 +22,7 @@ from ..stores.file import FileStore
 from .config import LaunchConfig
 from .meeting import Meeting
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 """Between looks for a question where waiting is a poll of files."""
 
 

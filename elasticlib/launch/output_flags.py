@@ -44,12 +44,7 @@ def add_output_flags(flag: Callable[..., None]) -> None:
         metavar="NAME",
         help="an entry point of the group torchrun.logs_specs that says where output goes instead",
     )
-    flag(
-        "--no-events",
-        action="store_true",
-        help="keep no record of what happens, which is an events.jsonl beside the logs that are "
-        "kept, or else in a folder for temporary files",
-    )
+    _add_kept(flag)
     flag(
         "--virtual-local-rank",
         action="store_true",
@@ -59,6 +54,15 @@ def add_output_flags(flag: Callable[..., None]) -> None:
         "--numa-binding",
         choices=BINDINGS,
         help="bind each worker to processors near the GPU of its local rank",
+    )
+
+
+def _add_kept(flag: Callable[..., None]) -> None:
+    flag(
+        "--no-events",
+        action="store_true",
+        help="keep no record of what happens, which is an events.jsonl beside the logs that are "
+        "kept, or else in a folder for temporary files",
     )
 
 

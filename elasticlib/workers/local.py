@@ -323,15 +323,8 @@ class LocalWorkers(Workers):
 
     def dump_stacks(self) -> Mapping[int, str]:
         asked, processes = self._channels.dumpers(), dict(self._processes)
-        # A number that has passed to another process is in another session.
         ours = {local: processes[local].popen.pid for local in asked if local in processes}
-        found = stacks.dump(
-            {
-                local: asked[local]
-                for local, pid in ours.items()
-                if session.holds(pid, asked[local][0])
-            }
-        )
+        found = stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
         for local, text in found.items():
             stacks.keep(processes[local].error_file.parent, text)
         return found

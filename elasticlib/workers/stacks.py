@@ -26,6 +26,9 @@ LONGEST = 256 * 1024
 HIGH = 200
 """From where on the number of the open file is, so that the program's own begin where they do."""
 
+Dumper = tuple[int, int, int, str]
+"""Its session, the process, and the number and the name of its file."""
+
 _asking = threading.Lock()
 
 
@@ -71,9 +74,8 @@ def _raised(handle: int) -> int:
 # -- the agent's end ------------------------------------------------------------------------------
 
 
-def dump(workers: Mapping[int, tuple[int, int, str]], seconds: float = 1.0) -> dict[int, str]:
-    """Ask processes for their stacks, each with the number and the name of its file; what they
-    wrote in the time.
+def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
+    """Ask processes for their stacks; what they wrote in the time.
 
     One after another of those who ask at once, so that each has one writing of them.
     """
@@ -87,27 +89,30 @@ def keep(folder: Path, text: str) -> None:
         file.write(text)
 
 
-def _dumped(workers: Mapping[int, tuple[int, int, str]], seconds: float) -> dict[int, str]:
-    before = {local: _size(path) for local, (_, _, path) in workers.items()}
-    for pid, _, _ in workers.values():
+def _dumped(workers: Mapping[int, Dumper], seconds: float) -> dict[int, str]:
+    before = {local: _size(path) for local, (*_, path) in workers.items()}
+    for _, pid, _, _ in workers.values():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, SIGNAL)
     deadline, pause = monotonic() + seconds, threading.Event()
     found: dict[int, str] = {}
     while len(found) < len(workers) and monotonic() < deadline:
         pause.wait(0.02)
-        sizes = {local: _size(path) for local, (_, _, path) in workers.items()}
-        for local, (_, _, path) in workers.items():
+        sizes = {local: _size(path) for local, (*_, path) in workers.items()}
+        for local, (*_, path) in workers.items():
             # Written in one go, in a moment: what has stopped growing is whole.
             if sizes[local] > before[local] and sizes[local] == _size(path):
                 found[local] = _read(path, before[local])
     return found
 
 
-def _writes(pid: int, handle: int, path: str) -> bool:
+def _writes(session: int, pid: int, handle: int, path: str) -> bool:
     """Whether the process handles the signal, which else would end it, and has the file open,
     in whose place it would else write into another."""
     try:
+        # A number that has passed to another process is in another session.
+        if os.getsid(pid) != session:
+            return False
         status = Path(f"/proc/{pid}/status").read_text()
         opened = os.stat(f"/proc/{pid}/fd/{handle}")
         same = os.path.samestat(opened, os.stat(path))

@@ -68,12 +68,11 @@ def main() -> None:
     generation, rank = place["ELASTICLIB_GENERATION"], int(place["RANK"])
     ranks = Ranks(folder, generation, rank, int(place["WORLD_SIZE"]))
     write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)
-    checkpoint = folder / "checkpoint"
-    step = json.loads(checkpoint.read_text()) + 1 if checkpoint.exists() else 0
     every, seconds = int(option("checkpoint", "0")), float(option("save", "0"))
     hang = sys.argv[sys.argv.index("hang") + 1 :][:2] if "hang" in sys.argv else []
-    context = elasticlib.context()
+    context, checkpoint, step = elasticlib.context(), folder / "checkpoint", 0
     if checkpoint.exists():
+        step = json.loads(checkpoint.read_text()) + 1
         context.restored(step - 1, source="peer" if rank else "memory", seconds=0.01)
 
     def save() -> None:

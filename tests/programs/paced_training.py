@@ -14,10 +14,10 @@ pace = Path(sys.argv.pop(1))
 finish_step = train_text.finish_step
 
 
-def finish_slowly(*args):
+def finish_slowly(*args, **more):
     if pace.exists():
         time.sleep(SECONDS)
-    return finish_step(*args)
+    return finish_step(*args, **more)
 
 
 train_text.finish_step = finish_slowly
