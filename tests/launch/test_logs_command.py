@@ -59,12 +59,21 @@ def test_lines_are_followed_over_a_restart_until_the_run_is_over(job: Job, logs:
     (job.folder / "fail.1").touch()
     talks(job, 1)
     follower.says(r"\[1\] err 1 1")
+    # A line that was never ended is whole once another attempt has begun.
+    follower.says(r"\[1\] last words 1\n")
     assert follower.process.poll() is None
     job.finish()
     assert agent.exit_code() == 0
     assert follower.exit_code() == 0
     assert sorted(follower.text.splitlines()) == sorted(
-        ["[1] out 1 0", "[1] err 1 0", "[1] out 1 1", "[1] err 1 1", "[1] bye 1"]
+        [
+            "[1] out 1 0",
+            "[1] err 1 0",
+            "[1] last words 1",
+            "[1] out 1 1",
+            "[1] err 1 1",
+            "[1] bye 1",
+        ]
     )
     newest = ["[0] out 0 1", "[0] bye 0", "[0] err 0 1", "[1] out 1 1", "[1] bye 1", "[1] err 1 1"]
     assert logs() == (0, newest, "")

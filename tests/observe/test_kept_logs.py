@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elasticlib.observe.event import Event, encode
@@ -45,6 +45,7 @@ def test_a_file_that_is_made_anew_is_read_anew(tmp_path: Path) -> None:
     text=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"\r"]), max_size=12).map(b"".join),
     count=st.integers(0, 4),
 )
+@example(chunk=1, text=b"a\nbc\n", count=1)
 def test_the_last_lines_are_those_that_tail_would_show(
     tmp_path_factory: pytest.TempPathFactory, chunk: int, text: bytes, count: int
 ) -> None:

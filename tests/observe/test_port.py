@@ -81,6 +81,16 @@ def test_what_is_no_request_is_refused_and_the_port_goes_on(port: ObservePort, d
     assert asked(port, "GET", "/good")[0] == 200
 
 
+def test_a_request_without_end_is_not_read_to_the_end_of_its_time(
+    port: ObservePort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_module, "SECONDS", 60.0)
+    with socket.create_connection((port.host, port.port), 10) as client:
+        client.sendall(b"GET /good HTTP/1.1\r\n" + b"x: y\r\n" * 3000)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+
+
 def test_clients_that_say_nothing_hold_the_port_up_for_a_bounded_time(
     port: ObservePort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
