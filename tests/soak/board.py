@@ -68,8 +68,9 @@ class Board:
 
     def view(self) -> View | None:
         """The newest generation, if all of its ranks are at work; of older ones nothing."""
-        newest = max(self._words[self._at(rank) + _OF] for rank in range(RANKS))
+        # Read once: workers write meanwhile.
         ranks = [self._rank(number) for number in range(RANKS)]
+        newest = max(rank.generation for rank in ranks)
         here = [rank for rank in ranks if rank.generation == newest]
         whole = newest and len(here) == here[0].world == ranks.index(here[-1]) + 1
         return View(newest, tuple(here)) if whole else None
