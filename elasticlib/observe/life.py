@@ -82,7 +82,7 @@ def begun(event: Event, sought: float | None) -> Life:
 
 def lived(life: Life, event: Event) -> Life:
     """The same once this has happened in it; a kind that says nothing of it changes nothing."""
-    at = max(event.at, life.began)
+    at = event.at
     silent = facts.seconds(event.facts, "silent")
     if event.kind in ("training.began", "steps"):
         return _worked(life, event, at, silent or 0.0)

@@ -119,7 +119,9 @@ def _all_train(now: Look) -> bool:
 
 def _restores(now: Look, *, whole: bool) -> int:
     """How often the workers have taken up a state; whole: each of them that is there."""
-    counts = [beat.restores for beat in now.beats.values() if beat.attached]
+    attached = [beat for beat in now.beats.values() if beat.attached]
+    # A source that a newer worker knows of is passed over.
+    counts = [beat.restores if beat.restored else 0 for beat in attached]
     told = [count for count in counts if count]
     return 0 if whole and len(told) < len(counts) else min(told, default=0)
 

@@ -42,6 +42,7 @@ def main() -> None:
         for name, call in (
             ("should_stop()", context.should_stop),
             ("step(n)", lambda: context.step(1)),
+            ("step(n, loss, samples)", lambda: context.step(1, loss=0.5, samples=32)),
         ):
             print(f"{name:24} {microseconds(call, args.calls, args.repeat):8.2f} us")
     import torch

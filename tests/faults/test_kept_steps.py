@@ -138,6 +138,7 @@ def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
     assert node.exit_code() == 0, node.text
     assert weights_of(node, storm.steps) == weights_of(undisturbed, calm.steps)
     check_nothing_is_lost(storm, kills=6)
+    assert sources(job) == {"memory"}
 
 
 class Nodes:
@@ -203,6 +204,7 @@ def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
     last = next(node for node in nodes.all.values() if re.search(DONE, node.text))
     assert weights_of(last, storm.steps) == weights_of(undisturbed, calm.steps)
     check_nothing_is_lost(storm, kills=19, committed=committed, drained=drained)
+    assert sources(job) >= {"memory", "peer"}
 
 
 def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) -> None:
@@ -217,9 +219,17 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
     again = job.start("again", *LAUNCH, *place, *run.script)
     assert again.exit_code() == 0, again.text
     weights_of(again, run.steps)
+    ((state,),) = [[e for e in events if e.kind == "restored"] for events in job.events()]
+    assert (state.facts["source"], state.facts["step"]) == ("disk", kept)
     told = survey(run.trace)  # of both launches, in each of which generations count from 1
     assert told.exactly_once(SAMPLES)
     assert told.steps == run.steps
+
+
+def sources(job: Job) -> set[str]:
+    """Whence the nodes of the newest run say that they took up a state."""
+    told = [event for events in job.events() for event in events if event.kind == "restored"]
+    return {event.facts["source"] for event in told}
 
 
 def check_nothing_is_lost(

@@ -50,6 +50,16 @@ def test_what_json_cannot_hold_is_told_in_words() -> None:
     assert event.facts["reason"] == "{1, 2}"
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_json_does_not_know_is_told_in_words(loss: float) -> None:
+    line = encode(Event("steps", "j", "n", 1, 0.0, 0.0, None, {"loss": loss}))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    assert json.loads(line, parse_constant=refuse)["loss"] == str(loss)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

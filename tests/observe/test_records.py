@@ -111,7 +111,7 @@ from pathlib import Path
 from elasticlib.observe.records import RunRecord
 record = RunRecord("job", folder=Path(sys.argv[1]))
 if os.fork() == 0:
-    os.execlp("sleep", "sleep", "30")
+    os.execlp("sleep", "sleep", "300")
 print(record.path, flush=True)
 sys.stdin.read()
 """

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
 from elasticlib.clock import monotonic
+from elasticlib.workers.beat import TakenUp
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
@@ -35,8 +36,10 @@ def ends(path: str) -> tuple[Channel, Channel]:
 
 def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
     context = Context(None)
-    context.step(1)
+    context.step(1, loss=0.5, samples=3)
     context.saved(1)
+    context.kept(1)
+    context.restored(1)
     assert (context.attached, context.should_stop()) == (False, None)
 
 
@@ -51,6 +54,42 @@ def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
         assert (beat.step, beat.steps, beat.at) == (step, step + 1, float(step * step))
     worker.tell_saved(7)
     assert (agent.beat().saved, agent.beat().saves) == (7, 1)
+
+
+def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) -> None:
+    agent, context = Channel(path), Context(Channel(path))
+    beat = agent.beat()
+    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
+    before = monotonic()
+    context.restored(6, source="peer", seconds=0.5)
+    for step in range(7, 10):
+        context.step(step, loss=10.0 - step, samples=32)
+    context.step(10)
+    context.kept(9)
+    beat, after = agent.beat(), monotonic()
+    assert (beat.first_step, beat.snapshot, beat.loss, beat.samples) == (7, 9, 1.0, 96.0)
+    assert before <= beat.first_at <= beat.at <= beat.alive <= after
+    state = beat.restored
+    assert state is not None
+    assert (state.step, state.source, beat.restores) == (6, "peer", 1)
+    assert before <= state.ended <= beat.first_at
+    assert state.ended - state.began == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds"), [("tape", 0.0), ("disk", -1.0), ("disk", float("nan"))]
+)
+def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match="a state comes from memory, peer, disk in 0 seconds"):
+        Context(Channel(path)).restored(1, source=source, seconds=seconds)
+    assert Channel(path).beat().restores == 0
+
+
+def test_a_source_that_a_newer_worker_knows_is_passed_over(path: str) -> None:
+    agent, worker = ends(path)
+    worker.tell_restored(TakenUp(1, "disk", 0.0, 1.0))
+    worker._words[24] = 7
+    assert agent.beat().restored is None
 
 
 def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
