@@ -28,6 +28,7 @@ FOLDERS = {
     "data": "Data",
     "logical": "Logical workers",
     "checkpoint": "Checkpoints",
+    "observe": "Histories and reports",
     "errors": "Errors",
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
