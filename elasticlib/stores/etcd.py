@@ -10,7 +10,7 @@ import base64
 import contextlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..clock import monotonic
@@ -32,6 +32,8 @@ LONGEST_WAIT = 1e6
 MOST_STEPS = 16
 """Revisions of the past that a wait looks at one by one; beyond, it says that it cannot know."""
 
+ATTEMPTS = 3
+"""To write under a lease that is over before the write comes."""
 CLOSE_SECONDS = 5.0
 """For ending the leases when closing; an etcd that is away ends them by their ttl."""
 
@@ -84,19 +86,24 @@ class EtcdStore(Store):
         return self._entry(self._find(check_key(key)))
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        body, lease = self._put_body(key, bytes(value), ttl)
-        answer = self._ask("kv/put", body, f"set {key!r}")
+        def write(body: Mapping[str, Any]) -> Answer:
+            return self._ask("kv/put", body, f"set {key!r}")
+
+        answer, lease = self._put(key, bytes(value), ttl, write)
         self._wrote(key, answer.revision, lease)
         return Entry(key, bytes(value), answer.revision)
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
-        body, lease = self._put_body(key, bytes(value), ttl)
         condition = self._at_version(key, expected)
         otherwise = {"failure": [{"request_range": self._one(key)}]}
-        swap = {**condition, "success": [{"request_put": body}], **otherwise}
-        answer = self._ask("kv/txn", swap, f"compare and set {key!r}")
+
+        def write(body: Mapping[str, Any]) -> Answer:
+            swap = {**condition, "success": [{"request_put": body}], **otherwise}
+            return self._ask("kv/txn", swap, f"compare and set {key!r}")
+
+        answer, lease = self._put(key, bytes(value), ttl, write)
         if answer.fields.get("succeeded"):
             self._wrote(key, answer.revision, lease)
             return CompareSet(True, Entry(key, bytes(value), answer.revision))
@@ -247,6 +254,26 @@ class EtcdStore(Store):
     def _at_version(self, key: str, version: int) -> Mapping[str, Any]:
         condition = {"target": "MOD", "result": "EQUAL", "mod_revision": str(version)}
         return {"compare": [{**self._one(key), **condition}]}
+
+    def _put(
+        self,
+        key: str,
+        value: bytes,
+        ttl: float | None,
+        write: Callable[[Mapping[str, Any]], Answer],
+    ) -> tuple[Answer, int | None]:
+        """What etcd answered to the write, and the lease of what was written."""
+        from .etcd_connection import LeaseEnded
+
+        for attempt in range(1, ATTEMPTS + 1):
+            body, lease = self._put_body(key, value, ttl)
+            try:
+                return write(body), lease
+            except LeaseEnded:
+                # We stood still for longer than it lasts, and nothing is written: with another.
+                if attempt == ATTEMPTS:
+                    raise
+        raise AssertionError("ATTEMPTS is positive")
 
     def _put_body(
         self, key: str, value: bytes, ttl: float | None

@@ -28,6 +28,7 @@ API = "/v3/"
 # gRPC's codes in the JSON of an error.
 DEADLINE_EXCEEDED, OUT_OF_RANGE, UNAVAILABLE, UNAUTHENTICATED = 4, 11, 14, 16
 OLD_TOKEN = "revision of auth store is old"
+NO_LEASE = "requested lease not found"
 
 
 class Unsent(StoreUnavailable):
@@ -36,6 +37,10 @@ class Unsent(StoreUnavailable):
 
 class NoSuchRevision(StoreRefused):
     """The revision asked for is compacted, or of the future."""
+
+
+class LeaseEnded(StoreRefused):
+    """The lease under which something was to be written is over; nothing is written."""
 
 
 class TokenRefused(StoreRefused):
@@ -157,6 +162,8 @@ class Connection:
         sentence = f"{self.member.address} would not {request.what}: {message}"
         if code == UNAUTHENTICATED or OLD_TOKEN in message:
             return TokenRefused(sentence)
+        if NO_LEASE in message:
+            return LeaseEnded(sentence)
         kinds = {
             DEADLINE_EXCEEDED: StoreTimeout,
             OUT_OF_RANGE: NoSuchRevision,

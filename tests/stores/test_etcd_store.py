@@ -6,7 +6,7 @@ import base64
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -161,3 +161,33 @@ def test_what_etcd_refuses_is_named(etcd: EtcdServer, room: str) -> None:
         etcd.post("kv/put", key=raw)
         with pytest.raises(StoreRefused, match="a key that is no text"):
             store.list("")
+
+
+class StoodStill(EtcdStore):
+    """Stands still once, between the grant of a lease and the write under it, until it is over."""
+
+    pauses = 1
+
+    def _put_body(
+        self, key: str, value: bytes, ttl: float | None
+    ) -> tuple[Mapping[str, Any], int | None]:
+        body, lease = super()._put_body(key, value, ttl)
+        if lease is not None and self.pauses:
+            self.pauses -= 1
+            self._revoke(lease)
+        return body, lease
+
+
+def test_who_stood_still_for_longer_than_a_lease_writes_under_another(etcd: EtcdServer) -> None:
+    with StoodStill(etcd.endpoint) as store:
+        entry = store.set("a", b"1", ttl=5.0)
+        store.refresh("a", entry.version)
+        store.pauses = 1
+        won = store.compare_set("a", b"2", expected=entry.version, ttl=5.0)
+        assert (won.won, won.entry) == (True, store.get("a"))
+        assert won.entry is not None
+        store.refresh("a", won.entry.version)
+        store.pauses = 3
+        with pytest.raises(StoreRefused, match="would not set 'a': .*lease not found"):
+            store.set("a", b"3", ttl=5.0)
+        assert store.get("a") == won.entry
