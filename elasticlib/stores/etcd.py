@@ -96,7 +96,7 @@ class EtcdStore(Store):
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
-        condition = self._at_version(key, expected)
+        condition = self._at_version(check_key(key), expected)
         otherwise = {"failure": [{"request_range": self._one(key)}]}
 
         def write(body: Mapping[str, Any]) -> Answer:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from soak.campaign import Campaign, Fault, write
 
 pytestmark = pytest.mark.faults

@@ -188,6 +188,6 @@ def test_who_stood_still_for_longer_than_a_lease_writes_under_another(etcd: Etcd
         assert won.entry is not None
         store.refresh("a", won.entry.version)
         store.pauses = 3
-        with pytest.raises(StoreRefused, match="would not set 'a': .*lease not found"):
+        with pytest.raises(StoreRefused, match=r"would not set 'a': .*lease not found"):
             store.set("a", b"3", ttl=5.0)
         assert store.get("a") == won.entry
