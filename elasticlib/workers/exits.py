@@ -103,7 +103,8 @@ class WorkerExit:
     def how(self) -> str:
         """The kind of end: a code, a signal and whose, want of memory."""
         if self.ending:
-            return "failed, and is still ending"
+            failed = "failed" if self.message else f"exits with code {self.returncode}"
+            return f"{failed}, and is still ending"
         if self.unreadable:
             return f"returned a value that cannot be read here: {self.unreadable}"
         if not self.signal:

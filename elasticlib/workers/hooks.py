@@ -18,6 +18,8 @@ from types import TracebackType
 from ..clock import wall
 from .error_file import failure_record
 
+EXIT = ".exit"
+"""Behind the name of error.json: holds the code of a process that leaves by nothing else."""
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -94,10 +96,19 @@ class Recorder:
 
     def main_thread(self, error: BaseException) -> None:
         """An exception that ends the process: it outranks those of other threads."""
-        if error is self._recorded or _is_silent(error):
+        if error is self._recorded:
+            return
+        if _is_silent(error):
+            self._leave(error)
             return
         self._recorded = error
         self._write(error, formatted(error) + self._threads)
+
+    def _leave(self, error: BaseException) -> None:
+        code = getattr(error, "code", None)
+        if isinstance(code, int) and code & 0xFF and os.getpid() == self._pid:
+            with contextlib.suppress(OSError), open(self._file + EXIT, "wb") as file:
+                file.write(b"%d" % (code & 0xFF))
 
     def _hear(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

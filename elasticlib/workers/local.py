@@ -7,7 +7,6 @@ unreaped, so that its number cannot pass to another before its session has been 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -23,11 +22,12 @@ from . import session, stacks
 from .beat import Beat
 from .channel import VARIABLE as CHANNEL
 from .channels import Channels
-from .error_file import ends_process, read_failure, read_record
+from .error_file import read_failure, read_record
 from .exits import WorkerExit
 from .function import read_result
 from .guardian import Guardian
 from .interface import Workers
+from .last_word import forget_exit, read_last_word
 from .logs import ask
 from .memory import killed_for_memory, oom_kills
 from .notice import Notice
@@ -47,8 +47,6 @@ log = logging.getLogger("elasticlib.workers")
 
 REAP_SECONDS = 5.0
 DRAIN_SECONDS = 5.0
-LONGEST_RECORD = 1 << 20
-"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
 
 
 @attrs.define
@@ -249,9 +247,10 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
         """With all that is known of why it failed."""
-        data, wrote_at = _read_error(process.error_file)
+        said = read_last_word(process.error_file)
+        forget_exit(process.error_file)
+        data, at = said.data, min(said.at, process.ended_at)
         message, trace = read_failure(data)
-        at = min(wrote_at, process.ended_at)
         return attrs.evolve(
             found,
             message=message,
@@ -271,20 +270,20 @@ class LocalWorkers(Workers):
         which others notice that their peer is gone, and may end first."""
         found = []
         for local_rank, process in self._processes.items():
-            data, at = _read_error(process.error_file)
-            if ends_process(data) and at < before:
-                message, trace = read_failure(data)
+            said = read_last_word(process.error_file)
+            if said.ends_process and said.at < before:
+                message, trace = read_failure(said.data)
                 who = (local_rank, process.worker.rank, process.popen.pid)
                 found.append(
                     WorkerExit(
                         *who,
-                        returncode=1,
+                        returncode=said.code or 1,
                         message=message,
                         traceback=trace,
                         log=self._log_of(process),
-                        at=at,
-                        error_file=self._error_file_of(process),
-                        error_data=read_record(data),
+                        at=said.at,
+                        error_file=self._error_file_of(process) if said.data else "",
+                        error_data=read_record(said.data),
                         ending=True,
                     )
                 )
@@ -364,15 +363,6 @@ class LocalWorkers(Workers):
         self._starter.close()
         self._folder.remove()
         self._guardian.close()
-
-
-def _read_error(path: Path) -> tuple[bytes, float]:
-    """What is in a worker's error.json, and when that was written; nothing, and never."""
-    try:
-        with path.open("rb") as file:
-            return file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return b"", float("inf")
 
 
 def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:

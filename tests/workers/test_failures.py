@@ -198,6 +198,29 @@ def test_who_wrote_of_its_failure_first_is_the_first_though_it_ends_later(
     )
 
 
+def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
+    tmp_path: Path, run: Run
+) -> None:
+    script = tmp_path / "slow_exit.py"
+    script.write_text(
+        "import atexit, os, pathlib, sys, time\n"
+        "folder = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1]\n"
+        "def wait(name):\n    while not (folder / name).exists(): time.sleep(0.001)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    atexit.register(wait, 'end')\n    sys.exit(3)\n"
+        "wait('0/error.json.exit'); time.sleep(0.02)\nraise OSError('peer is gone')\n"
+    )
+    run.start(Script(str(script)), count=2)
+    follower = run.end()
+    attempt = run.folder / next(run.folder.glob("*/attempt_0")).relative_to(run.folder)
+    (attempt / "end").touch()
+    first = run.end()
+    assert (follower.rank, follower.root.rank, follower.root.returncode) == (1, 0, 3)
+    assert "exits with code 3, and is still ending; that of rank 1" in follower.describe()
+    assert (first.rank, first.returncode, first.message, first.after) == (0, 3, "", None)
+    assert not list(attempt.glob("*/*.exit"))
+
+
 @pytest.mark.parametrize("way", ["through", "file", "tee", "hidden"])
 def test_the_last_lines_of_stderr_are_known_wherever_they_go(
     run: Run, way: str, capfdbinary: pytest.CaptureFixture[bytes]

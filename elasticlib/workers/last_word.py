@@ -1,0 +1,58 @@
+"""What a worker that fails says of it before it has ended, as its agent finds it.
+
+Its error.json, or, where it leaves by an exit code alone, a file beside that; the agent takes it
+away. Taking a process down takes its time, in which its peers notice and may end first.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import attrs
+
+from .error_file import ends_process
+from .hooks import EXIT
+
+NEVER = float("inf")
+LONGEST_RECORD = 1 << 20
+"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
+
+
+@attrs.frozen
+class LastWord:
+    """data: of its error.json. at: when it first said that it fails, by the file's clock. code: by
+    which it is about to exit, 0 where it has not said."""
+
+    data: bytes = b""
+    at: float = NEVER
+    code: int = 0
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether its process ends of what it said."""
+        return self.code != 0 or ends_process(self.data)
+
+
+def read_last_word(error_file: Path) -> LastWord:
+    """Of the worker with this error file; nothing where it has said nothing."""
+    data, wrote_at = _read(error_file)
+    code, left_at = _read(_exit_of(error_file))
+    return LastWord(data, min(wrote_at, left_at), int(code) if code.isdigit() else 0)
+
+
+def forget_exit(error_file: Path) -> None:
+    """It has ended, and how is known by now."""
+    _exit_of(error_file).unlink(missing_ok=True)
+
+
+def _exit_of(error_file: Path) -> Path:
+    return error_file.with_name(error_file.name + EXIT)
+
+
+def _read(path: Path) -> tuple[bytes, float]:
+    try:
+        with path.open("rb") as file:
+            return file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return b"", NEVER
