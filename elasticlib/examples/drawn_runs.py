@@ -23,8 +23,8 @@ BAND, PALE = 0.62, 0.13
 
 
 def draw_steps(history: History) -> Figure:
-    """A run from its first event to its last: its nodes above, and below them its steps, with the
-    generations as bands.
+    """A run from its first generation to its end: its nodes above, and below them its steps, with
+    the generations as bands.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -37,7 +37,9 @@ def draw_steps(history: History) -> Figure:
     _draw_nodes(nodes, history)
     _name_bands(nodes, history)
     _draw_line(steps, history)
-    steps.set_xlim(0, history.until)
+    # What came before is Python that starts, and would press the rest together.
+    began = min((one.began for one in history.generations), default=0.0)
+    steps.set_xlim(began - 0.02 * (history.until - began), history.until)
     steps.set_ylim(0)
     steps.set_ylabel("step")
     steps.set_xlabel("seconds since the job was started")

@@ -28,6 +28,8 @@ from elasticlib.observe.history import (
 from elasticlib.observe.page.curves import loss, sample_rate
 from elasticlib.observe.page.page import fragment, page
 from elasticlib.observe.page.recoveries import recoveries
+from elasticlib.observe.page.scale import Axis
+from elasticlib.observe.page.strokes import curve
 from elasticlib.observe.page.style import DARK, LIGHT, ROOT
 from elasticlib.observe.page.tables import failures
 
@@ -256,6 +258,15 @@ def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
     )
     history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, paces=tuple(paces))
     assert sample_rate(history).lines == ([(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)])
+
+
+def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:
+    """As of a short run, whose generations each told of their steps once."""
+    drawn = str(curve([[(0.0, 0.0), (1.0, 1.0)], [(0.5, 0.5)]], Axis(0, 1), Axis(0, 1), (0, 10)))
+    assert re.findall(r'class="([^"]+)"', drawn) == ["curve", "curve alone"]
+    style = fragment(histories.uneventful())
+    assert re.search(r"\.curve \{[^}]*stroke-linecap: round", style)
+    assert re.search(r"\.curve\.alone \{ stroke-width: [4-9]px", style)
 
 
 def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:

@@ -117,7 +117,9 @@ _RULES = """
 & svg text.on-a { fill: var(--on-a) }
 & svg text.on-b { fill: var(--on-b) }
 & svg .area { fill: var(--band-b); opacity: .55 }
-& svg .curve { fill: none; stroke: var(--curve); stroke-width: 1.6px; stroke-linejoin: round }
+& svg .curve { fill: none; stroke: var(--curve); stroke-width: 1.6px; stroke-linejoin: round;
+  stroke-linecap: round }
+& svg .curve.alone { stroke-width: 5px }
 & svg .curve, & svg .edge { vector-effect: non-scaling-stroke }
 & svg .edge { fill: none; stroke: var(--curve); stroke-width: 1.6px }
 & svg .hover { fill: transparent }
