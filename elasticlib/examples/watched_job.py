@@ -90,10 +90,11 @@ class WatchedJob:
         return status_of(self._asker.ask(What.STANDING, ANSWER_SECONDS))
 
     def show(self) -> None:
-        """Print the status as `elasticlib status` does."""
+        """Print the status as `elasticlib status` does, without its table of ranks."""
         status = self.status()
         if status is not None:
-            print("\n".join([*headline(status), "", *lines(node_table(status))]))
+            parts = (headline(status), lines(node_table(status)))
+            print("\n\n".join("\n".join(part) for part in parts if part))
 
     def until(self, there: Callable[[JobStatus], bool], seconds: float = BOUND_SECONDS) -> None:
         """Look at the status again and again, until it is as wanted.
