@@ -302,6 +302,12 @@ def test_rules_of_style_reach_nothing_but_the_report() -> None:
             assert inside or one.strip() == "(min-width: 640px)", one
 
 
+def test_a_pages_own_rules_do_not_push_the_figures_aside() -> None:
+    """As furo's do, whose selector for lists is longer than ours can be."""
+    style = fragment(histories.uneventful())
+    assert re.search(r"dl\.figures dd \{ margin: 0 !important", style)
+
+
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_signs_and_bands_stand_out_from_the_page(colours: dict[str, str]) -> None:
     for name in ("band-a", "good", "bad", "gone", "leave", "curve", "soft"):
