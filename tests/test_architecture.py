@@ -151,6 +151,8 @@ MAY_READ_THE_ENVIRONMENT = {
     # Training scripts, which is what the variables are for.
     "examples/train_text.py",
     "examples/imagenet.py",
+    # What it starts keeps its records and temporary files in a folder of its own: TMPDIR.
+    "examples/watched_job.py",
     # In a Ray actor, which is the agent's process; in a worker; and the command line's LOGLEVEL.
     "integrations/ray/agent.py",
     "integrations/ray/function.py",

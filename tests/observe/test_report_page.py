@@ -28,6 +28,8 @@ from elasticlib.observe.history import (
 from elasticlib.observe.page.curves import loss, sample_rate
 from elasticlib.observe.page.page import fragment, page
 from elasticlib.observe.page.recoveries import recoveries
+from elasticlib.observe.page.scale import Axis
+from elasticlib.observe.page.strokes import curve
 from elasticlib.observe.page.style import DARK, LIGHT, ROOT
 from elasticlib.observe.page.tables import failures
 
@@ -258,6 +260,15 @@ def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
     assert sample_rate(history).lines == ([(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)])
 
 
+def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:
+    """As of a short run, whose generations each told of their steps once."""
+    drawn = str(curve([[(0.0, 0.0), (1.0, 1.0)], [(0.5, 0.5)]], Axis(0, 1), Axis(0, 1), (0, 10)))
+    assert re.findall(r'class="([^"]+)"', drawn) == ["curve", "curve alone"]
+    style = fragment(histories.uneventful())
+    assert re.search(r"\.curve \{[^}]*stroke-linecap: round", style)
+    assert re.search(r"\.curve\.alone \{ stroke-width: [4-9]px", style)
+
+
 def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     history = histories.eventful()
     found = recoveries(history)
@@ -289,6 +300,12 @@ def test_rules_of_style_reach_nothing_but_the_report() -> None:
         for one in selector.split(","):
             inside = one.strip().startswith((f".{ROOT}", "@media", "@container"))
             assert inside or one.strip() == "(min-width: 640px)", one
+
+
+def test_a_pages_own_rules_do_not_push_the_figures_aside() -> None:
+    """As furo's do, whose selector for lists is longer than ours can be."""
+    style = fragment(histories.uneventful())
+    assert re.search(r"dl\.figures dd \{ margin: 0 !important", style)
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])

@@ -67,12 +67,17 @@ def curve(
     up: Axis,
     place: tuple[float, float],
 ) -> Markup:
-    """Lines of points in one strip of the drawing, from so many pixels down, so many high."""
+    """Lines of points in one strip of the drawing, from so many pixels down, so many high; a point
+    alone is a dot that can be seen."""
     top, height = place
-    path = "".join(_path(line, across, up) for line in lines)
+    kinds = {
+        "curve": [line for line in lines if len(line) != 1],
+        "curve alone": [line for line in lines if len(line) == 1],
+    }
+    paths = {kind: "".join(_path(x, across, up) for x in some) for kind, some in kinds.items()}
     return element(
         "svg",
-        element("path", d=path, class_="curve"),
+        *(element("path", d=path, class_=kind) for kind, path in paths.items() if path),
         x=percent(LEFT),
         y=top,
         width=percent(ACROSS),

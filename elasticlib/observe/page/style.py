@@ -117,7 +117,9 @@ _RULES = """
 & svg text.on-a { fill: var(--on-a) }
 & svg text.on-b { fill: var(--on-b) }
 & svg .area { fill: var(--band-b); opacity: .55 }
-& svg .curve { fill: none; stroke: var(--curve); stroke-width: 1.6px; stroke-linejoin: round }
+& svg .curve { fill: none; stroke: var(--curve); stroke-width: 1.6px; stroke-linejoin: round;
+  stroke-linecap: round }
+& svg .curve.alone { stroke-width: 5px }
 & svg .curve, & svg .edge { vector-effect: non-scaling-stroke }
 & svg .edge { fill: none; stroke: var(--curve); stroke-width: 1.6px }
 & svg .hover { fill: transparent }
@@ -137,7 +139,7 @@ _RULES = """
 & dl.figures { display: grid; grid-template-columns: repeat(2, 1fr); gap: 14px 16px }
 & dl.figures { margin: 20px 0 0; padding: 0 }
 & dl.figures dt { font-size: 12px; color: var(--soft); font-weight: 400; margin: 0 }
-& dl.figures dd { margin: 0; font-size: 20px; line-height: 1.25; font-weight: 600 }
+& dl.figures dd { margin: 0 !important; font-size: 20px; line-height: 1.25; font-weight: 600 }
 & dl.figures dd.small { font-size: 15px }
 & dl.figures small { display: block; font-size: 12px; font-weight: 400; color: var(--soft) }
 @container (min-width: 640px) { & dl.figures { grid-template-columns: repeat(4, 1fr) } }
