@@ -56,7 +56,7 @@ types: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 
 notebooks: $(STAMP)
-	@$(BIN)/python -m pytest -q tests/test_notebooks.py
+	@$(BIN)/python -m pytest -q -n 2 tests/test_notebooks.py
 
 docs: $(STAMP)
 	@$(BIN)/python docs/making/redraw.py

@@ -46,10 +46,14 @@ def _environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+ELSEWHERE = ("integrations", "test_notebooks.py")
+"""Run where they are named: the one needs an environment of its own, the other a minute."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """tests/integrations needs an environment of its own, so it runs where it is named."""
-    named = any("integrations" in arg for arg in config.args)
-    return True if collection_path.name == "integrations" and not named else None
+    name = collection_path.name
+    named = any(name in arg for arg in config.args)
+    return True if name in ELSEWHERE and not named else None
 
 
 LONG = (

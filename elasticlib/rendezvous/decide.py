@@ -162,7 +162,7 @@ def _watch(view: View, document: Document) -> Decision:
     document = lasted(document, view.stands)
     members = document.member_ids
     if members <= view.done:
-        cause = f"{len(members)} nodes done"
+        cause = f"{len(members)} node{'s' * (len(members) > 1)} done"
         return Decision("all are done", write=_over(view, document, Phase.SUCCEEDED, cause))
     live = {node.id: node for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.done]

@@ -165,7 +165,7 @@ def test_a_late_joiner_to_a_finished_job_ends_with_success_and_says_so(job: Job)
     assert job.run("a", *flags).exit_code() == 0
     late = job.run("late", *flags)
     assert late.exit_code() == 0
-    assert "SUCCEEDED: 1 nodes done; nothing was run here" in late.text
+    assert "SUCCEEDED: 1 node done; nothing was run here" in late.text
     assert "generation" not in late.text
 
 

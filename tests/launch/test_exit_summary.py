@@ -29,7 +29,7 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert "was killed by SIGKILL" in generation
     assert lost.startswith("  lost on this node: stop 0.")
     assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
-    assert last == "elasticrun: SUCCEEDED: 1 nodes done"
+    assert last == "elasticrun: SUCCEEDED: 1 node done"
     history = read_history(folder)
     assert [made.why for made in history.generations] == [Why.START, Why.FAILURE]
     assert history.generations[1].cost.seconds > 0
@@ -44,7 +44,7 @@ def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
     assert first.endswith("s in 1 generation")
     assert places.startswith("events in ")
     assert places.endswith("events.jsonl; more: elasticlib report calm")
-    assert last == "elasticrun: SUCCEEDED: 1 nodes done"
+    assert last == "elasticrun: SUCCEEDED: 1 node done"
 
 
 def test_a_run_without_events_names_no_report(job: Job) -> None:
@@ -54,4 +54,4 @@ def test_a_run_without_events_names_no_report(job: Job) -> None:
     assert agent.exit_code() == 0
     first, last = agent.text.splitlines()
     assert first.endswith("s in 1 generation")
-    assert last == "elasticrun: SUCCEEDED: 1 nodes done"
+    assert last == "elasticrun: SUCCEEDED: 1 node done"

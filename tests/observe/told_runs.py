@@ -89,7 +89,7 @@ class Agent:
 
     def succeed(self, at: float) -> Agent:
         self.tell(at, "worker.ended", 0, code=0, ok=True, stopped=False, how="ended")
-        return self.end(at + 0.1, "succeeded", "1 nodes done")
+        return self.end(at + 0.1, "succeeded", "1 node done")
 
     def end(self, at: float, state: str, reason: str, **more: Any) -> Agent:
         codes = {"succeeded": 0, "drained": 75, "stopped": 143}
