@@ -20,7 +20,9 @@ from elasticlib.workers.beat import TakenUp
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
+from elasticlib.workers.held_folder import is_left
 from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from elasticlib.workers.shared_folder import SharedFolder
 
 
 @pytest.fixture
@@ -278,6 +280,17 @@ def channels() -> Iterator[Channels]:
     yield channels
     channels.close_all()
     assert not listed
+
+
+def test_their_folder_and_that_of_memory_are_held_as_long_as_they_are_in_use(
+    channels: Channels,
+) -> None:
+    memory = SharedFolder(lambda _: None, lambda _: None)
+    held = [Path(channels.open(0)).parent, memory.era(0).parent]
+    assert [is_left(folder) for folder in held] == [False, False]
+    memory.remove()
+    channels.close_all()
+    assert not any(folder.exists() for folder in held)
 
 
 def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
