@@ -17,6 +17,7 @@ from elasticlib.workers.exits import WorkerExit, failure_record, read_failure
 from elasticlib.workers.ladder import Ladder, Rung
 from elasticlib.workers.notice import Notice
 from elasticlib.workers.spec import (
+    KEPT_FROM_WORKERS,
     Entrypoint,
     Script,
     WorkerGroup,
@@ -133,10 +134,13 @@ def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> 
     outer = dict.fromkeys(TOLD, "outer") | {
         "TORCHELASTIC_TIMER_FILE": "/outer",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+        # Ports that the agent has, and that a launch within a worker would be refused.
+        "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
+        "PET_OBSERVE_PORT": "9400",
     }
     told = worker_environment(group(), group().worker(0), outer, error_file="/e", cores=8)
     assert "outer" not in told.values()
-    assert not {"TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"} & set(told)
+    assert not KEPT_FROM_WORKERS & set(told)
 
 
 @pytest.mark.parametrize(
