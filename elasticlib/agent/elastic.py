@@ -7,7 +7,7 @@ stopped, and nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ..clock import Clock, monotonic
 from ..observe.interface import Journal
@@ -166,6 +166,9 @@ class LocalElasticAgent(ElasticAgent):
 
     def dump_stacks(self) -> Mapping[int, str]:
         return self._workers.dump_stacks()
+
+    def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
+        return self._workers.dump_stacks_of(local_ranks)
 
     def terminate(self) -> None:
         self._workers.terminate()

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..workers.channels import SHARED_MEMORY
+from ..workers.held_folder import is_left
 from ..workers.memory import CGROUPS, counters
 from .checks import Finding, writable
 from .versions import versions
@@ -214,16 +215,19 @@ def look_at_leftovers(place: str = SHARED_MEMORY) -> Iterator[Finding]:
         yield Finding("leftovers", True, f"nothing of elasticlib's lies in {place}")
         return
     used = _mentioned()
-    left = [path for path in folders if str(path).encode() not in used]
-    size = _size(sum(_size_of(path) for path in left))
-    if not left:
+    held = {path: is_left(path) for path in folders if str(path).encode() not in used}
+    left = [path for path, gone in held.items() if gone]
+    unknown = [path for path, gone in held.items() if gone is None]
+    if left:
+        sizes = f"{_sizes(left)} left by jobs that are gone"
+        yield Finding("leftovers", False, f"{sizes}: rm -r {' '.join(map(str, left))}")
+    if unknown:
+        # Processes that use them may be in a PID namespace of their own, and not be seen here.
+        sentence = f"{_sizes(unknown)} in {place}: of a job that is just starting or ending, of one"
+        sentence += " in another container, or left by one of an older version"
+        yield Finding("leftovers", None, f"{sentence}: {' '.join(map(str, unknown))}")
+    if not left and not unknown:
         yield Finding("leftovers", True, f"the folders in {place} are of jobs that run")
-    elif _agents(used):
-        sentence = f"{size} in {place}: of a job that is just starting or ending, or left by one"
-        yield Finding("leftovers", None, f"{sentence}: {' '.join(map(str, left))}")
-    else:
-        paths = " ".join(map(str, left))
-        yield Finding("leftovers", False, f"{size} left by jobs that are gone: rm -r {paths}")
 
 
 def _is_mine(path: Path) -> bool:
@@ -231,6 +235,10 @@ def _is_mine(path: Path) -> bool:
         return path.is_dir() and path.lstat().st_uid == os.geteuid()
     except OSError:
         return False
+
+
+def _sizes(folders: list[Path]) -> str:
+    return _size(sum(_size_of(folder) for folder in folders))
 
 
 def _size_of(folder: Path) -> int:
@@ -255,10 +263,6 @@ def _mentioned() -> bytes:
             except OSError:
                 break  # it is another's, or gone
     return b"\n".join(found)
-
-
-def _agents(mentioned: bytes) -> bool:
-    return b"elasticrun" in mentioned or b"elasticlib" in mentioned
 
 
 def _limit_of_group(controller: str, *names: str) -> int | None:

@@ -67,7 +67,7 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
         }
         if not running:
             return Stacks({})
-        texts, beats = agent.dump_stacks(), agent.beats()
+        texts, beats = agent.dump_stacks_of(running), agent.beats()
         silent = [local for local in running if local not in texts]
         asked = [local for local in silent if local in beats and beats[local].dumps]
         return Stacks(

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 from ..errors import ElasticError
 from ..observe.kept_logs import STREAMS, Attempt, Kept, NodeLogs, Tail, with_neighbours
 from ..observe.runs import find_runs
+from .chosen_ranks import ranks_of
 
 LOOK_SECONDS = 0.2
 LOOKS_FOR_NODES = 20
@@ -45,7 +46,7 @@ def add_logs(commands: Any) -> None:
         help="a run's id, its folder or a log directory (default: the newest run here)",
     )
     parser.add_argument(
-        "-r", "--ranks", type=_ranks, metavar="R,R-R", help="of these global ranks alone"
+        "-r", "--ranks", type=ranks_of, metavar="R,R-R", help="of these global ranks alone"
     )
     parser.add_argument(
         "-f", "--follow", action="store_true", help="go on as lines come, until the run is over"
@@ -62,19 +63,6 @@ def add_logs(commands: Any) -> None:
         help="of this start of the workers, 0 for the first (default: the newest)",
     )
     parser.set_defaults(run=_run)
-
-
-def _ranks(text: str) -> frozenset[int]:
-    found: set[int] = set()
-    try:
-        for part in text.split(","):
-            low, dash, high = part.partition("-")
-            found.update(range(int(low), int(high if dash else low) + 1))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"ranks are numbers as in 0,3 or 0-7, got {text!r}") from (
-            None
-        )
-    return frozenset(found)
 
 
 def _count(text: str) -> int:

@@ -38,7 +38,7 @@ class Observed:
     """The ports of one launch, bound from the start; none where nobody asked for one.
 
     Raises:
-        ConfigError: one cannot be bound.
+        ConfigError: --observe-port cannot be bound.
     """
 
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str], node: str) -> None:
@@ -52,11 +52,19 @@ class Observed:
             checked = health_port(environment)
             if checked is not None:
                 # Health alone: it is open to all who reach this machine, and need know no more.
-                self._open(VARIABLE, checked, (HEALTH, "/"))
+                self._open_checked(checked)
         except ConfigError:
             self.close()
             raise
         self._tally = CountingJournal(config.run_id, node)
+
+    def _open_checked(self, where: tuple[str, int]) -> None:
+        """As torch's variable says, which other launches on this machine may have been told, too:
+        the first of them has the port, and the others go on without."""
+        try:
+            self._open(VARIABLE, where, (HEALTH, "/"))
+        except ConfigError as error:
+            log.warning("no health checks are answered: %s", error)
 
     def _open(self, name: str, where: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, number = where
@@ -84,7 +92,10 @@ class Observed:
         pages = _Pages(self._watch, self._tally, lambda: standing.look(agent.beats()), kept)
         for port, paths in self._ports:
             port.begin({path: pages.by_path[path] for path in paths})
-            log.info("observed at http://%s%s", port.address, ", ".join(paths))
+            shown = [path for path in paths if path != METRICS or not pages.lacking]
+            log.info("observed at http://%s%s", port.address, ", ".join(shown))
+            if METRICS in paths and pages.lacking:
+                log.warning("%s", pages.lacking)
 
     def close(self) -> None:
         for port, _ in self._ports:
@@ -116,6 +127,11 @@ class _Pages:
             STATUS: self._status,
             METRICS: self._metrics,
         }
+
+    @property
+    def lacking(self) -> str:
+        """Why there is no METRICS; empty where there is."""
+        return self._exposition if isinstance(self._exposition, str) else ""
 
     def _judged(self, standing: NodeStanding) -> Health:
         return judge(standing.state, standing.reason, self._watch.silent())

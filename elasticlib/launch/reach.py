@@ -259,15 +259,3 @@ def _recorded_node(path: Path, lives: bool) -> tuple[NodeStatus, float] | None:
         answer=answer,
     )
     return node, last.wall
-
-
-def ranks_of(text: str) -> frozenset[int]:
-    """Of `0,3` or `0-3,8`; for argparse."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        ends = (first, last if dash else first)
-        if not all(end.isascii() and end.isdigit() and len(end) < 8 for end in ends):
-            raise argparse.ArgumentTypeError(f"ranks are numbers as in 0,3 or 0-3, got {text!r}")
-        found.update(range(int(ends[0]), int(ends[1]) + 1))
-    return frozenset(found)

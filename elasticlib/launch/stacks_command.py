@@ -12,7 +12,8 @@ from ..observe.question import What
 from ..observe.same_stacks import told
 from ..observe.status_words import NOBODY
 from ..rendezvous.asking import Asker
-from .reach import add_reach, find_target, ranks_of, reached
+from .chosen_ranks import ranks_of
+from .reach import add_reach, find_target, reached
 
 TIMEOUT = 5.0
 """Seconds: a worker that writes nothing is waited for on its node."""

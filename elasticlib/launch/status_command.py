@@ -11,6 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
+
+from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, StoreError
 from ..observe.question import What
 from ..observe.status import JobStatus, status_of
@@ -31,6 +34,8 @@ from .reach import Target, add_reach, find_target, reached, recorded
 
 EVERY_SECONDS = 1.0
 TIMEOUT = 2.0
+GONE_SECONDS = 30.0
+"""Of silence, for --watch to take a run for gone: a store that moves is away for some seconds."""
 Look = Callable[[], JobStatus]
 
 
@@ -61,13 +66,18 @@ def add_status(commands: Any) -> None:
 
 def _epilog() -> str:
     codes = [f"  {code}  {meaning}" for code, meaning in EXIT_CODES.items()]
-    said = "SIGINT ends --watch with 0; else its last look says."
+    said = "SIGINT ends --watch with 0; else its last look says. By ENDPOINT the end of a run may"
+    rest = (
+        "go unseen, as its store may end with it: --watch says 4 then, after "
+        f"{GONE_SECONDS:g} s in which nobody answered."
+    )
     keys = [f"  {name}: {meaning}" for name, meaning in FIELDS.items()]
     nodes = [f"  {name}: {meaning}" for name, meaning in NODE_FIELDS.items()]
     parts = [
         "exit status:",
         *codes,
         f"  {said}",
+        f"  {rest}",
         "",
         "--json:",
         *keys,
@@ -151,14 +161,31 @@ def _said(status: JobStatus, as_json: bool) -> str:
 
 def _watch(look: Look, chosen: argparse.Namespace) -> int:
     with _shown(chosen) as show:
-        pause = threading.Event()
+        pause, heard = threading.Event(), monotonic()
+        status = None
         while True:
-            status = look()
+            status, error = _looked(look, status)
             show(status)
-            over = status.state is None or status.state.over
-            if over or (status.age is not None and not any(n.lives for n in status.nodes)):
+            ended = status.state is not None and status.state.over
+            if ended or (status.age is not None and not any(n.lives for n in status.nodes)):
+                return exit_code(status)
+            if status.state is not None:
+                heard = monotonic()
+            elif monotonic() >= heard + GONE_SECONDS:
+                if error is not None:
+                    raise error
                 return exit_code(status)
             pause.wait(chosen.every)
+
+
+def _looked(look: Look, last: JobStatus | None) -> tuple[JobStatus, StoreError | None]:
+    """What there is to see, and if that is nothing, after the first look, why."""
+    try:
+        return look(), None
+    except StoreError as error:
+        if last is None:
+            raise
+        return attrs.evolve(last, state=None, since=None, nodes=(), reason=str(error)), error
 
 
 @contextlib.contextmanager

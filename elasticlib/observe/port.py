@@ -1,7 +1,7 @@
 """A small HTTP server for whoever asks how an agent is: it reads, and changes nothing.
 
-A handful of threads, each with one connection at a time for some seconds at most, so that no
-client, slow or many, is felt by the agent.
+One thread collects what all clients say, and a handful answers those who have said it whole, so
+that no client, slow or many, is felt by the agent, or by others who ask.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import queue
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -27,6 +29,9 @@ SECONDS = 3.0
 """For a request to arrive, and again for its answer to be taken."""
 LONGEST_HEAD = 16 * 1024
 WAITING = 32
+"""Whole requests, before others are put off."""
+MOST = 128
+"""Clients that have not said all; who has waited longest goes for the next."""
 
 
 @attrs.frozen
@@ -59,6 +64,9 @@ class ObservePort:
         self.host, self.port = self._socket.getsockname()[:2]
         self._pages: Mapping[str, Callable[[], Page]] = {}
         self._threads: list[threading.Thread] = []
+        self._requests: queue.Queue[_Request | None] = queue.Queue(WAITING)
+        self._over = False
+        self._wake, self._waker = socket.socketpair()
 
     @property
     def address(self) -> str:
@@ -68,34 +76,136 @@ class ObservePort:
     def begin(self, pages: Mapping[str, Callable[[], Page]]) -> None:
         """Answer from now on; who has connected already has waited."""
         self._pages = pages
-        for number in range(THREADS):
-            thread = threading.Thread(target=self._serve, name=f"observe-{number}", daemon=True)
+        runs = [("observe", self._collect)]
+        runs += [(f"observe-{number}", self._serve) for number in range(THREADS)]
+        for name, run in runs:
+            thread = threading.Thread(target=run, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def close(self) -> None:
         """Answer no more; an answer that is under way is not waited for."""
+        self._over = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes those who wait in accept
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._waker.close()  # wakes who collects
+        if not self._threads:
+            self._wake.close()
+
+    def _collect(self) -> None:
+        heads = _Heads(self._hand_on)
+        with heads.selector, self._wake:
+            self._socket.setblocking(False)
+            with contextlib.suppress(OSError, ValueError):  # closed already
+                heads.selector.register(self._socket, selectors.EVENT_READ)
+            heads.selector.register(self._wake, selectors.EVENT_READ)
+            while not self._over:
+                for found in heads.wait():
+                    if found is self._socket:
+                        self._accept(heads)
+                    elif found is not self._wake:
+                        heads.read(found)
+            heads.drop_all()
+        for _ in range(THREADS):
+            self._requests.put(None)
+
+    def _accept(self, heads: _Heads) -> None:
+        try:
+            heads.add(*self._socket.accept())
+        except BlockingIOError:
+            return
+        except OSError:
+            # Too many open files, or a client that left again: neither is for ever.
+            if not self._over:
+                threading.Event().wait(0.1)
+
+    def _hand_on(self, request: _Request) -> None:
+        try:
+            self._requests.put_nowait(request)
+        except queue.Full:
+            request.connection.close()
 
     def _serve(self) -> None:
-        while True:
+        while (request := self._requests.get()) is not None:
             try:
-                connection, peer = self._socket.accept()
-            except OSError:
-                if self._socket.fileno() < 0:
-                    return
-                # Too many open files, or a client that left again: neither is for ever.
-                threading.Event().wait(0.1)
-                continue
-            try:
-                with connection:
-                    _Answer(connection, peer, self._pages)
+                with request.connection:
+                    _Answer(request, self._pages)
             except OSError as error:
                 log.debug("a client went away: %s", error)
             except Exception:
                 log.exception("a request was not answered")
+
+
+@attrs.define(eq=False)
+class _Request:
+    """What a client has said so far, and until when it may go on."""
+
+    connection: socket.socket
+    peer: Any
+    until: float
+    head: bytes = b""
+
+    @property
+    def whole(self) -> bool:
+        """Without its body, of which there is none that we would read."""
+        return b"\r\n\r\n" in self.head or b"\n\n" in self.head
+
+
+class _Heads:
+    """What clients have begun to say; `whole` is called with each that is through."""
+
+    def __init__(self, whole: Callable[[_Request], None]) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._whole = whole
+        # In the order in which they came, which is that in which their time is over.
+        self._begun: dict[Any, _Request] = {}
+
+    def wait(self) -> list[Any]:
+        """Sockets at which there is something, once there is; who is late by then is dropped."""
+        oldest = next(iter(self._begun.values()), None)
+        left = None if oldest is None else max(0.0, oldest.until - monotonic())
+        ready = self.selector.select(left)
+        for request in [one for one in self._begun.values() if one.until <= monotonic()]:
+            self._drop(request)
+        return [key.fileobj for key, _ in ready]
+
+    def add(self, connection: socket.socket, peer: Any) -> None:
+        connection.setblocking(False)
+        self._begun[connection] = _Request(connection, peer, monotonic() + SECONDS)
+        self.selector.register(connection, selectors.EVENT_READ)
+        if len(self._begun) > MOST:
+            self._drop(next(iter(self._begun.values())))
+
+    def read(self, connection: Any) -> None:
+        request = self._begun.get(connection)
+        if request is None:  # dropped meanwhile
+            return
+        try:
+            data = connection.recv(LONGEST_HEAD)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(request)
+            return
+        request.head += data
+        if request.whole or not data:
+            self._forget(request)
+            self._whole(request)
+        elif len(request.head) > LONGEST_HEAD:
+            self._drop(request)
+
+    def drop_all(self) -> None:
+        for request in list(self._begun.values()):
+            self._drop(request)
+
+    def _drop(self, request: _Request) -> None:
+        self._forget(request)
+        request.connection.close()
+
+    def _forget(self, request: _Request) -> None:
+        del self._begun[request.connection]
+        self.selector.unregister(request.connection)
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -104,14 +214,13 @@ class _Answer(BaseHTTPRequestHandler):
     server_version = "elasticlib"
     sys_version = ""
 
-    def __init__(
-        self, connection: socket.socket, peer: Any, pages: Mapping[str, Callable[[], Page]]
-    ) -> None:
+    def __init__(self, request: _Request, pages: Mapping[str, Callable[[], Page]]) -> None:
         self._pages = pages
-        super().__init__(connection, peer, None)  # type: ignore[arg-type]
+        self._head = request.head
+        super().__init__(request.connection, request.peer, None)  # type: ignore[arg-type]
 
     def setup(self) -> None:
-        self.rfile: Any = io.BytesIO(_head(self.request))
+        self.rfile: Any = io.BytesIO(self._head)
         self.wfile: Any = io.BytesIO()
 
     def finish(self) -> None:
@@ -148,19 +257,3 @@ class _Answer(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s: " + format, self.address_string(), *args)
-
-
-def _head(connection: socket.socket) -> bytes:
-    """The request without its body, of which there is none that we would read."""
-    deadline = monotonic() + SECONDS
-    head = b""
-    while b"\r\n\r\n" not in head and b"\n\n" not in head:
-        left = deadline - monotonic()
-        if left <= 0 or len(head) > LONGEST_HEAD:
-            raise TimeoutError("no whole request in time, or one too long")
-        connection.settimeout(left)
-        data = connection.recv(4096)
-        if not data:
-            break
-        head += data
-    return head

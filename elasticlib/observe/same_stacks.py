@@ -1,6 +1,7 @@
 """The stacks of many ranks, each that is the same said once, with the ranks that it is of.
 
-Two are the same if they differ in nothing but addresses; which thread comes first counts.
+Two are the same if they differ in nothing but addresses and the numbers in the names of threads;
+which thread comes first counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from .status_words import spans
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
+_NUMBER = re.compile(r"^((?:Current thread|Thread) \[.*?)-\d+(?= \(|\] )", re.MULTILINE)
+"""Of a thread without a name of its own: how many threads there were before it."""
 _OURS = re.compile(
     r"^ *File \".*/elasticlib/workers/(become|start|template)\.py\".*\n?", re.MULTILINE
 )
@@ -33,10 +36,13 @@ class Shared:
 def grouped(texts: Mapping[int, str]) -> list[Shared]:
     """Those that the fewest ranks share first: they are the ones to look at."""
     found: dict[str, list[int]] = {}
+    first: dict[str, str] = {}
     for rank, text in sorted(texts.items()):
         plain = _ADDRESS.sub("0x...", _THREAD.sub(r"\1", _OURS.sub("", text))).strip()
-        found.setdefault(plain, []).append(rank)
-    groups = [Shared(tuple(ranks), text) for text, ranks in found.items()]
+        alike = _NUMBER.sub(r"\1", plain)
+        first.setdefault(alike, plain)
+        found.setdefault(alike, []).append(rank)
+    groups = [Shared(tuple(ranks), first[alike]) for alike, ranks in found.items()]
     return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))
 
 
@@ -66,7 +72,7 @@ def _missing(view: JobView) -> list[str]:
         if one.silent:
             lines.append(
                 f"{host}: rank {spans(one.silent)} wrote nothing within a second: it is stopped, "
-                "or no processor has time for it"
+                "blocks signals, or no processor has time for it"
             )
         if one.mute:
             names = ", ".join(one.mute.values())

@@ -87,6 +87,11 @@ class JobStatus:
         return tuple(node for node in self.nodes if node.lives and node.answer is None)
 
     @property
+    def unanswered(self) -> bool:
+        """Whether there are nodes, and none of them answered."""
+        return bool(self.nodes) and not any(node.answer for node in self.nodes)
+
+    @property
     def step(self) -> int | None:
         """The smallest that any worker told of last."""
         return min(self._told("step"), default=None)

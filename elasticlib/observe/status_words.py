@@ -23,8 +23,8 @@ FIELDS: Mapping[str, str] = {
     "state": "WAITING, RENDEZVOUS, RUNNING, RESTARTING, RESIZING, DRAINING, SUCCEEDED, FAILED, "
     "PREEMPTED or STOPPED; null where nobody is left to tell",
     "reason": "why, in words",
-    "source": "nodes: they were asked just now; events: they did not answer, and it is what was "
-    "written down on this machine",
+    "source": "nodes: they were asked just now; store: none of them answered, and it is what the "
+    "job's store holds; events: nor did that, and it is what was written down on this machine",
     "age": "seconds since the newest of it was written, null where nodes were asked",
     "since": "seconds for which the state has lasted, null if not known",
     "generation": "the number of the settled membership, 0 before the first",
@@ -79,8 +79,9 @@ def exit_code(status: JobStatus) -> int:
         return NOBODY
     if not state.over:
         running = state is JobState.RUNNING
-        # Files say that it ran; nobody said that it does.
-        return NOBODY if status.age is not None else 0 if running else 3
+        # Files, or the store, say that it ran; nobody said that it does.
+        heard = status.age is None and not status.unanswered
+        return NOBODY if not heard else 0 if running else 3
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state, 5)
 
 
@@ -91,11 +92,17 @@ def as_document(status: JobStatus) -> dict[str, Any]:
     return {
         "v": VERSION,
         "state": None if status.state is None else status.state.value,
-        "source": "nodes" if status.age is None else "events",
+        "source": _source(status),
         **{name: getattr(status, name) for name in (*taken, *more)},
         "nodes": [_node_document(node) for node in status.nodes],
         "exit_code": exit_code(status),
     }
+
+
+def _source(status: JobStatus) -> str:
+    if status.age is not None:
+        return "events"
+    return "store" if status.unanswered else "nodes"
 
 
 def _node_document(node: NodeStatus) -> dict[str, Any]:
@@ -123,13 +130,15 @@ RANK_HEAD = ("rank", "host", "process", "step", "steps/s", "silent", "saved")
 
 def headline(status: JobStatus) -> list[str]:
     """What is to be said before the tables."""
-    state = "no longer there" if status.state is None else status.state.value
+    state = "not answering, or no longer there" if status.state is None else status.state.value
     lasted = "" if status.since is None else f" for {duration(status.since)}"
     lines = [f"{status.run}: {state}{lasted}"]
     if status.age is not None:
         over = status.state is not None and status.state.over
         said = "as its events tell" if over else "nobody answers, and its events tell this"
         lines.append(f"  {said}, the last of {duration(status.age)} ago")
+    elif status.unanswered:
+        lines.append("  none of its nodes answers, and its store tells this")
     lines += [f"  {line}" for line in _facts(status)]
     if status.reason:
         lines.append(f"  why: {status.reason}")

@@ -7,7 +7,7 @@ told of each end once, and sends the group up the stopping ladder.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from .beat import Beat
 from .exits import WorkerExit
@@ -79,8 +79,13 @@ class Workers(abc.ABC):
 
     def dump_stacks(self) -> Mapping[int, str]:
         """Have the workers write down what each of their threads is doing; the texts, by local
-        rank, of those who did so within a second."""
+        rank, of those who did so within a second, or cannot be asked, which is said then. What is
+        kept for people is added to."""
         return {}
+
+    def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
+        """The same of these alone, for who looks on: nothing is kept."""
+        return {n: text for n, text in self.dump_stacks().items() if n in local_ranks}
 
     @abc.abstractmethod
     def terminate(self) -> None:

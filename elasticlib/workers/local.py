@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -321,12 +321,16 @@ class LocalWorkers(Workers):
         return self._channels.last_beats()
 
     def dump_stacks(self) -> Mapping[int, str]:
-        asked, processes = self._channels.dumpers(), dict(self._processes)
-        ours = {local: processes[local].popen.pid for local in asked if local in processes}
-        found = stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
+        processes = dict(self._processes)
+        found = self.dump_stacks_of(processes)
         for local, text in found.items():
             stacks.keep(processes[local].error_file.parent, text)
         return found
+
+    def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
+        asked, here = self._channels.dumpers(), dict(self._processes)
+        ours = {n: here[n].popen.pid for n in asked if n in here and n in local_ranks}
+        return stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
 
     def terminate(self) -> None:
         self._stopped = True

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .channels import SHARED_MEMORY
+from .held_folder import hold, let_go
 
 
 class SharedFolder:
@@ -25,6 +26,7 @@ class SharedFolder:
         self._listed = listed
         self._unlisted = unlisted
         self._path: Path | None = None
+        self._lock = -1
 
     @property
     def made(self) -> Path | None:
@@ -46,6 +48,7 @@ class SharedFolder:
         path, self._path = self._path, None
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
+            let_go(self._lock)
             self._unlisted(str(path))
 
     def _made_path(self) -> Path:
@@ -57,6 +60,7 @@ class SharedFolder:
                 # Shared memory may be full, of what DataLoaders keep there.
                 made = tempfile.mkdtemp(prefix=PREFIX)
             self._path = Path(made)
+            self._lock = hold(self._path)
             self._listed(made)
         return self._path
 

@@ -28,9 +28,18 @@ SNAPSHOTS = "ELASTICLIB_SNAPSHOTS"
 """Names the folder in the agent's memory in which a worker keeps its snapshots, in its
 environment."""
 
-KEPT_FROM_WORKERS = frozenset({SECRET, "TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"})
-"""What an agent is told and its workers have no use for: they do not speak to the store; and what
-an outer launcher has told this one as its worker. The rest of that is told anew."""
+KEPT_FROM_WORKERS = frozenset(
+    {
+        SECRET,
+        "TORCHELASTIC_TIMER_FILE",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE",
+        "TORCHELASTIC_HEALTH_CHECK_PORT",
+        "PET_OBSERVE_PORT",
+    }
+)
+"""What an agent is told and its workers have no use for: they do not speak to the store, and a
+launch within a worker cannot have the agent's ports; and what an outer launcher has told this one
+as its worker. The rest of that is told anew."""
 
 
 @attrs.frozen

@@ -1,8 +1,11 @@
 """What each thread of a worker is doing, written by the worker itself when its agent asks.
 
-The signal handler is C, and needs no interpreter: it writes also when a thread is in a call that
-never returns. What a process was when it said that it would may have become another program, or
-closed the file: so the kernel is asked first. Standard library only: workers import this.
+Asked twice: first by a signal that the interpreter handles between two steps of the main thread,
+so that no other thread moves while it is looked at. A main thread that is in a call of C's does
+not get there; it alone, which is then at rest, is shown by C's handler of a second signal. (C's
+could show all threads, but reads what they are changing: that can end the process.) What a process
+was when it said that it would may have become another program, or closed the file: so the kernel
+is asked first. Standard library only: workers import this.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import faulthandler
 import fcntl
 import os
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 from ..clock import monotonic
 from .channel import VARIABLE, Channel
@@ -22,9 +27,23 @@ from .channel import VARIABLE, Channel
 FILE = "stacks.txt"
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 2) - 3
 """One that nobody else is known to use; it is sent only to who has said that it handles it."""
+SECOND = SIGNAL - 1
+"""For who does not answer the first."""
+PATIENCE = 0.5
+"""Of the time for an answer: after that, the second."""
+QUIET_SECONDS = 0.1
+"""What C's handler wrote has no end mark; it is through once it has written nothing for so long."""
+LOOK_SECONDS = 0.005
 LONGEST = 256 * 1024
+DEEPEST = 100
 HIGH = 200
 """From where on the number of the open file is, so that the program's own begin where they do."""
+BEGIN, END = "-- all threads\n", "-- end\n"
+CUT = "(cut short)\n"
+ALONE = (
+    "The main thread alone: it is in a call outside Python, and cannot show the others, or "
+    f"the program handles signal {SIGNAL} itself:\n"
+)
 
 Dumper = tuple[int, int, int, str]
 """Its session, the process, and the number and the name of its file."""
@@ -48,12 +67,14 @@ def begin_in_worker() -> None:
 
 def write_on_demand(channel: Channel, path: str) -> None:
     """From now on this process adds its stacks to a file beside its channel when it gets the
-    signal, unless it does so already."""
-    if channel.dumps[0] == os.getpid():
+    signals, unless it does so already, or does something else."""
+    if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         handle = _raised(os.open(beside(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        faulthandler.register(SIGNAL, file=handle, all_threads=True)
+        faulthandler.register(SECOND, file=handle, all_threads=False)
+        with contextlib.suppress(ValueError):  # not in the main thread: then the second alone
+            signal.signal(SIGNAL, _writer(handle))
         channel.tell_dumps(os.getpid(), handle)
 
 
@@ -71,16 +92,54 @@ def _raised(handle: int) -> int:
     return high
 
 
+def _writer(handle: int) -> Callable[[int, FrameType | None], None]:
+    """What runs in the midst of the user's code: it takes no lock, and raises nothing."""
+
+    def write(_number: int, interrupted: FrameType | None) -> None:
+        with contextlib.suppress(Exception):
+            text = "\n".join(_shown_threads(interrupted)).encode(errors="backslashreplace")
+            if len(text) > LONGEST:
+                text = text[:LONGEST] + f"\n{CUT}".encode()
+            os.write(handle, BEGIN.encode() + text + END.encode())
+
+    return write
+
+
+def _shown_threads(interrupted: FrameType | None) -> Iterator[str]:
+    """The main thread, then the others, the oldest first; as faulthandler writes them."""
+    # Without the lock of `threading.enumerate`, which the interrupted code may hold.
+    threads = dict(getattr(threading, "_active", {}))
+    own, frames = threading.get_ident(), sys._current_frames()
+    frames.pop(own, None)  # that is where this very code is
+    for ident, frame in ((own, interrupted), *reversed(frames.items())):
+        who = "Current thread" if ident == own else "Thread"
+        name = getattr(threads.get(ident), "_name", "")
+        lines = [f"{who} 0x{ident:016x} [{name}] (most recent call first):"]
+        while frame is not None and len(lines) <= DEEPEST:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+        yield "\n".join([*lines, "  ..."] if frame is not None else lines) + "\n"
+
+
 # -- the agent's end ------------------------------------------------------------------------------
 
 
 def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
-    """Ask processes for their stacks; what they wrote in the time.
+    """Ask processes for their stacks; what they wrote in the time, or why they cannot be asked.
 
     One after another of those who ask at once, so that each has one writing of them.
     """
     with _asking:
-        return _dumped({local: w for local, w in workers.items() if _writes(*w)}, seconds)
+        found: dict[int, str] = {}
+        asked: dict[int, _Asked] = {}
+        for local, (session, pid, handle, path) in workers.items():
+            numbers, refused = _handled(session, pid, handle, path)
+            if refused:
+                found[local] = f"It cannot be asked: {refused}.\n"
+            else:
+                asked[local] = _Asked(pid, path, numbers)
+        return {**found, **_answers(asked, seconds)}
 
 
 def keep(folder: Path, text: str) -> None:
@@ -89,37 +148,87 @@ def keep(folder: Path, text: str) -> None:
         file.write(text)
 
 
-def _dumped(workers: Mapping[int, Dumper], seconds: float) -> dict[int, str]:
-    before = {local: _size(path) for local, (*_, path) in workers.items()}
-    for _, pid, _, _ in workers.values():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, SIGNAL)
-    deadline, pause = monotonic() + seconds, threading.Event()
+class _Asked:
+    """A process that was asked, by the first of the signals that it handles."""
+
+    def __init__(self, pid: int, path: str, numbers: list[int]) -> None:
+        self._pid = pid
+        self._path = path
+        self._numbers = numbers
+        # It only ever adds to the end, wherever that is by now.
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
+        self._at = self._size = _size(path)
+        self._grew_at = monotonic()
+        self.ask()
+
+    def ask(self) -> None:
+        """Again, by the next signal, if there is one."""
+        if self._numbers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._pid, self._numbers.pop(0))
+
+    def whole(self) -> str:
+        """What it wrote between the marks; empty if it has not, or not all of it."""
+        if (size := _size(self._path)) == self._size:
+            return ""
+        self._size, self._grew_at = size, monotonic()
+        _, _, text = _read(self._path, self._at).rpartition(BEGIN)
+        text, mark, _ = text.partition(END)
+        return text if mark else ""
+
+    def rest(self) -> str:
+        """What there is when the time is over."""
+        text = self.whole()
+        if text or self._size == self._at:
+            return text
+        before, begun, text = _read(self._path, self._at).rpartition(BEGIN)
+        if begun and not before:
+            return f"{text}\n{CUT}"
+        cut = monotonic() < self._grew_at + QUIET_SECONDS
+        return f"{ALONE}{before or text}{CUT if cut else ''}"
+
+
+def _answers(asked: Mapping[int, _Asked], seconds: float) -> dict[int, str]:
+    now, pause = monotonic(), threading.Event()
+    second, deadline = now + PATIENCE * seconds, now + seconds
     found: dict[int, str] = {}
-    while len(found) < len(workers) and monotonic() < deadline:
-        pause.wait(0.02)
-        sizes = {local: _size(path) for local, (*_, path) in workers.items()}
-        for local, (*_, path) in workers.items():
-            # Written in one go, in a moment: what has stopped growing is whole.
-            if sizes[local] > before[local] and sizes[local] == _size(path):
-                found[local] = _read(path, before[local])
-    return found
+    while len(found) < len(asked) and now < deadline:
+        pause.wait(LOOK_SECONDS)
+        now = monotonic()
+        for local, one in asked.items():
+            if local not in found and (text := one.whole()):
+                found[local] = text
+            elif local not in found and now >= second:
+                one.ask()
+    rest = {local: one.rest() for local, one in asked.items() if local not in found}
+    return {**found, **{local: text for local, text in rest.items() if text}}
 
 
-def _writes(session: int, pid: int, handle: int, path: str) -> bool:
-    """Whether the process handles the signal, which else would end it, and has the file open,
-    in whose place it would else write into another."""
+def _handled(session: int, pid: int, handle: int, path: str) -> tuple[list[int], str]:
+    """Which signals the process handles, which else would end it; and why it is not to be asked,
+    as where it has no more the file open, in whose place it would write into another."""
     try:
         # A number that has passed to another process is in another session.
-        if os.getsid(pid) != session:
-            return False
+        gone = os.getsid(pid) != session
         status = Path(f"/proc/{pid}/status").read_text()
-        opened = os.stat(f"/proc/{pid}/fd/{handle}")
-        same = os.path.samestat(opened, os.stat(path))
     except OSError:
-        return False
+        gone, status = True, ""
+    if gone:
+        return [], f"the process {pid} that would have answered is gone"
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "")
-    return same and bool(int(caught.partition(":")[2] or "0", 16) >> (SIGNAL - 1) & 1)
+    mask = int(caught.partition(":")[2] or "0", 16)
+    numbers = [number for number in (SIGNAL, SECOND) if mask >> (number - 1) & 1]
+    if not numbers:
+        signals = f"the signals {SECOND} and {SIGNAL}"
+        return [], f"process {pid} has become another program, or no longer handles {signals}"
+    try:
+        same = os.path.samestat(os.stat(f"/proc/{pid}/fd/{handle}"), os.stat(path))
+    except OSError:
+        same = False
+    if not same:
+        return [], f"process {pid} has closed file {handle}, which elasticlib opened for its stacks"
+    return numbers, ""
 
 
 def _size(path: str) -> int:
@@ -133,6 +242,6 @@ def _read(path: str, at: int) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(at)
-            return file.read(LONGEST).decode(errors="replace")
+            return file.read(2 * LONGEST).decode(errors="replace")
     except OSError:
         return ""

@@ -18,6 +18,7 @@ from elasticlib import TcpStoreServer
 from elasticlib.launch import diagnosis, network_diagnosis
 from elasticlib.launch.checks import Finding
 from elasticlib.launch.doctor_command import taken
+from elasticlib.workers import held_folder
 
 COMMAND = (sys.executable, "-m", "elasticlib.launch.commands", "doctor")
 
@@ -98,9 +99,16 @@ def test_what_a_dead_job_left_in_memory_is_told_and_what_a_living_one_uses_is_no
     left.mkdir()
     (left / "0").write_bytes(bytes(10_000))
     found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
-    # Another test's job may be running on this machine, of which it might be.
-    assert found.good in (False, None)
-    assert str(left) in found.sentence
+    # Nothing in it tells whether its agent lives.
+    assert found.good is None
+    assert found.sentence.endswith(str(left))
+    # An agent's lock does, wherever its processes are to be seen.
+    lock = held_folder.hold(left)
+    assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers").good is True
+    held_folder.let_go(lock)
+    found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
+    assert found.good is False
+    assert found.sentence.endswith(f"left by jobs that are gone: rm -r {left}")
     with (left / "0").open("r+b") as file:
         import mmap
 

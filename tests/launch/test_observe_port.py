@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import socket
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,21 +96,40 @@ def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
     assert agent.exit_code() == 143
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts(job: Job) -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_starts(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         agent = started(job, "--observe-port", port)
         assert agent.exit_code() == 2
         environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
         said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            Observed(LaunchConfig(), environment, "n1")
+        # Of torch's variable other launches may have been told as well.
+        Observed(LaunchConfig(), environment, "n1").close()
+        assert said in caplog.text
         findings = check_launch(LaunchConfig(observe_port=port), Script(TALKER), environment)
         bad = {finding.check for finding in findings if finding.good is False}
-        assert bad == {"--observe-port", "TORCHELASTIC_HEALTH_CHECK_PORT"}
+        assert bad == {"--observe-port"}
+        (note,) = (one for one in findings if one.check == "TORCHELASTIC_HEALTH_CHECK_PORT")
+        assert note.good is None
     assert f"--observe-port: 127.0.0.1, port {port}, cannot be served" in agent.text
     assert "in use" in agent.text
     assert not list(job.folder.glob("talks.*"))
+
+
+def test_metrics_that_cannot_be_had_are_not_promised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    caplog.set_level(logging.INFO)
+    agent: Any = SimpleNamespace(ask=lambda _: True)
+    nothing: Any = None
+    observed = Observed(LaunchConfig(observe_port="0"), {}, "n1")
+    observed.begin(agent, nothing, nothing)
+    observed.close()
+    assert re.search(r"observed at http://127.0.0.1:\d+/healthz, /status.json\n", caplog.text)
+    assert "/metrics needs prometheus-client" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])

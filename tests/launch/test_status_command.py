@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -11,8 +12,15 @@ from typing import Any
 import pytest
 
 from elasticlib.clock import wall
+from elasticlib.errors import StoreUnavailable
+from elasticlib.launch import status_command
+from elasticlib.launch.chosen_ranks import MOST, ranks_of
 from elasticlib.launch.commands import main
+from elasticlib.launch.status_command import _watch
 from elasticlib.observe.event import Event, encode
+from elasticlib.observe.history import JobState
+from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
+from elasticlib.observe.status import JobStatus, NodeStatus
 from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
@@ -105,6 +113,61 @@ def test_without_rich_it_is_plain_text_and_says_what_to_install(
     assert "\x1b" not in said
     assert "why: rank 0 raised" in said
     assert "pip install 'elasticlib[ui]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_who_is_watched_may_be_away_for_a_while(
+    returns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status_command, "GONE_SECONDS", 60.0 if returns else 0.1)
+    node = NodeStatus("n1", "h", 0, 1, lives=True)
+    runs = JobStatus("job", JobState.RUNNING, nodes=(node,))
+    gone = JobStatus("job", None, "no node lives any more")
+    away = StoreUnavailable("the store is away")
+    ends = JobStatus("job", JobState.SUCCEEDED)
+    looks = iter([runs, gone, away, away, runs, ends] if returns else [runs, *[away] * 1000])
+
+    def look() -> JobStatus:
+        found = next(looks)
+        if isinstance(found, StoreUnavailable):
+            raise found
+        return found
+
+    chosen = argparse.Namespace(json=False, every=0.01)
+    if returns:
+        assert _watch(look, chosen) == 0
+    else:
+        with pytest.raises(StoreUnavailable):
+            _watch(look, chosen)
+    said = capsys.readouterr().out
+    assert "job: not answering, or no longer there" in said
+    assert "why: the store is away" in said
+
+
+@pytest.mark.parametrize("command", ["logs", "stacks"])
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ("x", "ranks are numbers as in 0,3 or 0-7, got 'x'"),
+        ("1,-2", "ranks are numbers as in 0,3 or 0-7, got '1,-2'"),
+        ("0,5-3", "ranks go from the lower to the higher, as in 3-5, got '5-3'"),
+        ("9999999", "a rank is at most 99999, got 9999999"),
+        ("0-10000", "at most 10000 ranks can be named, got 10001"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_refused(
+    command: str, ranks: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([command, "-r", ranks])
+    assert refused.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
+    ranks = ranks_of("90000-99999")
+    assert len(ranks) == MOST
+    assert len(encode_question(Question(What.STACKS, 10**9, ranks))) <= LONGEST_QUESTION
 
 
 def test_the_help_describes_every_exit_code_and_every_key(

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from elasticlib.clock import monotonic
 from elasticlib.observe import port as port_module
-from elasticlib.observe.port import THREADS, ObservePort, Page, plain
+from elasticlib.observe.port import ObservePort, Page, plain
 
 
 def broken() -> Page:
@@ -91,19 +92,35 @@ def test_a_request_without_end_is_not_read_to_the_end_of_its_time(
             assert client.recv(100) == b""
 
 
-def test_clients_that_say_nothing_hold_the_port_up_for_a_bounded_time(
+def test_clients_that_say_nothing_hold_up_nobody(
     port: ObservePort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_module, "SECONDS", 0.3)
-    # In those that wait already the time is the longer one; so each takes its turn first.
-    assert asked(port, "GET", "/good")[0] == 200
+    monkeypatch.setattr(port_module, "SECONDS", 60.0)
+    monkeypatch.setattr(port_module, "MOST", 20)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * THREADS):
-            address = (port.host, port.port)
-            stack.enter_context(socket.create_connection(address, 20)).sendall(b"GET /g")
-        assert asked(port, "GET", "/good") == (200, b"well\n")
+        clients = []
+        for _ in range(30):
+            client = socket.create_connection((port.host, port.port), 20)
+            clients.append(stack.enter_context(client))
+            client.sendall(b"GET /g")
+            began = monotonic()
+            assert asked(port, "GET", "/good") == (200, b"well\n")
+            assert monotonic() < began + 5
+        # Who has waited for longest has gone, and who has not may still say the rest.
+        assert clients[0].recv(100) == b""
+        clients[-1].sendall(b"ood HTTP/1.0\r\n\r\n")
+        assert clients[-1].recv(100).startswith(b"HTTP/1.0 200 OK")
         assert threading.active_count() == before
+
+
+def test_who_does_not_say_all_in_time_is_dropped(
+    port: ObservePort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_module, "SECONDS", 0.1)
+    with socket.create_connection((port.host, port.port), 20) as client:
+        client.sendall(b"GET /good")
+        assert client.recv(100) == b""
 
 
 def test_a_port_can_be_had_again_once_it_is_closed() -> None:

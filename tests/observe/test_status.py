@@ -100,6 +100,16 @@ def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
     assert "no node lives any more" in found.reason
 
 
+def test_where_no_node_answers_it_is_the_store_that_tells_and_the_code_is_4() -> None:
+    found = status_of(view(SETTLED))
+    assert found is not None
+    assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
+    assert "  none of its nodes answers, and its store tells this" in headline(found)
+    one = status_of(view(SETTLED, S.RUNNING))
+    assert one is not None
+    assert (exit_code(one), as_document(one)["source"]) == (0, "nodes")
+
+
 def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
     assert found is not None

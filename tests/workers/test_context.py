@@ -20,7 +20,9 @@ from elasticlib.workers.beat import TakenUp
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
+from elasticlib.workers.held_folder import is_left
 from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from elasticlib.workers.shared_folder import SharedFolder
 
 
 @pytest.fixture
@@ -280,6 +282,17 @@ def channels() -> Iterator[Channels]:
     assert not listed
 
 
+def test_their_folder_and_that_of_memory_are_held_as_long_as_they_are_in_use(
+    channels: Channels,
+) -> None:
+    memory = SharedFolder(lambda _: None, lambda _: None)
+    held = [Path(channels.open(0)).parent, memory.era(0).parent]
+    assert [is_left(folder) for folder in held] == [False, False]
+    memory.remove()
+    channels.close_all()
+    assert not any(folder.exists() for folder in held)
+
+
 def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
     worker = Channel(channels.open(0))
     assert channels.notify(Notice(DRAIN, 10.0)) is False
@@ -341,7 +354,7 @@ def test_no_file_is_left(channels: Channels) -> None:
     folder = Path(channels.open(0)).parent
     channels.open(1)
     channels.close(0)
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(folder.glob("[0-9]*"))) == 1
     channels.close_all()
     assert not folder.exists()
 

@@ -133,10 +133,13 @@ def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> 
     outer = dict.fromkeys(TOLD, "outer") | {
         "TORCHELASTIC_TIMER_FILE": "/outer",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+        # Ports that the agent has, and that a launch within a worker would be refused.
+        "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
+        "PET_OBSERVE_PORT": "9400",
     }
     told = worker_environment(group(), group().worker(0), outer, error_file="/e", cores=8)
     assert "outer" not in told.values()
-    assert not {"TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"} & set(told)
+    assert not (outer.keys() - set(TOLD)) & set(told)
 
 
 @pytest.mark.parametrize(

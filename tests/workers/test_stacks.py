@@ -1,0 +1,145 @@
+"""Workers that are asked for their stacks while they are busy, and those that cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticlib.workers import stacks
+from elasticlib.workers.channel import VARIABLE, Channel
+
+BEGIN = "from elasticlib.workers import stacks; stacks.begin_in_worker()"
+SECONDS = 10.0
+
+
+class Worker:
+    """A process that has said that it writes its stacks, and what it goes on to do."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        self._path = str(folder / "channel")
+        self.channel = Channel(self._path, create=True)
+        program = f"import os, signal\n{BEGIN}\n{textwrap.dedent(code)}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, VARIABLE: self._path},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+
+    def ready(self) -> Worker:
+        """Once it has written a line."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline()
+        return self
+
+    def dump(self, seconds: float = SECONDS) -> str:
+        pid, handle = self.channel.dumps
+        path = stacks.beside(self._path)
+        found = stacks.dump({0: (self.process.pid, pid, handle, path)}, seconds)
+        self.size = os.stat(path).st_size
+        return found.get(0, "")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def begun() -> Iterator[list[Worker]]:
+    found: list[Worker] = []
+    yield found
+    for worker in found:
+        worker.close()
+
+
+BUSY = """
+import json, queue, threading
+q = queue.Queue(4)
+def load(i):
+    return json.loads(json.dumps({"a": list(range(50)), "b": {str(k): k for k in range(i % 30)}}))
+def prefetch():
+    i = 0
+    while True:
+        i += 1
+        q.put(load(i))
+threading.Thread(target=prefetch, daemon=True, name="loads").start()
+def train():
+    while True:
+        sum(len(v) for v in q.get().values())
+while q.empty():
+    pass
+print("up", flush=True)
+train()
+"""
+
+
+def test_a_process_with_busy_threads_survives_hundreds_of_questions(
+    tmp_path: Path, begun: list[Worker]
+) -> None:
+    begun.append(worker := Worker(tmp_path, BUSY).ready())
+    next(text for _ in range(99) if " in train\n" in (text := worker.dump()))
+    for _ in range(200):
+        text = worker.dump()
+        assert re.match(r"Current thread 0x[0-9a-f]+ \[MainThread\] \(most recent", text)
+        assert re.search(r"in train\n.* in <module>\n\nThread 0x[0-9a-f]+ \[loads\]", text), text
+        assert re.search(r" in prefetch\n", text)
+        assert worker.size < 2 * len(text)  # nothing of the earlier ones
+    assert worker.process.poll() is None
+
+
+def test_who_is_in_a_long_call_outside_python_shows_its_main_thread(
+    tmp_path: Path, begun: list[Worker]
+) -> None:
+    code = "def long():\n    print('up', flush=True)\n    sum(range(10**12))\nlong()"
+    begun.append(worker := Worker(tmp_path, code).ready())
+    # The first question may come before the call.
+    texts = (worker.dump(0.8) for _ in range(20))
+    text = next(text for text in texts if text.startswith(stacks.ALONE))
+    assert " in long\n" in text
+    assert stacks.CUT not in text
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("os.closerange(3, 4096)", r"process \d+ has closed file 200, which elasticlib opened"),
+        (
+            "signal.signal(stacks.SIGNAL, signal.SIG_DFL)\n"
+            "import faulthandler; faulthandler.unregister(stacks.SECOND)",
+            r"process \d+ has become another program, or no longer handles the signals \d+",
+        ),
+        ("signal.signal(stacks.SIGNAL, lambda *_: print('mine'))", "The main thread alone"),
+    ],
+)
+def test_who_cannot_be_asked_is_told_as_such(
+    tmp_path: Path, begun: list[Worker], code: str, says: str
+) -> None:
+    wait = "import time\nprint('up', flush=True)\ntime.sleep(60)"
+    begun.append(worker := Worker(tmp_path, f"{code}\n{wait}").ready())
+    assert re.search(says, worker.dump(0.5))
+    assert worker.process.poll() is None
+
+
+def test_what_is_cut_short_is_said_to_be(tmp_path: Path, begun: list[Worker]) -> None:
+    code = """
+    import resource, time
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    print("up", flush=True)
+    time.sleep(60)
+    """
+    begun.append(worker := Worker(tmp_path, code).ready())
+    text = worker.dump(0.5)
+    assert text.startswith("Current thread")
+    assert text.endswith(stacks.CUT)
