@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -165,10 +167,23 @@ def test_a_run_is_ended_when_its_time_is_over_and_leaves_no_process(tmp_path: Pa
 
 
 def test_the_command_measures_what_it_is_asked_for_and_writes_the_page(tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE), "--quick", "--only", "context", "--into", str(tmp_path)]
+    command = [sys.executable, str(HERE), "--quick", "--only", "context", "--into"]
+    tmp_path /= "new/folder"
+    command.append(str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "benchmarks.md").read_text()
     assert "| `context().should_stop()` |" in text
     record = record_from_plain(json.loads((tmp_path / "benchmarks.json").read_text()))
     assert page(record, ALL) == text
+
+
+def test_what_was_measured_is_kept_whatever_comes_of_the_next(tmp_path: Path) -> None:
+    def sections() -> Iterator[tuple[str, Section]]:
+        yield from RECORD.items()
+        raise KeyboardInterrupt
+
+    keep = runpy.run_path(str(HERE / "__main__.py"))["keep"]
+    with pytest.raises(KeyboardInterrupt):
+        keep(tmp_path, {}, sections())
+    assert record_from_plain(json.loads((tmp_path / "benchmarks.json").read_text())) == RECORD

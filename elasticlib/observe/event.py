@@ -156,7 +156,7 @@ def decode(line: bytes | str) -> Event:
     """
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # brackets can be nested too deep
         raise ValueError(f"an event is a line of JSON, got {_shown(line)}") from error
     if not isinstance(found, dict):
         raise ValueError(f"an event is a JSON object, got {_shown(line)}")
@@ -167,7 +167,7 @@ def decode(line: bytes | str) -> Event:
     for name, wanted in types.items():
         value = found.get(name)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = _as_float(name, value)
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise ValueError(f"an event's {name} is a {wanted.__name__}, got {value!r}")
         told[name] = value
@@ -176,6 +176,14 @@ def decode(line: bytes | str) -> Event:
         raise ValueError(f"an event's rank is a number, got {rank!r}")
     facts = {name: value for name, value in found.items() if name not in COMMON}
     return Event(**told, rank=rank, facts=facts)
+
+
+def _as_float(name: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        size = f"a number of {value.bit_length()} bits"
+        raise ValueError(f"an event's {name} is a float, got {size}") from error
 
 
 def _shown(line: bytes | str) -> str:

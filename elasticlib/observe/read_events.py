@@ -39,7 +39,7 @@ class EventsFile:
                     continue
                 try:
                     yield decode(line)
-                except (ValueError, RecursionError):
+                except ValueError:
                     self.unread += 1
 
 

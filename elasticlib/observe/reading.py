@@ -113,15 +113,18 @@ class _Reader:
         return tuple(found)
 
     def _silence(self) -> None:
-        """A node that went without a word had been silent until its lease was over."""
+        """A node that went without a word had been silent until its lease was over, at most: its
+        peers' last step was its own, too. Where no steps are told nothing is claimed."""
         for s in filter(self._lost, range(len(self._strands))):
             number = self._numbers[(s, len(self._strands[s].lives) - 1)]
             lease = facts.seconds(self._strands[s].launch, "lease")
             lives = self._lives[number]
             known = min((x.trouble for x in lives if x.trouble is not None), default=None)
-            if lease is None or known is None:
+            worked = max((x.last_at for x in lives if x.last_at is not None), default=None)
+            if lease is None or known is None or worked is None:
                 continue
-            silent = max(0.0, min(lease, known - self._strands[s].seen - self._shifts[s]))
+            seen = max(worked, self._strands[s].seen + self._shifts[s])
+            silent = max(0.0, min(lease, known - seen))
             self._lives[number] = [
                 attrs.evolve(x, silent=silent) if x.node == self._names[s] else x for x in lives
             ]

@@ -55,11 +55,15 @@ class RunRecord:
             shutil.rmtree(new, ignore_errors=True)
             raise
         self.events = events or self.path / EVENTS
+        self._pid = os.getpid()
 
     def close(self) -> None:
         """The run is over; its record stays until there are many newer ones."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
+            if os.getpid() == self._pid:
+                # A child that was forked without an exec has the lock's descriptor, too.
+                fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
 

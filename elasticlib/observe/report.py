@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,9 +46,11 @@ class Report:
             return told
         if wanted.is_file() and not _is_report(wanted):
             raise ConfigError(f"{told} is there, and is no report: it is not overwritten")
-        aside = wanted.with_name(f".{wanted.name[:200]}.{os.getpid()}")
+        # Nobody can guess the name, and what is there is not opened, be it a file or a link.
+        aside = wanted.with_name(f".{wanted.name[:200]}.{secrets.token_hex(8)}")
         try:
-            aside.write_bytes(text)
+            with open(aside, "xb") as file:
+                file.write(text)
             os.replace(aside, wanted)
         finally:
             aside.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ as the agent lives it holds a lock on `agent` in it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 import os
 import stat
@@ -18,13 +19,18 @@ from pathlib import Path
 import attrs
 
 from ..errors import NoSuchRun
+from . import facts
 from .event import LONGEST, Event, decode
+
+log = logging.getLogger("elasticlib.observe")
 
 KEPT = 50
 """So many records of runs that are over stay."""
 EVENTS = "events.jsonl"
 LOCK = "agent"
 SHOWN = 10
+NO_ID = "none"
+"""The id of each job that was given none, so it alone does not say which job it is."""
 
 
 def runs_folder() -> Path:
@@ -45,13 +51,14 @@ class Record:
     """One agent's events.
 
     run: the job's id; empty if nothing says so. began, until: seconds since 1970, of its first and
-    its last event; infinite while it lives.
+    its last event; infinite while it lives. endpoint: where the job's nodes meet, if it was told.
     """
 
     events: Path
     run: str
     began: float
     until: float
+    endpoint: str = ""
 
     @property
     def living(self) -> bool:
@@ -63,28 +70,28 @@ def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) 
     """The files of events of one run, a file an agent, the one that began first in front.
 
     Of several launches with the same id the newest is meant: those whose times touch, one after
-    the other, are of one launch.
+    the other, are of one launch; of jobs that were given no id, those that meet at one endpoint.
+    A warning tells of others at the same time.
 
     Args:
         name: a run's id or the name of its record; a record, a folder of logs (of one run or of
-            several), or a file of events; empty for the newest run of all.
+            several), or a file of events; empty for the newest run of all. An id comes first.
         folder: of the records; this user's by default.
 
     Raises:
         NoSuchRun: there is none; the error lists what there is.
     """
-    folder, text = folder or runs_folder(), os.fspath(name)
+    folder, text = folder or _own_folder(), os.fspath(name)
     known = _records(folder)
-    if not text:
-        found = known
-    elif os.sep in text:
-        found = _at(Path(text))
-    else:
-        by_id = [record for record in known if record.run == text]
-        found = by_id or _at(folder / text) or _at(Path(text))
+    found = [record for record in known if text in ("", record.run)]
+    if not found and text:
+        is_path = os.sep in text or text in (os.curdir, os.pardir)
+        found = ([] if is_path else _at(folder / text)) or _at(Path(text))
     if not found:
         raise NoSuchRun(_nothing(text, folder, known))
-    return [record.events for record in _newest_launch(found)]
+    launch = _newest_launch(found)
+    _tell_of_others(launch, found)
+    return [record.events for record in launch]
 
 
 def known_runs(*, folder: Path | None = None) -> list[Record]:
@@ -93,7 +100,14 @@ def known_runs(*, folder: Path | None = None) -> list[Record]:
     Raises:
         NoSuchRun: their folder is somebody else's.
     """
-    return _records(folder or runs_folder())
+    return _records(folder or _own_folder())
+
+
+def _own_folder() -> Path:
+    try:
+        return runs_folder()
+    except OSError as error:
+        raise NoSuchRun(f"there is no folder for temporary files: {error.strerror}") from error
 
 
 def is_living(record: Path) -> bool:
@@ -125,7 +139,7 @@ def _records(folder: Path) -> list[Record]:
 
 def _at(path: Path) -> list[Record]:
     """What a path means: a file, a folder with one, or a folder of such folders."""
-    if path.is_dir():
+    if os.path.isdir(path):  # whatever the text is, it does not raise
         record = _read(path / EVENTS)
         return [record] if record else _below(path)
     record = _read(path)
@@ -149,7 +163,8 @@ def _read(events: Path) -> Record | None:
     except OSError:
         return None
     run, began = ("", last) if first is None else (first.run, first.wall)
-    return Record(events, run, began, math.inf if is_living(events.parent) else max(began, last))
+    until = math.inf if is_living(events.parent) else max(began, last)
+    return Record(events, run, began, until, _endpoint(first))
 
 
 def _event(line: bytes) -> Event | None:
@@ -159,14 +174,41 @@ def _event(line: bytes) -> Event | None:
         return None
 
 
+def _endpoint(first: Event | None) -> str:
+    if first is None or first.kind != "run.began":
+        return ""
+    return facts.texts(first.facts, "settings").get("rdzv_endpoint", "")
+
+
 def _newest_launch(found: Iterable[Record]) -> list[Record]:
     rest = sorted(found, key=lambda record: record.began)
     launch = [rest.pop()]
-    rest = [record for record in rest if record.run == launch[0].run]
+    rest = [record for record in rest if _of_one_job(record, launch[0])]
     while touching := [r for r in rest if any(_touch(r, one) for one in launch)]:
         launch += touching
         rest = [record for record in rest if record not in touching]
     return sorted(launch, key=lambda record: (record.began, record.events))
+
+
+def _of_one_job(one: Record, other: Record) -> bool:
+    return one.run == other.run and (one.run != NO_ID or one.endpoint == other.endpoint)
+
+
+def _tell_of_others(launch: list[Record], found: Iterable[Record]) -> None:
+    """Of jobs that have the same id as this one, for want of any, and ran at the same time."""
+    others = sorted(
+        record.events.parent.name
+        for record in found
+        if record.run == launch[0].run
+        and not _of_one_job(record, launch[0])
+        and any(_touch(record, one) for one in launch)
+    )
+    if others:
+        log.warning(
+            "several jobs of the id %r ran at the same time: the newest is taken, which meets at "
+            "%s; the others are found as %s; --rdzv-id tells them apart",
+            *(launch[0].run, launch[0].endpoint or "no endpoint", ", ".join(others[:SHOWN])),
+        )
 
 
 def _touch(one: Record, other: Record) -> bool:

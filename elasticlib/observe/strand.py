@@ -3,7 +3,6 @@ one life a generation, which who folds may take away."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,8 +69,11 @@ class Strand:
         return self.paces.left_out + sum(marks.left_out for marks in self._marks.values())
 
     def fold(self, event: Event) -> None:
-        """Once this has happened, too. What has no time or no generation is passed over."""
-        if not (math.isfinite(event.at) and math.isfinite(event.wall)) or event.generation < 0:
+        """Once this has happened, too. What has no time or no generation that can be is passed
+        over."""
+        if not 0 <= event.generation < facts.LARGEST:
+            return
+        if not (abs(event.at) < facts.LARGEST and abs(event.wall) < facts.LARGEST):
             return
         self._meet(event)
         if event.kind in _IN_STANDING:

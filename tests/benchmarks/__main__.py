@@ -12,6 +12,7 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from catalogue import ALL, Benchmark
@@ -41,9 +42,8 @@ def write(folder: Path, record: Record) -> None:
     (folder / PAGE).write_text(page(record, ALL))
 
 
-def measure(benchmarks: list[Benchmark], record: dict[str, Section], quick: bool) -> bool:
-    """Whether all that could be run here came through."""
-    good = True
+def measured(benchmarks: list[Benchmark], quick: bool) -> Iterator[tuple[str, Section]]:
+    """Each that could be run here, when it is done."""
     for benchmark in benchmarks:
         if lacking := missing(benchmark):
             needs = f"{', '.join(lacking)}: `make {benchmark.make}` runs it where they are"
@@ -51,9 +51,20 @@ def measure(benchmarks: list[Benchmark], record: dict[str, Section], quick: bool
             continue
         print(f"{benchmark.command(quick)} (at most {benchmark.limit:g} s)", flush=True)
         section = run(benchmark, quick)
-        record[benchmark.name] = section
         print(f"{section.error or 'done'} after {section.seconds:.0f} s\n", flush=True)
+        yield benchmark.name, section
+
+
+def keep(
+    folder: Path | None, record: dict[str, Section], sections: Iterable[tuple[str, Section]]
+) -> bool:
+    """Whether all came through. Each is written at once, so that no later one can lose it."""
+    good = True
+    for name, section in sections:
+        record[name] = section
         good = good and not section.error
+        if folder is not None:
+            write(folder, record)
     return good
 
 
@@ -69,12 +80,13 @@ def main() -> int:
     adopt_orphans()
     # So that what it runs is ended, as with SIGINT.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     record = read(folder)
-    good = measure(chosen(given.only), record, given.quick)
+    good = keep(folder, record, measured(chosen(given.only), given.quick))
     if folder is None:
         print(page(record, ALL))
         return int(not good)
-    write(folder, record)
     print(f"written: {folder / PAGE}")
     if given.quote and good:
         readme = ROOT / "README.md"

@@ -11,8 +11,8 @@
   of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
   some microseconds means that another thread had its turn at the interpreter.
 - rest: a job with two workers that tell a step ten times a second and otherwise sleep, with events
-  and without, side by side. Its agent's CPU, and of it the two threads that look at the steps and
-  write, as the kernel counts them by thread.
+  and with `--no-events`, side by side. Its agent's CPU, and of it the two threads that look at the
+  steps and write, as the kernel counts them by thread. The one that looks runs without events too.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from results import parser_of, tell
 from elasticlib.observe.journal import FILE, FileJournal
 
 ROUND = 1000
+WORKERS = 2
 BOUND = 60.0
 THREADS = ("journal", "agent-steps")
 WORKER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from elasticlib import context
 folder, step = Path(sys.argv[1]), 0
 while not (folder / "finish").exists():
     context().step(step)
+    (folder / f"stepped-{os.environ['RANK']}").touch()
     step += 1
     time.sleep(0.1)
 """
@@ -133,22 +135,21 @@ def run_agent(folder: Path, events: bool, given: argparse.Namespace) -> None:
 
     script, logs = folder / "worker.py", folder / "logs"
     script.write_text(WORKER)
-    flags = ["--standalone", "--nproc-per-node=2", "--start-method=spawn"]
-    # A launch that keeps no logs keeps no events.
-    flags += ["--log-dir", str(logs)] if events else []
+    flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--start-method=spawn"]
+    flags += ["--log-dir", str(logs)] if events else ["--no-events"]
     config, entrypoint = parse([*flags, str(script), str(folder)])
     watcher = threading.Thread(target=watch, args=(folder, given), daemon=True)
     result = run_node(config, entrypoint, began=lambda _: watcher.start())
     assert result.exit_code == 0, result.reason
-    assert len([*folder.glob(f"logs/*/{FILE}")]) == int(events)
+    # In the logs and, as a link, in the record of the run.
+    assert len([*folder.rglob(FILE)]) == 2 * events
 
 
 def watch(folder: Path, given: argparse.Namespace) -> None:
-    names = {thread.name: thread for thread in threading.enumerate()}
     deadline = time.monotonic() + BOUND
-    while THREADS[1] not in names and time.monotonic() < deadline:
+    while len([*folder.glob("stepped-*")]) < WORKERS and time.monotonic() < deadline:
         time.sleep(0.1)
-        names = {thread.name: thread for thread in threading.enumerate()}
+    names = {thread.name: thread for thread in threading.enumerate()}
     # What a start leaves to do is over soon.
     time.sleep(3.0)
     clocks = [
@@ -173,11 +174,14 @@ def resting(given: argparse.Namespace) -> Iterator[Row]:
         agents = []
         for events in (True, False):
             folder = Path(name) / str(events)
-            folder.mkdir()
+            (folder / "tmp").mkdir(parents=True)
+            environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
             command = (sys.executable, __file__, "--agent-in", str(folder), *numbers)
             extra = () if events else ("--without-events",)
             with (folder / "log").open("wb") as log:
-                agents.append(subprocess.Popen((*command, *extra), stdout=log, stderr=log))
+                agents.append(
+                    subprocess.Popen((*command, *extra), stdout=log, stderr=log, env=environment)
+                )
         for agent, events in zip(agents, (True, False), strict=True):
             code = agent.wait(BOUND + given.rest * given.rests)
             assert code == 0, (Path(name) / str(events) / "log").read_text()

@@ -13,12 +13,13 @@
   looks at nothing; until the survivor's group of one works.
 - rest: CPU seconds per second of an agent and what serves it, while its two workers sleep.
 
-The launchers take turns, so that all meet the same machine. torchrun runs in the mode that works,
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in its default one, restarted workers read the addresses of
-the attempt before. What did not happen within the bound is counted as failed, and not as a time;
-who failed so is not tried again. `spawn` is elasticrun with cold workers, `--start-method spawn`.
-A first start costs what an interpreter with torch costs, once for the process that all later
-workers are forked from.
+Both wait for a last call, which is as short as each takes it: elasticrun's is 0.1 s, and
+torchrun's, in whole seconds alone, 1 s. The launchers take turns, so that all meet the same
+machine. torchrun runs in the mode that works, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in its default
+one, restarted workers read the addresses of the attempt before. What did not happen within the
+bound is counted as failed, and not as a time; who failed so is not tried again. `spawn` is
+elasticrun with cold workers, `--start-method spawn`. A first start costs what an interpreter with
+torch costs, once for the process that all later workers are forked from.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from functools import partial
 from typing import Any, ClassVar
 
@@ -48,17 +48,17 @@ SWITCH_SECONDS = 1.0
 
 def settle(meet: Sequence[Callable[[], object]]) -> float | None:
     """Seconds until all have met; None if not within the bound."""
-    pool = ThreadPoolExecutor(len(meet))
+    pool = futures.ThreadPoolExecutor(len(meet))
     # Their threads are there before the time is taken.
     there = threading.Barrier(len(meet))
     for waiting in [pool.submit(there.wait) for _ in meet]:
         waiting.result(BOUND)
     began = time.monotonic()
-    futures = [pool.submit(join) for join in meet]
+    joined = [pool.submit(join) for join in meet]
     try:
-        for future in futures:
+        for future in joined:
             future.result(max(0.0, BOUND - (time.monotonic() - began)))
-    except TimeoutError:
+    except futures.TimeoutError:  # another than the builtin one until Python 3.11
         return None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -68,6 +68,7 @@ def test_a_number_that_json_does_not_know_is_told_in_words(loss: float) -> None:
         ({"generation": True}, "an event's generation is a int"),
         ({"rank": "0"}, "an event's rank is a number"),
         ({"at": None}, "an event's at is a float"),
+        ({"wall": 10**400}, "an event's wall is a float, got a number of 1329 bits"),
     ],
 )
 def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: str) -> None:
@@ -76,7 +77,7 @@ def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: st
         decode(json.dumps({**line, **change}))
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", "null", b"\xff\xfe", "1"])
+@pytest.mark.parametrize("line", ["", "{", "[]", "null", b"\xff\xfe", "1", "[" * 9999])
 def test_noise_is_refused(line: str | bytes) -> None:
     with pytest.raises(ValueError, match="an event is a"):
         decode(line)

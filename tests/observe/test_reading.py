@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import pytest
 from told_runs import WALL, Agent, files
 
@@ -118,6 +121,30 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
     assert alone.generations[1].cost.detect is None, "nobody here knows of its silence"
 
 
+def lost(*, steps: bool) -> History:
+    """The second node dies right after a step, 3 s after it last told of one, and it is noticed."""
+    one, two = Agent("n1").launch(0.0), Agent("n2").launch(0.0)
+    for rank, agent in enumerate((one, two)):
+        agent.begin(1.0, 1, rank=rank, nodes=2)
+        if steps:
+            agent.train(2.0, 1).steps(12.0, 101)
+    one.tell(15.1, "stopping", why="", seconds=0.0)
+    if steps:
+        one.tell(15.3, "steps", step=131, per_second=10.0, silent=0.3)
+    one.tell(15.4, "stopped", seconds=0.3, left="").begin(16.0, 2, cause="n2 left").succeed(20.0)
+    return history_of(files(one, two))
+
+
+def test_who_was_lost_worked_as_long_as_its_peers_did() -> None:
+    first, second = lost(steps=True).generations
+    assert (second.why, second.cost.detect, first.ended) == (Why.LOSS, near(0.1), near(15.0))
+
+
+def test_where_no_steps_are_told_no_silence_is_claimed() -> None:
+    first, second = lost(steps=False).generations
+    assert (second.why, second.cost.detect, first.ended) == (Why.LOSS, None, near(15.1))
+
+
 def test_the_silence_before_a_hang_is_lost_as_well() -> None:
     one = Agent("n1").launch(0.0).begin(1.0, 1).train(2.0, 1).steps(30.0, 71)
     one.tell(65.0, "failure", reason="hangs", failure="hang", silent=40.0).stop(65.0, 66.0)
@@ -228,3 +255,13 @@ def test_a_week_is_thinned_and_says_so() -> None:
     assert (history.paces[0].step, history.paces[-1].step, history.saved) == (1, 20_000, 20_000)
     gaps = {b.step - a.step for a, b in zip(history.paces, history.paces[1:-1], strict=False)}
     assert len(gaps) == 1, "evenly"
+
+
+@pytest.mark.parametrize("change", [{"at": 1e308}, {"wall": -1e308}, {"generation": 10**400}])
+def test_what_has_a_time_or_a_generation_that_cannot_be_is_passed_over(
+    change: dict[str, Any],
+) -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1).train(2.0, 1).succeed(20.0)
+    known = history_of(files(one))
+    odd = attrs.evolve(one.events[2], **change)
+    assert history_of({"0.jsonl": [*one.events, odd]}) == known

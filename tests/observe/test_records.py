@@ -19,11 +19,14 @@ from elasticlib.observe.records import NEW, NEW_SECONDS, RecordedJournal, RunRec
 from elasticlib.observe.runs import EVENTS, LOCK, find_runs, is_living, known_runs
 
 
-def recorded(folder: Path, run: str, began: float = 0.0, until: float = 0.0) -> Path:
+def recorded(
+    folder: Path, run: str, began: float = 0.0, until: float = 0.0, endpoint: str = ""
+) -> Path:
     """The record of a run that is over."""
     record = RunRecord(run, folder=folder)
     record.close()
-    event = Event("run.began", run, "n", 0, began, began)
+    told = {"settings": {"rdzv_endpoint": endpoint}} if endpoint else {}
+    event = Event("run.began", run, "n", 0, began, began, facts=told)
     record.events.write_bytes(encode(event))
     os.utime(record.events, (until, until))
     os.utime(record.path / LOCK, (began, began))
@@ -73,9 +76,20 @@ def test_a_record_of_any_run_id_is_found_by_it(tmp_path: Path, run: str) -> None
     journal.tell("run.began")
     journal.close()
     assert record.path.parent == tmp_path
-    if os.sep not in run:
-        assert find_runs(run, folder=tmp_path) == [record.events]
+    assert find_runs(run, folder=tmp_path) == [record.events]
     assert [known.run for known in known_runs(folder=tmp_path)] == [run]
+
+
+def test_a_folder_of_dots_is_a_path_and_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(tmp_path / "runs", "newest", 100.0, 100.0)
+    here = recorded(tmp_path / "here", "job")
+    (here / "sub").mkdir()
+    monkeypatch.chdir(here)
+    assert find_runs(".", folder=tmp_path / "runs") == [Path(EVENTS)]
+    monkeypatch.chdir(here / "sub")
+    assert find_runs("..", folder=tmp_path / "runs") == [Path("..", EVENTS)]
 
 
 def test_of_runs_that_are_over_the_newest_stay_and_of_those_that_are_not_all(
@@ -144,6 +158,26 @@ def test_an_agent_that_is_killed_lives_no_longer_whatever_it_has_started(tmp_pat
         agent.wait(20)
 
 
+def test_of_an_agent_and_its_fork_the_agent_says_when_a_run_is_over(tmp_path: Path) -> None:
+    for first in ("child", "agent"):
+        record = RunRecord("job", folder=tmp_path)
+        child = os.fork()
+        if not child:
+            if first == "agent":
+                signal.pause()
+            record.close()
+            os._exit(0)
+        try:
+            if first == "child":
+                os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+                assert is_living(record.path)
+            record.close()
+            assert not is_living(record.path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def test_a_record_that_never_became_visible_goes_after_a_while(tmp_path: Path) -> None:
     for name, age in (("young", 0.0), ("old", NEW_SECONDS + 1)):
         (path := tmp_path / f"{NEW}{name}").mkdir()
@@ -167,6 +201,23 @@ def test_one_launch_is_what_touches_in_time(tmp_path: Path) -> None:
     assert names(find_runs(old[0].name, folder=tmp_path)) == [old[0].name]
     # The folder of several nodes' logs is read alike.
     assert names(find_runs(tmp_path)) == [other.name]
+
+
+def test_jobs_without_an_id_are_told_apart_by_where_they_meet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = [recorded(tmp_path, "none", at, 200.0, "a:1") for at in (100.0, 110.0)]
+    other = recorded(tmp_path, "none", 105.0, 200.0, "a:2")
+    assert names(find_runs("none", folder=tmp_path)) == [path.name for path in one]
+    told = f"meets at a:1; the others are found as {other.name}"
+    assert told in caplog.text
+    caplog.clear()
+    later = recorded(tmp_path, "none", 300.0, 400.0, "a:2")
+    assert names(find_runs("", folder=tmp_path)) == [later.name]
+    # Who gives an id means one job, however its nodes call the place.
+    two = [recorded(tmp_path, "job", 500.0, 600.0, f"a:{port}") for port in (1, 2)]
+    assert set(names(find_runs("", folder=tmp_path))) == {path.name for path in two}
+    assert not caplog.text
 
 
 def test_what_lives_goes_on(tmp_path: Path) -> None:
@@ -195,10 +246,21 @@ def test_what_is_not_there_is_answered_with_what_is(tmp_path: Path) -> None:
     living.close()
 
 
+def test_without_a_folder_for_temporary_files_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nowhere/at/all"])
+    for look in (find_runs, known_runs):
+        with pytest.raises(NoSuchRun, match="there is no folder for temporary files: No usable"):
+            look()
+
+
 def test_a_pipe_or_noise_in_place_of_events_is_no_run(tmp_path: Path) -> None:
-    for name in ("pipe", "noise", "empty"):
+    for name in ("pipe", "noise", "deep", "far", "empty"):
         (tmp_path / name).mkdir()
     os.mkfifo(tmp_path / "pipe" / EVENTS)
     (tmp_path / "noise" / EVENTS).write_bytes(b"\xff" * 10**6)
-    assert [known.events.parent.name for known in known_runs(folder=tmp_path)] == ["noise"]
-    assert [known.run for known in known_runs(folder=tmp_path)] == [""]
+    (tmp_path / "deep" / EVENTS).write_bytes(b"[" * 9999)
+    far = encode(Event("run.began", "job", "n", 0, 0.0, 0.0)).replace(b"0.0", b"1" * 400)
+    (tmp_path / "far" / EVENTS).write_bytes(far)
+    found = {known.events.parent.name: known.run for known in known_runs(folder=tmp_path)}
+    assert found == {"noise": "", "deep": "", "far": ""}

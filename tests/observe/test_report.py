@@ -109,6 +109,15 @@ def test_a_report_replaces_one_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "train.py"]
 
 
+def test_a_link_that_somebody_has_laid_beside_a_report_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".run.html.{os.getpid()}").symlink_to(victim)
+    Report(histories.uneventful()).save(tmp_path / "run.html")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "run.html").is_symlink()
+
+
 def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
     made = Report(histories.uneventful())
     link, target, pipe = (tmp_path / name for name in ("link.html", "there.html", "pipe"))

@@ -58,14 +58,14 @@ def _victim(fault: Fault, view: View) -> tuple[int, Rank]:
 # -- workers --------------------------------------------------------------------------------------
 
 
-def _ended(stage: Stage, view: View, rank: int, code: int) -> Event:
-    """Waits for the node's own word that this worker ended so, by itself."""
+def _ended(stage: Stage, view: View, rank: int, code: int, since: float) -> Event:
+    """Waits for the node's own word that this worker ended so since then, by itself."""
 
     def wanted(event: Event) -> bool:
         of_it = event.kind == "worker.ended" and event.rank == rank
         return of_it and event.generation == view.generation
 
-    event = stage.event(f"rank {rank} to end with code {code}", wanted)
+    event = stage.event(f"rank {rank} to end with code {code}", since, wanted)
     if event.facts["code"] != code or event.facts["stopped"]:
         raise NoEffect(f"rank {rank} ended otherwise: {event.facts['how']}")
     return event
@@ -80,7 +80,7 @@ def _kill(stage: Stage, fault: Fault, view: View) -> Effect:
         os.kill(rank.pid, signal.SIGKILL)
     except ProcessLookupError:
         raise NoEffect(f"rank {number} had ended") from None
-    event = _ended(stage, view, number, -signal.SIGKILL)
+    event = _ended(stage, view, number, -signal.SIGKILL, at)
     return Effect(at, f"rank {number}: {event.facts['how']}")
 
 
@@ -90,11 +90,15 @@ def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Ef
         where = fault.parameters["where"]
         expected = fault.parameters["code"] if code is None else code
         argument = fault.parameters.get("code", 0)
+        since = now()
         stage.board.ask(view.generation, number, what, WHERE.index(where), argument)
         met = stage.line(
-            f"rank {number} to meet it", view.generation, lambda line: line.get("meets") == what
+            f"rank {number} to meet it",
+            view.generation,
+            since,
+            lambda line: line.get("meets") == what,
         )
-        event = _ended(stage, view, number, expected)
+        event = _ended(stage, view, number, expected, met["at"])
         return Effect(met["at"], f"rank {number} in {where}: {event.facts['how']}")
 
     return strike
@@ -103,21 +107,25 @@ def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Ef
 def _slow(stage: Stage, fault: Fault, view: View) -> Effect:
     number, _ = _victim(fault, view)
     milliseconds = int(1000 * fault.parameters["seconds"])
-    stage.board.ask(view.generation, number, SLOW, 0, milliseconds)
-    generation = view.generation
-    met = stage.line("the slow step", generation, lambda line: line.get("meets") == SLOW)
-    slept = stage.line("the slow step's end", generation, lambda line: "slept" in line)
+    since, generation = now(), view.generation
+    stage.board.ask(generation, number, SLOW, 0, milliseconds)
+    met = stage.line("the slow step", generation, since, lambda line: line.get("meets") == SLOW)
+    slept = stage.line("the slow step's end", generation, met["at"], lambda line: "slept" in line)
     stage.settled(0, stage.board_step() + 1)
-    _nothing_restarted(stage, view)
+    _nothing_restarted(stage, view, since)
     shown = f"rank {number} took {slept['at'] - met['at']:.2f} s"
     return Effect(met["at"], shown, restarts=False, step=met["during"])
 
 
-def _nothing_restarted(stage: Stage, view: View) -> None:
+def _nothing_failed(stage: Stage, since: float) -> None:
     stage.hear()
-    failed = next((e for e in stage.events if e.kind == "failure"), None)
+    failed = next((e for e in stage.events if e.kind == "failure" and e.at >= since), None)
     if failed is not None:
         raise NoEffect(f"a worker failed of it: {failed.facts['reason']}")
+
+
+def _nothing_restarted(stage: Stage, view: View, since: float) -> None:
+    _nothing_failed(stage, since)
     after = stage.board.view()
     if after is None or after.generation != view.generation:
         raise NoEffect("the workers were restarted, which nothing asked for")
@@ -131,7 +139,7 @@ def _hang(stage: Stage, fault: Fault, view: View) -> Effect:
     def hung(event: Event) -> bool:
         return event.kind == "failure" and "hung" in event.facts["reason"]
 
-    event = stage.event("the hang to be noticed", hung, 30.0)
+    event = stage.event("the hang to be noticed", at, hung, 30.0)
     stage.pids_gone({rank.pid})
     return Effect(at, event.facts["reason"])
 
@@ -227,10 +235,7 @@ def _store(stage: Stage, fault: Fault, view: View) -> Effect:
     if alive(old):
         raise NoEffect("the store did not die")
     after = stage.settled(0, stage.board_step() + 2)
-    stage.hear()
-    failed = next((e for e in stage.events if e.kind == "failure"), None)
-    if failed is not None:
-        raise NoEffect(f"a worker failed of it: {failed.facts['reason']}")
+    _nothing_failed(stage, at)
     changed = after.generation - view.generation
     how = f"{changed} resizes" if changed else "no worker was touched"
     return Effect(at, f"away for {now() - at:.1f} s, {how}", restarts=False)
@@ -242,14 +247,14 @@ def _full(stage: Stage, fault: Fault, view: View) -> Effect:
     try:
         _fill(filler)
         failed = stage.line(
-            "a save to fail", view.generation, lambda line: line.get("save_failed", "") != ""
+            "a save to fail", view.generation, at, lambda line: line.get("save_failed", "") != ""
         )
     finally:
         filler.unlink(missing_ok=True)
     if os.strerror(errno.ENOSPC) not in failed["save_failed"]:
         raise NoEffect(f"the save failed otherwise: {failed['save_failed']}")
     stage.until("the next save to succeed", lambda: stage.committed() > failed["step"])
-    _nothing_restarted(stage, view)
+    _nothing_restarted(stage, view, at)
     return Effect(at, f"told at step {failed['step']}: {failed['save_failed']}", restarts=False)
 
 
@@ -285,7 +290,7 @@ def _corrupt(stage: Stage, fault: Fault, view: View) -> Effect:
     for _ in range(2):
         stage.nodes.come()
     view = stage.settled(view.generation)
-    line = stage.line("the restore", view.generation, lambda found: "resumed" in found)
+    line = stage.line("the restore", view.generation, at, lambda found: "resumed" in found)
     passed = [text for text in line["passed_over"] if str(damaged) in text]
     if not passed or line["resumed"] >= damaged:
         raise NoEffect(

@@ -10,6 +10,9 @@ import time
 from getpass import getuser
 from pathlib import Path
 
+from elasticlib.observe.runs import KEPT, is_living, runs_folder
+
+from .campaign import MOST_NODES
 from .job import BATCH, KEEP_LAST, SAMPLES
 from .nodes import SCRIPT, SoakFailed
 from .report import Calm
@@ -17,6 +20,9 @@ from .stage import Stage
 
 TAG = "SOAK_TAG"
 SHARED = Path("/dev/shm")
+RECORDS = KEPT + 3 * MOST_NODES
+"""Each agent leaves so many of those that are over, and its own, and those that live: nodes of the
+job, others that wait, and some that leave."""
 
 
 def undisturbed(folder: Path, steps: int) -> Calm:
@@ -80,14 +86,24 @@ def processes(tag: str) -> set[int]:
 
 
 def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:
-    """Processes, temporary files and, where no one else has any, shared memory; sentences."""
+    """Processes, temporary files and, where no one else has any, shared memory; sentences. Records
+    of runs stay by design, but bounded, and none of an agent that lives."""
     deadline = time.monotonic() + 10.0
     while processes(tag) and time.monotonic() < deadline:
         time.sleep(0.05)
     wrong = [f"process {pid} is left" for pid in sorted(processes(tag))]
     # torch makes it when what it compiles with is imported, as an optimizer's first step does.
-    torchs = f"torchinductor_{getuser()}"
-    wrong += [f"{path} is left" for path in temporary.iterdir() if path.name != torchs]
+    stays = {f"torchinductor_{getuser()}", runs_folder().name}
+    wrong += [f"{path} is left" for path in temporary.iterdir() if path.name not in stays]
+    wrong += _wrong_with_records(temporary / runs_folder().name)
     if own_memory:
         wrong += [f"{path} is left" for path in SHARED.iterdir()]
+    return wrong
+
+
+def _wrong_with_records(folder: Path) -> list[str]:
+    records = list(folder.iterdir()) if folder.exists() else []
+    wrong = [f"the agent of {path} lives" for path in records if is_living(path)]
+    if len(records) > RECORDS:
+        wrong.append(f"{len(records)} records of runs are left, and at most {RECORDS} should be")
     return wrong

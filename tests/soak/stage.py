@@ -102,12 +102,15 @@ class Stage:
 
     # -- what was written down ----------------------------------------------------------------
 
-    def event(self, what: str, wanted: Callable[[Event], bool], seconds: float = 20.0) -> Event:
-        """Waits for an event of the fault under way."""
+    def event(
+        self, what: str, since: float, wanted: Callable[[Event], bool], seconds: float = 20.0
+    ) -> Event:
+        """Waits for an event of the fault under way, which began then: what came before, or comes
+        late, is another's."""
 
         def look() -> Event | None:
             self.hear()
-            return next((event for event in self.events if wanted(event)), None)
+            return next((e for e in self.events if e.at >= since and wanted(e)), None)
 
         return self.until(what, look, seconds)
 
@@ -115,12 +118,13 @@ class Stage:
         self.events += self.nodes.new_events()
 
     def line(
-        self, what: str, since: int, wanted: Callable[[dict[str, Any]], bool]
+        self, what: str, generation: int, since: float, wanted: Callable[[dict[str, Any]], bool]
     ) -> dict[str, Any]:
-        """Waits for a line of a worker of generation `since` or a later one."""
+        """Waits for a line of a worker of this generation or a later one, written since then: a
+        generation may meet several faults of a kind."""
 
         def look() -> dict[str, Any] | None:
-            lines = (line for _, _, line in self._lines(since))
+            lines = (line for _, _, line in self._lines(generation) if line["at"] >= since)
             return next((line for line in lines if wanted(line)), None)
 
         return self.until(what, look)
