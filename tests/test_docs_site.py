@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from making.reference import check_told, pages, plain, with_bold_fields
+from making.reference import COLUMNS, check_told, pages, plain, with_bold_fields
 
 import elasticlib
 from elasticlib import testing
@@ -149,12 +149,21 @@ def test_a_public_name_without_a_docstring_is_refused() -> None:
     [
         ("a `b` and `c`s, 2 * 3 * 4", r"a ``b`` and ``c``\ s, 2 \* 3 \* 4"),
         ("**bold** name_ and |x|", r"**bold** name\_ and \|x\|"),
+        ("*this* one, *a\nb* and c*d*e", "*this* one, \\*a\nb\\* and c\\*d\\*e"),
         ("* one\n* two `a*b`", "* one\n* two ``a*b``"),
         ("so: ::\n\n    a * b_\n\nand a*b", "so: ::\n\n    a * b_\n\nand a\\*b"),
     ],
 )
 def test_a_docstring_is_plain_text_but_for_code(written: str, read: str) -> None:
     assert plain(written) == read
+
+
+def test_what_is_shown_as_it_is_fits_on_its_page() -> None:
+    shown = pages()["elasticlib_command.rst"].split(".. code-block:: text")[1:]
+    blocks = [block.partition("\n\n\n")[0] for block in shown]
+    epilogs = [re.split(r"\n(?=\S)", block.strip("\n"))[0] for block in blocks]
+    assert len(epilogs) >= 2
+    assert max(len(line) for epilog in epilogs for line in epilog.splitlines()) <= COLUMNS + 3
 
 
 def test_what_a_docstring_tells_of_a_field_begins_in_bold() -> None:

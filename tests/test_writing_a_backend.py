@@ -23,6 +23,7 @@ from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
 
 from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
+from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.meeting import open_meeting
 from elasticlib.stores.interface import Store
@@ -31,7 +32,7 @@ from elasticlib.testing.rendezvous_cluster import in_thread
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
-TRY, COMMAND = (code.strip() for kind, code in BLOCKS if kind == "sh")
+TRY, COMMAND, ASK = (code.strip() for kind, code in BLOCKS if kind == "sh")
 
 Connect = Callable[..., Store]
 pytestmark = [needs_redis, pytest.mark.faults]
@@ -80,7 +81,7 @@ def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", SUITE, "pyproject.toml"}
-    assert len(BLOCKS) == len(FILES) + 2
+    assert len(BLOCKS) == len(FILES) + 3
 
 
 def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
@@ -118,13 +119,24 @@ def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path)
     check_suite_passes(tmp_path, SUITE, 250.0, environment)
 
 
-def test_the_pages_command_line_runs_a_job(job: Job, site: Path, server: RedisServer) -> None:
+def test_the_pages_command_lines_run_a_job_and_ask_it(
+    job: Job,
+    site: Path,
+    server: RedisServer,
+    module: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    del module
     words = shlex.split(COMMAND)
     assert (words[0], words[-1]) == ("elasticrun", "train.py")
     flags = [server.endpoint if word == "cache:6379" else word for word in words[1:-1]]
     assert flags != words[1:-1]
     nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
     check_one_world(job.settled(2))
+    program, *asked = shlex.split(ASK)
+    assert program == "elasticlib"
+    assert main([server.endpoint if word == "cache:6379" else word for word in asked]) == 0
+    assert "job7: RUNNING" in capsys.readouterr().out
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     with redis.Redis.from_url(server.url) as client:

@@ -10,6 +10,7 @@ import argparse
 import enum
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,10 +35,15 @@ FOLDERS = {
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
 CONTRACTS = {"stores", "rendezvous", "workers"}
 """Folders whose `interface.py` says in its docstring what an author has to keep."""
+COLUMNS = 88
+"""Of what is shown as it is: an epilog."""
 NOTHING_TOLD = {"object", "ABC", "Enum", "Exception"}
-MEANT = re.compile(r"^( *[*-] )|(\*\*\w[^*]*\*\*)|([|*_\\])", re.MULTILINE)
+MEANT = re.compile(
+    r"^( *[*-] )|(\*\*\w[^*]*\*\*|(?<!\w)\*\w[^*\n]*\*(?!\w))|([|*_\\])", re.MULTILINE
+)
 LITERAL = re.compile(r"(?<=::)\n\n(?P<by> +)\S.*\n(?:(?P=by).*\n|\n)*(?:(?P=by).*\Z)?")
-"""A list's bullet, and bold words, which docstrings may have; and signs that mean nothing there."""
+"""A list's bullet, and bold or stressed words, which docstrings may have; signs that mean
+nothing there; and blocks of code."""
 
 
 def pages() -> dict[str, str]:
@@ -164,7 +170,7 @@ def _program(
         place = shown or formatter._format_args(action, action.dest)
         yield _directive("option", place, "", "\n\n".join(lines)).rstrip()
     if parser.epilog:
-        yield ".. code-block:: text\n\n" + _indented(parser.epilog.strip())
+        yield ".. code-block:: text\n\n" + _indented(wrapped(parser.epilog.strip()))
 
 
 def _with_value(formatter: Any, action: argparse.Action, word: str) -> str:
@@ -191,8 +197,8 @@ def _events_page() -> str:
 
 
 def plain(text: str) -> str:
-    """Text of ours as reStructuredText: code in backticks, bullets and bold words, blocks of code
-    behind two colons, and no more."""
+    """Text of ours as reStructuredText: code in backticks, bullets, bold and stressed words,
+    blocks of code behind two colons, and no more."""
     found = LITERAL.search(text)
     if found:
         return plain(text[: found.start()]) + found[0] + plain(text[found.end() :])
@@ -201,6 +207,15 @@ def plain(text: str) -> str:
         if at % 2 == 0:
             parts[at] = MEANT.sub(lambda found: f"\\{found[3]}" if found[3] else found[0], part)
     return _fenced(parts)
+
+
+def wrapped(text: str) -> str:
+    """Long lines broken as a terminal would, at columns that a page has."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=f"{indent}  ") or [""]
+    return "\n".join(lines)
 
 
 def fields_of(value: Any) -> set[str]:

@@ -34,7 +34,13 @@ LOOK_SECONDS = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given); the exit status."""
     chosen = _parser().parse_args(arguments)
-    status: int = chosen.run(chosen)
+    try:
+        status: int = chosen.run(chosen)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # Whoever read it has read enough; the interpreter is not to try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status
 
 

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..workers.failures import ChildFailedError, SignalException, failures_of
-from ..workers.function import pickled
+from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.local import LocalWorkers
@@ -90,6 +90,7 @@ class elastic_launch:
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
+        check_not_importing()
         entrypoint = with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)

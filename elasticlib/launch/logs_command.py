@@ -89,10 +89,6 @@ def _run(chosen: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:
-        # Whoever read it has read enough; the interpreter is not to try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _nodes(name: str) -> list[NodeLogs]:

@@ -12,7 +12,7 @@ from functools import partial
 import attrs
 
 from ..clock import monotonic
-from ..errors import ElasticError, StoreError
+from ..errors import ConfigError, ElasticError, StoreError
 from ..rendezvous.bootstrap import torch_store
 from ..rendezvous.document import Node, Phase
 from ..rendezvous.dynamic import DynamicRendezvousHandler
@@ -149,6 +149,25 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
     return Meeting(handler, store, server, config.run_id, node.id)
+
+
+def open_to_look(config: LaunchConfig, timeout: float) -> Store:
+    """The store of another distribution's backend, for who asks its nodes and is none of them.
+
+    timeout: seconds within which a call ends.
+
+    Raises:
+        ConfigError: there is none, it cannot be opened, or the backend keeps its store to itself.
+    """
+    if not config.of_torch:
+        request = attrs.evolve(_request(config, _node(config, "")), timeout=timeout)
+        opened = open_backend(config.rdzv_backend, request)
+        if isinstance(opened, Store):
+            return opened
+    raise ConfigError(
+        f"--rdzv-backend {config.rdzv_backend} keeps its store to itself, so its nodes cannot be "
+        "asked: only their events can be read, on their machines"
+    )
 
 
 def _request(config: LaunchConfig, node: Node) -> BackendRequest:

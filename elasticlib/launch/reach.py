@@ -25,11 +25,13 @@ from ..rendezvous.asking import jobs_in
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp import TcpStore
-from .config import TCP_BACKENDS
+from .backends import BACKENDS
+from .config import TCP_BACKENDS, LaunchConfig
 from .etcd_place import ETCD_BACKENDS, check_etcd_keys, read_etcd_place
 from .secret import read_secret
 from .tcp_endpoints import parts_of
 from .tcp_place import resolve
+from .torch_names import our_name
 
 LONGEST_TIMEOUT = 30.0
 
@@ -58,11 +60,13 @@ def add_reach(parser: argparse.ArgumentParser, timeout: float) -> None:
     parser.add_argument("--rdzv-id", default="", help="at an ENDPOINT: the job, if it has several")
     parser.add_argument(
         "--rdzv-backend",
-        choices=("tcp", "c10d", "static", "file", *ETCD_BACKENDS),
-        help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend (default: tcp)",
+        type=our_name,
+        choices=BACKENDS,
+        metavar="NAME",
+        help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend: %(choices)s (default tcp)",
     )
     parser.add_argument(
-        "--rdzv-conf", default="", metavar="K=V,...", help="as for elasticrun: how to reach an etcd"
+        "--rdzv-conf", default="", metavar="K=V,...", help="as for elasticrun: how to reach a store"
     )
     parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
     parser.add_argument(
@@ -175,14 +179,24 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
     if target.backend in ETCD_BACKENDS:
         return read_etcd_place(target.endpoint, target.conf).open(chosen.timeout)
     if target.backend not in TCP_BACKENDS:
-        raise ConfigError(
-            f"how a store of --rdzv-backend {target.backend} is opened is not known here: only "
-            "its nodes' events can be read, on their machines"
-        )
+        return _open_foreign(target, chosen.timeout)
     check_etcd_keys(target.backend, target.conf)
     path = chosen.secret_file or target.conf.get("secret_file")
     secret = read_secret(os.environ, path, "--secret-file")
     return _open_tcp(target, secret, chosen.timeout)
+
+
+def _open_foreign(target: Target, timeout: float) -> Store:
+    # Imported here: most stores are ours.
+    from .meeting import open_to_look
+
+    config = LaunchConfig(
+        run_id=target.run_id or "none",
+        rdzv_backend=target.backend,
+        rdzv_endpoint=target.endpoint,
+        rdzv_configs=target.conf,
+    )
+    return open_to_look(config, timeout)
 
 
 def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:

@@ -118,6 +118,7 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
 
     Raises what `reached` raises, where nothing was written on this machine.
     """
+    told: set[str] = set()
     with contextlib.ExitStack() as stack:
         try:
             store, run_id = stack.enter_context(reached(target, chosen))
@@ -125,7 +126,7 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             if recorded(target) is None:
                 raise
             error = failed
-            yield lambda: _from_events(target, error)
+            yield lambda: _from_events(target, error, told)
             return
         asker = Asker(store, run_id)
         stack.callback(_close, asker)
@@ -134,8 +135,9 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             try:
                 status = status_of(asker.ask(What.STANDING, chosen.timeout))
             except StoreError as error:
-                return _from_events(target, error)
-            return status or _from_events(target, StoreError(f"no job {run_id!r} is there"))
+                return _from_events(target, error, told)
+            gone = StoreError(f"no job {run_id!r} is there")
+            return status or _from_events(target, gone, told)
 
         yield look
 
@@ -145,10 +147,14 @@ def _close(asker: Asker) -> None:
         asker.close()
 
 
-def _from_events(target: Target, error: ElasticError) -> JobStatus:
+def _from_events(target: Target, error: ElasticError, told: set[str]) -> JobStatus:
+    """told: what was said of why nobody answers, which is not said again."""
     status = recorded(target)
     if status is None:
         raise error
+    if str(error) not in told and not (status.state is not None and status.state.over):
+        told.add(str(error))
+        _fail(NOBODY, error)
     return status
 
 

@@ -131,9 +131,11 @@ def _with(standing: NodeStanding, *workers: WorkerStanding) -> NodeStanding:
 
 def seen(standing: NodeStanding, beats: Mapping[int, Beat], now: float) -> NodeStanding:
     """The same with what its workers tell, by local rank; now: by this machine's clock."""
-    found = []
+    found, kept = [], []
     for worker in standing.workers:
         beat = beats.get(worker.local_rank)
+        if beat is not None and beat.snapshot != NOTHING:
+            kept.append(beat.snapshot)
         if beat is None or not beat.attached:
             found.append(worker)
             continue
@@ -147,4 +149,6 @@ def seen(standing: NodeStanding, beats: Mapping[int, Beat], now: float) -> NodeS
             saved=None if beat.saved == NOTHING else beat.saved,
         )
         found.append(told)
-    return attrs.evolve(standing, workers=tuple(found))
+    # Of a state in parts each worker keeps its own, and it is whole once the last of them has.
+    snapshot = min(kept, default=standing.snapshot)
+    return attrs.evolve(standing, workers=tuple(found), snapshot=snapshot)

@@ -7,6 +7,7 @@ to make this interpreter look like the one that sent it; its value goes back the
 from __future__ import annotations
 
 import io
+import multiprocessing.process
 import multiprocessing.spawn
 import os
 import pickle
@@ -88,11 +89,25 @@ def read_result(path: Path) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
+def check_not_importing() -> None:
+    """Raises ConfigError in a worker that is still importing what its function is of."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a worker imports the file of the function that it is to call, and that file launches "
+            "a job again: put the launch under `if __name__ == '__main__':`"
+        )
+
+
 def main(payload: str, result: str) -> int:
     """In the worker: call it, and leave its value; what it raises goes on."""
     preparation, work = pickle.loads(Path(payload).read_bytes())
-    multiprocessing.spawn.prepare(preparation)
-    target, args = pickle.loads(work)
+    process = multiprocessing.process.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # as multiprocessing's own children
+    try:
+        multiprocessing.spawn.prepare(preparation)
+        target, args = pickle.loads(work)
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
     value = target(*args)
     aside = Path(f"{result}.part")
     aside.write_bytes(pickle.dumps(value))

@@ -17,6 +17,7 @@ from jobs import Job, check_one_world
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.backends import OUR_BACKENDS
+from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.meeting import open_meeting
 
@@ -106,6 +107,22 @@ def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
     assert meeting.handler.get_backend() == "whole"
     assert meeting.handler.shutdown()
     meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "code", "sentence"),
+    [
+        ("shelf", 4, "no job 'job' is there"),
+        ("whole", 2, "--rdzv-backend whole keeps its store to itself"),
+        ("torch-c10d", 2, "--rdzv-backend torch-c10d keeps its store to itself"),
+    ],
+)
+def test_a_job_in_anothers_store_is_asked_by_the_same_name(
+    shelf: Path, capsys: pytest.CaptureFixture[str], backend: str, code: int, sentence: str
+) -> None:
+    place = str(shelf / "meeting")
+    assert main(["status", "--rdzv-backend", backend, "--rdzv-id", "job", place]) == code
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -47,6 +48,26 @@ def fail_once(folder: str) -> int:
 def test_a_functions_values_come_back_by_global_rank() -> None:
     config = LaunchConfig(nproc_per_node=3, run_id="values")
     assert elastic_launch(config, rank_times)(10) == {0: 0, 1: 10, 2: 20}
+
+
+def test_a_file_that_launches_when_its_worker_imports_it_is_told_of_the_guard(
+    tmp_path: Path,
+) -> None:
+    script, payload = tmp_path / "unguarded.py", tmp_path / "payload"
+    script.write_text("import elasticlib as e\ne.elastic_launch(e.LaunchConfig(), print)()\n")
+    work = pickle.dumps((print, ("called",)))
+    payload.write_bytes(pickle.dumps(({"init_main_from_path": str(script)}, work)))
+    worker = "import sys; from elasticlib.workers.function import main; main(*sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", worker, payload, tmp_path / "result"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ConfigError: a worker imports the file of the function" in done.stderr
+    assert "put the launch under `if __name__ == '__main__':`" in done.stderr
 
 
 def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:

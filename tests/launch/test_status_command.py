@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,26 @@ def test_a_run_that_is_over_is_told_from_its_events(
     assert "job: FAILED\n  as its events tell, the last of 1 min 0 s ago" in said
     assert "checkpoint 40" in said
     assert "why: rank 0 raised" in said
+
+
+def test_who_has_read_enough_of_it_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert main(["status", "--json", written(tmp_path, ENDED)]) == 0
+
+
+def test_why_nobody_answers_is_said_where_only_its_events_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["status", written(tmp_path)])
+    said = capsys.readouterr().err
+    assert said == "elasticlib status: no agent lives here that served the store of this run\n"
+    main(["status", written(tmp_path, ENDED)])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_nobody_runs_any_more_has_no_state(

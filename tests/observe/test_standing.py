@@ -74,3 +74,11 @@ def test_a_look_adds_what_workers_tell() -> None:
     beat = Beat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
     (worker,) = seen(last, {0: beat}, 13.0).workers
     assert (worker.step, worker.per_second, worker.silent, worker.saved) == (9, 2.0, 2.0, None)
+
+
+def test_a_look_adds_the_snapshot_that_all_workers_have_kept() -> None:
+    other = ("worker.began", {"rank": 1, "local_rank": 1, "name": "pid 9"})
+    *_, last = told(*begins(), other, ("snapshot", {"step": 60}))
+    beats = {0: Beat(snapshot=97, attached=True), 1: Beat(snapshot=96, attached=True)}
+    assert seen(last, beats, 13.0).snapshot == 96
+    assert seen(last, {0: Beat(attached=True)}, 13.0).snapshot == 60
