@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from elasticlib.observe.event import KINDS, Event, decode
-from elasticlib.observe.runs import find_runs, runs_folder
+from elasticlib.observe.runs import LOCK, find_runs, runs_folder
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
@@ -60,6 +61,28 @@ def left_in(folder: Path) -> list[Path]:
     found = folder.iterdir() if folder.exists() else ()
     stays = {runs_folder().name, f"torchinductor_{getuser()}"}
     return [path for path in found if path.name not in stays]
+
+
+def forget_own_records(folder: Path, since: float) -> None:
+    """Remove the records that runs in this process have left there since then."""
+    for lock in folder.glob(f"*/{LOCK}"):
+        with contextlib.suppress(OSError):  # whoever starts a run removes old ones, too
+            if lock.stat().st_mtime >= since and lock.read_text() == f"{os.getpid()}\n":
+                shutil.rmtree(lock.parent)
+
+
+@pytest.fixture(autouse=True)
+def _records() -> Iterator[None]:
+    """A launch in this process leaves a record, where only the records of people's runs belong."""
+    folder = runs_folder()
+    before, since = _changed(folder), time.time()
+    yield
+    if _changed(folder) != before:
+        forget_own_records(folder, since - 1.0)
+
+
+def _changed(folder: Path) -> int:
+    return folder.stat().st_mtime_ns if folder.exists() else 0
 
 
 class Node:

@@ -75,8 +75,10 @@ def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) 
     assert 0 < restored["after"] < restored["after"] + restored["seconds"] < trains["seconds"]
     last, done = of(events, "steps", 1)[-1], steps_of(job)
     assert (restored["step"] + 1) % 10 == 0
-    assert trains["step"] == restored["step"] + 1 <= last["step"]
-    assert done.count(last["step"]) == 2 or last["step"] == restored["step"]
+    assert trains["step"] == restored["step"] + 1
+    # A step is kept before it is told of, and the kill may come between.
+    assert restored["step"] <= last["step"] + 1
+    assert done.count(last["step"]) == 2 or last["step"] <= restored["step"]
     assert of(events, "steps", 2)[-1]["step"] == done[-1] == of(events, "snapshot", 2)[-1]["step"]
     assert of(events, "saved", 2)[-1]["step"] == done[-1]
     assert of(events, "steps", 2)[-1]["loss"] == 1 / (done[-1] + 1)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import until
+from jobs import forget_own_records, until
 
 from elasticlib.clock import wall
 from elasticlib.errors import NoSuchRun
@@ -78,6 +78,15 @@ def test_a_record_of_any_run_id_is_found_by_it(tmp_path: Path, run: str) -> None
     assert record.path.parent == tmp_path
     assert find_runs(run, folder=tmp_path) == [record.events]
     assert [known.run for known in known_runs(folder=tmp_path)] == [run]
+
+
+def test_the_suite_removes_the_records_of_its_own_process_and_no_others(tmp_path: Path) -> None:
+    began = wall() - 1.0
+    mine, old = recorded(tmp_path, "mine", wall()), recorded(tmp_path, "old", began - 60.0)
+    theirs = recorded(tmp_path, "theirs")
+    (theirs / LOCK).write_text("1\n")
+    forget_own_records(tmp_path, began)
+    assert [path.exists() for path in (mine, old, theirs)] == [False, True, True]
 
 
 def test_a_folder_of_dots_is_a_path_and_no_record(

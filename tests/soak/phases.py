@@ -1,7 +1,8 @@
 """Where the time of one recovery went, read off the nodes' events and the workers' own lines.
 
 All seconds are of one machine's monotonic clock. The restore and the first step are told by the
-training script here; once events tell of them, `marks_of` is what changes.
+training script here: agents' events tell of them only when the agents look, up to a second later,
+and the next fault does not wait for that.
 """
 
 from __future__ import annotations
