@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from getpass import getuser
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     assert re.search(r"^elasticlib \d", said, re.MULTILINE)
     yield terminal
     # A user's records of runs stay, and so does a folder of torch's own.
-    stays = (f"elasticlib-{getuser()}", "torchinductor_")
+    stays = (f"elasticlib-runs-{os.getuid()}", "torchinductor_")
     left = [path.name for path in (top / "tmp").iterdir()]
     assert not [name for name in left if not name.startswith(stays)]
 
