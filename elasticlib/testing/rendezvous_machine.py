@@ -83,6 +83,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         self._cluster.close()
 
     @precondition(lambda self: len(self._agents) < AGENTS and self._came < len(NAMES))
+    # Who comes when a job is over and all have left may be late for it, or begin another.
+    @precondition(lambda self: self._agents or not self._closed)
     @rule()
     def join(self) -> None:
         node = self._cluster.node(NAMES[self._came], LEAST, MOST, max_restarts=1000)
