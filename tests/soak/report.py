@@ -48,6 +48,7 @@ def as_json(
     campaign: Campaign, told: Told, rates: Rates, wrong: Sequence[str], asides: Sequence[str]
 ) -> dict[str, Any]:
     """All of it, for programs."""
+    played = charged(told.played)
     return {
         "seed": campaign.seed,
         "mix": dict(campaign.mix),
@@ -62,13 +63,24 @@ def as_json(
         "restarts": told.restarts,
         "missed": sum(len(played.missed) for played in told.played),
         "struck": sum(played.struck for played in told.played),
-        "by_kind": {kind: _times(found) for kind, found in _by_kind(told.played).items()},
-        "all": _times(told.played),
+        "by_kind": {kind: _times(found) for kind, found in _by_kind(played).items()},
+        "all": _times(played),
         "footprint": told.samples,
         "wrong": list(wrong),
         "asides": list(asides),
         "versions": {"torch": version("torch"), "python": platform.python_version()},
     }
+
+
+def charged(played: Sequence[Played]) -> list[Played]:
+    """Each with the steps that it struck out: what a generation struck out is known when it is
+    over, one fault later at least, and belongs to the last fault that ended the one before it."""
+    found = [attrs.evolve(one, struck=0) for one in played]
+    for place, one in enumerate(played):
+        earlier = (n for n in range(place, -1, -1) if played[n].generation < one.generation)
+        owner = next(earlier, place)
+        found[owner] = attrs.evolve(found[owner], struck=found[owner].struck + one.struck)
+    return found
 
 
 def _by_kind(played: Sequence[Played]) -> dict[str, list[Played]]:
