@@ -113,15 +113,13 @@ def progress(known: Known, now: Look) -> tuple[Known, Told]:
 def _all_train(now: Look) -> bool:
     """Whether nobody's first step is still to come: who has made none while another makes its
     second leaves it to others to tell of steps."""
-    attached = [beat for beat in now.beats.values() if beat.attached]
-    return len(now.stepping) == len(attached) or max(beat.steps for beat in now.stepping) > 1
+    return len(now.stepping) == len(now.beats) or max(beat.steps for beat in now.stepping) > 1
 
 
 def _restores(now: Look, *, whole: bool) -> int:
     """How often the workers have taken up a state; whole: each of them that is there."""
-    attached = [beat for beat in now.beats.values() if beat.attached]
     # A source that a newer worker knows of is passed over.
-    counts = [beat.restores if beat.restored else 0 for beat in attached]
+    counts = [beat.restores if beat.restored else 0 for beat in now.beats.values()]
     told = [count for count in counts if count]
     return 0 if whole and len(told) < len(counts) else min(told, default=0)
 

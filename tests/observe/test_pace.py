@@ -113,8 +113,9 @@ def first(step: int, at: float, steps: int = 1) -> Beat:
         # or never to come,
         ({0: first(7, 103.0, steps=2), 1: QUIET}, False, [("training.began", 3.0)]),
         ({0: first(7, 103.0), 1: QUIET}, True, [("training.began", 3.0)]),
-        # or not a worker's at all.
-        ({0: first(7, 103.0), 1: Beat()}, False, [("training.began", 3.0)]),
+        # or it has not come so far as to be heard of, or never is.
+        ({0: first(7, 103.0), 1: Beat()}, False, []),
+        ({0: first(7, 103.0, steps=2), 1: Beat()}, False, [("training.began", 3.0)]),
         # A worker of another version does not tell of its first step.
         ({0: beat(7, at=103.0)}, False, []),
     ],
