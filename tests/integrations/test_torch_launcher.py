@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pages import blocks_of
 
-_, [(_, OURS), (_, IMPORTS)] = blocks_of("coming_from_torch.md")
+_, [(_, OURS), (_, IMPORTS), *_] = blocks_of("coming_from_torch.md")
 IMPORT = "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
 
 
