@@ -101,6 +101,11 @@ class RendezvousMachine(RuleBasedStateMachine):
         self._settles(after=before)
         until(f"{agent.node.name} to end", lambda: agent.ended, self._cluster.patience)
 
+    @precondition(lambda self: self._closed and not self._agents)
+    @rule()
+    def nothing_more(self) -> None:
+        """The history is over, whatever number of steps was to be made."""
+
     @precondition(lambda self: self._members())
     @rule(which=st.integers(0, MOST - 1))
     def ask_again(self, which: int) -> None:
