@@ -11,17 +11,18 @@ INTEGRATIONS := tests/integrations
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-integrations lint types notebooks docs bench bench-integrations soak clean
+.PHONY: help demo test test-long test-integrations lint types notebooks docs bench bench-integrations soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
-	@echo "make test       all tests, four at a time: many of them wait"
+	@echo "make test       all tests but those of the next two and of notebooks, four at a time"
+	@echo "make test-long  the longest: the demo, README's lines, suites of pages that build something"
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make notebooks  run the notebooks"
 	@echo "make docs       build the documentation into build/docs; warnings are errors"
-	@echo "make bench      measure everything beside torch: docs/benchmarks.md (a quarter of an hour)"
+	@echo "make bench      measure everything beside torch: docs/benchmarks.md (twenty minutes)"
 	@echo "make soak       a training job under drawn faults: FAULTS=20, SEED=0, CAMPAIGN=file"
 	@echo "make clean      remove .venv and all that was built or cached"
 
@@ -36,7 +37,10 @@ demo: $(STAMP)
 	@$(BIN)/python -m elasticlib.examples.demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE)
+	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "not long"
+
+test-long: $(STAMP)
+	@$(BIN)/python -m pytest -q -n 2 -m long
 
 $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@echo "setting up $(VENV_INTEGRATIONS)"

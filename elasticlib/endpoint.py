@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+
 from .errors import ConfigError
 
 STORE_PORT = 29400
 """Where a store listens unless told otherwise, as torch's c10d backend does."""
+
+_ZEROS = re.compile(r"(0x)?0+(\.(0x)?0+){0,3}", re.IGNORECASE)
+"""0.0.0.0 as resolvers read it too: in one to four parts, octal or hexadecimal."""
 
 
 def join_endpoint(host: str, port: int) -> str:
@@ -16,20 +22,65 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
     """Host and port; `[::1]:29400`, `node7:29400`, and without a port where one is the default.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: not of this form, or the host cannot be looked up.
     """
     text = endpoint.strip()
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
-        valid = bool(bracket) and (not rest or rest.startswith(":"))
-        port = rest[1:]
+        valid = bool(bracket) and (not rest or rest.startswith(":")) and _is_ipv6(host)
+        digits = rest[1:]
     elif text.count(":") > 1:
-        host, port, valid = text, "", True
+        host, digits, valid = text, "", _is_ipv6(text)
     else:
-        host, _, port = text.partition(":")
-        valid = True
-    if not port and default_port is not None:
-        port = str(default_port)
-    if not valid or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        host, _, digits = text.partition(":")
+        valid = bool(host)
+    port = default_port if not digits else port_of(digits)
+    if not valid or port is None:
         raise ConfigError(f"an endpoint is HOST:PORT or [IPV6]:PORT, got {endpoint!r}")
-    return host, int(port)
+    check_host("an endpoint's host", host)
+    return host, port
+
+
+def port_of(digits: str) -> int | None:
+    """The port, if it is one."""
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 10):
+        return None
+    port = int(digits)
+    return port if port <= 65535 else None
+
+
+def check_host(said: str, host: str) -> None:
+    """Refuse what cannot be looked up as a host; said: what gave it.
+
+    Raises:
+        ConfigError: names both and the rule.
+    """
+    if ":" in host:
+        if not _is_ipv6(host):
+            raise ConfigError(f"{said} is a name or an address, without a port, got {host!r}")
+        return
+    try:
+        host.encode("idna")  # as getaddrinfo does, which lets the error through
+    except UnicodeError:
+        raise ConfigError(
+            f"{said} is a name of parts between dots, of 1 to 63 characters each, got {host!r}; "
+            "if it was put together, look whether a part is missing"
+        ) from None
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all addresses of whoever uses it, in any of the spellings."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _ZEROS.fullmatch(host) is not None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True

@@ -45,7 +45,8 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 
 
 class RendezvousClosed(RendezvousError):
-    """The job is over, or this node has left it: there will be no further generation."""
+    """The job is over, or goes on without this node, or this node has left it: there will be no
+    further generation for it."""
 
 
 class RendezvousMismatch(RendezvousError):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["jobs", "hosts"]
+
+# A shell's `&` has SIGINT and SIGQUIT ignored, nohup SIGHUP, which processes inherit; many here are
+# to be ended by them.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        usual = signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,10 +46,14 @@ def save_seconds(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """A launch in this process may set variables, which are not for the tests that follow."""
-    before = dict(os.environ)
+def _surroundings() -> Iterator[None]:
+    """A launch in this process may set variables, and logs to the stderr of its test, which are
+    not for the tests that follow."""
+    before, log = dict(os.environ), logging.getLogger("elasticlib")
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
     yield
+    log.handlers, log.propagate = handlers, propagate
+    log.setLevel(level)
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import KINDS, Event, decode
-from elasticlib.observe.runs import LOCK, find_runs, runs_folder
+from elasticlib.observe.runs import find_runs, runs_folder
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
@@ -34,7 +35,13 @@ BOUND = 60.0
 Found = TypeVar("Found")
 
 
-def until(what: str, look: Callable[[], Found], seconds: float = BOUND) -> Found:
+def until(
+    what: str,
+    look: Callable[[], Found],
+    seconds: float = BOUND,
+    *,
+    failure: type[Exception] = AssertionError,
+) -> Found:
     """The first true thing that `look` finds; fails naming what was awaited."""
     deadline = time.monotonic() + seconds
     while True:
@@ -42,8 +49,8 @@ def until(what: str, look: Callable[[], Found], seconds: float = BOUND) -> Found
         if found:
             return found
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.01)
+            raise failure(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:
@@ -92,10 +99,10 @@ class Node:
         self.name = name
         self.log = job.folder / f"{name}.log"
         own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.shortcut)}
-        environment = {**os.environ, **own, **extra}
+        self._environment = {**os.environ, **own, **extra}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
+                command, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
@@ -118,7 +125,16 @@ class Node:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} did not end:\n{self.text}") from None
+            told = f"{self.name} did not end:\n{self.text}\n{self.stacks()}"
+            raise AssertionError(told) from None
+
+    def stacks(self) -> str:
+        """Where the job's workers are, if they can be asked."""
+        command = (sys.executable, "-m", "elasticlib.launch.commands", "stacks")
+        asked = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        return asked.stdout + asked.stderr
 
     def says(self, pattern: str) -> re.Match[str]:
         """Waits for a line in its log."""

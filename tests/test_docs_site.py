@@ -181,8 +181,6 @@ OURS = re.compile(r"\b(?:ELASTICLIB|TORCHELASTIC|TORCH_ELASTIC)_[A-Z_]+[A-Z]\b")
 def test_the_page_of_variables_has_all_that_the_code_knows_and_no_others() -> None:
     files = [path for path in (ROOT / "elasticlib").rglob("*.py") if "examples" not in path.parts]
     known = {name for path in files for name in OURS.findall(path.read_text())}
-    # Only others set it, and elasticrun keeps it from its workers.
-    known -= {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
     assert set(OURS.findall(text("reference/environment"))) == known
 
 

@@ -58,6 +58,7 @@ def test_every_shell_line_is_known_to_a_test() -> None:
     assert TARGETS == ["demo", "test"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", ELASTICRUN)
 def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: str) -> None:
     done = run(folder, *shlex.split(line))
@@ -80,6 +81,7 @@ def test_no_block_of_code_is_left_unrun() -> None:
     assert len(PYTHON) == 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "2400")
@@ -88,6 +90,7 @@ def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
     assert "bitwise equal to the undisturbed run's: yes" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["recovery", "startup"])
 def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> None:
     once = {

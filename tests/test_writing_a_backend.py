@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -32,7 +33,9 @@ from elasticlib.testing.rendezvous_cluster import in_thread
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
-TRY, COMMAND, ASK = (code.strip() for kind, code in BLOCKS if kind == "sh")
+TRY, COMMAND, TRIAL, ASK, ASK_WITH_PASSWORD = (
+    code.strip() for kind, code in BLOCKS if kind == "sh"
+)
 
 Connect = Callable[..., Store]
 pytestmark = [needs_redis, pytest.mark.faults]
@@ -81,7 +84,7 @@ def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", SUITE, "pyproject.toml"}
-    assert len(BLOCKS) == len(FILES) + 3
+    assert len(BLOCKS) == len(FILES) + 5
 
 
 def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
@@ -95,6 +98,26 @@ def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
     assert [server[2], stop[2]] == [url.rpartition(":")[2]] * 2
     assert f'os.environ["{variable}"]' in FILES[SUITE]
     assert suite[1:] == ["python", "-m", "pytest", SUITE]
+
+
+def test_the_pages_lines_for_one_machine_are_those_above_at_another_place() -> None:
+    server, launch = TRIAL.splitlines()
+    assert server == TRY.splitlines()[1]
+    here = f"localhost:{shlex.split(server)[2]}"
+    assert launch == COMMAND.replace("cache:6379", here) + " 400"
+    words = shlex.split(ASK_WITH_PASSWORD)
+    at = words.index("--rdzv-conf")
+    assert words[:at] + words[at + 2 :] == shlex.split(ASK)
+    assert f'options.pop("{words[at + 1].partition("=")[0]}", None)' in FILES[f"{MODULE}.py"]
+
+
+def test_the_page_has_each_method_that_a_store_must_have() -> None:
+    told = dict(re.findall(r"^\| `(\w+)\((.*?)\)`", TEXT, re.MULTILINE))
+    assert told.keys() == Store.__abstractmethods__
+    for name, words in told.items():
+        there = inspect.signature(getattr(Store, name)).parameters.values()
+        bare = [word.replace(annotation=word.empty) for word in there]
+        assert str(inspect.Signature(bare)) == f"(self, {words})"
 
 
 def test_the_page_counts_its_lines_right() -> None:
@@ -112,6 +135,7 @@ def test_the_page_counts_its_lines_right() -> None:
     assert [int(number) for number in said.groups()] == counts
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])

@@ -102,6 +102,7 @@ def test_every_block_of_the_page_is_known_to_a_test() -> None:
     assert len(BLOCKS) == len(FILES)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_pages_suite_passes(site: Path) -> None:
     check_suite_passes(site, SUITE, 150.0)

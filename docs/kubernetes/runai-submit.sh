@@ -1,9 +1,11 @@
-# Run:ai makes an elastic PyTorchJob of this, whose pods have Kubernetes' 30 seconds to end in.
+# Run:ai makes an elastic PyTorchJob of this, whose pods have Kubernetes' 30 seconds to end in (which
+# are too few only where SIGKILL does not end a process at once).
 runai training pytorch submit train --project team --image registry.example/team/train:1 \
   --no-master --workers 2 --min-replicas 1 --max-replicas 4 \
   --cpu-core-request 1 --cpu-memory-request 2G --large-shm \
   --existing-pvc claimname=checkpoints,path=/mnt/checkpoints \
   --environment PET_RDZV_ID=train --environment PET_MAX_RESTARTS=3 \
   --command -- elasticrun --nproc-per-node=1 \
-  --drain-grace=15 --shutdown-timeout=5 --rdzv-conf=close_timeout=8,last_call_timeout=30 \
+  --drain-grace=15 --resize-grace=15 --shutdown-timeout=5 \
+  --rdzv-conf=close_timeout=8,last_call_timeout=30 \
   -m elasticlib.examples.train_text --checkpoint-dir=/mnt/checkpoints

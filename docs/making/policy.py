@@ -41,6 +41,7 @@ CASES: dict[type, tuple[Case, ...]] = {
         ("well, others still run", WorkerEnded(GOOD), BOTH),
         ("well, the last one", WorkerEnded(GOOD), frozenset({0})),
         ("badly", WorkerEnded(BAD), BOTH),
+        ("badly, when all are to save", WorkerEnded(BAD, unsaved=True, alone=True), BOTH),
     ),
     GroupStopped: (
         ("none is left", GroupStopped(), frozenset()),
@@ -65,7 +66,7 @@ def rows() -> list[Row]:
         for (after, doing), same in groupby(answers, key=lambda answer: answer[1]):
             labels = [label for label, _ in same if label]
             every = len(labels) in (0, len(CASES[event]))
-            what = event.__name__ if every else f"{event.__name__}: {', '.join(labels)}"
+            what = event.__name__ if every else f"{event.__name__}: {'; '.join(labels)}"
             found.append((state.value, what, after, doing))
     return found
 

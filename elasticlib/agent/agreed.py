@@ -38,9 +38,14 @@ def agreed(needs: Mapping[int, Need], nodes: int) -> Need | None:
     calls = [need.call for need in needs.values() if need.call is not None]
     return Need(
         max(calls),
-        min((need.reason for need in needs.values()), key=_URGENCY.index),
+        more_urgent(*(need.reason for need in needs.values())),
         min(need.seconds for need in needs.values()),
     )
+
+
+def more_urgent(*reasons: str) -> str:
+    """The most urgent of these."""
+    return min(reasons, key=_URGENCY.index)
 
 
 _URGENCY = ("preempted", "drain", "resize")

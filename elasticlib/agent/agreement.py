@@ -10,13 +10,15 @@ import logging
 import threading
 from collections.abc import Callable
 
+import attrs
+
 from ..clock import Clock
 from ..errors import ElasticError, StoreError, StoreRefused
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
 from ..workers.interface import Workers
 from ..workers.notice import RESIZE, Notice
-from .agreed import Need, agreed, decode_need, encode_need
+from .agreed import Need, agreed, decode_need, encode_need, more_urgent
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -50,6 +52,13 @@ class Agreement:
         """Begin; the workers have been notified."""
         self._thread.start()
         return self
+
+    def sooner(self, notice: Notice) -> None:
+        """They have been given another notice since: the more urgent reason and the shorter time
+        hold, unless the other nodes have been told already, who would go by another answer."""
+        reason = more_urgent(self._notice.reason, notice.reason)
+        self._deadline = min(self._deadline, self._clock() + notice.seconds)
+        self._notice = attrs.evolve(notice, reason=reason)
 
     def end(self) -> None:
         """The generation is over; its thread ends with the call that it is in."""
@@ -144,12 +153,15 @@ class Agreements:
         self._info, self._attempt = info, attempt
 
     def told(self, notice: Notice | None) -> None:
-        """The workers have been told to save and end; None: they should be, and do not listen."""
+        """The workers have been told to save and end, for the first time or anew; None: they should
+        be, and do not listen."""
         info, attempt = self._info, self._attempt
         if info is None:
             return
         if notice is None:
             _say(info, Need(None))
+        elif self._now is not None:
+            self._now.sooner(notice)
         elif self._workers.agrees:
             self._now = Agreement(
                 info,

@@ -30,8 +30,9 @@ class ElasticAgent(Workers):
     and `close`; and the others if its workers can be told to save, or tell of their steps. Where it
     is not said otherwise they are called by the thread that `run` was called in, one at a time, and
     nothing else happens meanwhile: signals and changes of membership wait. So none of them waits
-    for a worker to end. `WorkerStartError` from `start` is a failure that is charged, and is tried
-    again; whatever else one of them raises ends the run.
+    for a worker to end. An `ElasticError` from `start`, as `WorkerStartError` is, is a failure that
+    is charged, and is tried again; one from `prepare`, or an `OSError`, is passed over, as `start`
+    will meet it. Whatever else one of them raises ends the run.
     `elasticlib.testing.AgentContract` tests all that is promised here.
 
     Args:

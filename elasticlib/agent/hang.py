@@ -76,26 +76,35 @@ def longest_silence(
 @attrs.frozen
 class Pulse:
     """What a node tells of one of its ranks. step: the last it did; seconds: for how long it has
-    been silent."""
+    been silent; steps: how many it told of."""
 
     rank: int
     host: str
     step: int
     seconds: float
+    steps: int = 0
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NOTHING else f"is at step {self.step}"
         return f"rank {self.rank} on {self.host} {at}, silent for {self.seconds:.1f} s"
 
 
+def stepping(pulses: Iterable[Pulse]) -> list[Pulse]:
+    """Without those who leave it to others to tell of steps: who told of none while another told
+    of two. Where others told of one, a rank may stand in its first, and they wait for it."""
+    all_ = list(pulses)
+    some = any(p.steps > 1 for p in all_)
+    return [p for p in all_ if p.steps or not some]
+
+
 def slowest(pulses: Iterable[Pulse]) -> Pulse | None:
     """The one that is furthest behind; of several, the one that fell silent first."""
-    return min(pulses, key=lambda p: (p.step, -p.seconds, p.rank), default=None)
+    return min(stepping(pulses), key=lambda p: (p.step, -p.seconds, p.rank), default=None)
 
 
 def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
     """One sentence: who is behind, how far the others are, and what was allowed."""
-    all_ = list(pulses)
+    all_ = stepping(pulses)
     last = slowest(all_)
     if last is None:
         return f"hung: no worker made a step within {limit:.1f} s (--hang-timeout)"
@@ -120,8 +129,9 @@ def decode_pulses(data: bytes) -> list[Pulse]:
                 str(said["host"])[:LONGEST_HOST],
                 int(said["step"]),
                 float(said["seconds"]),
+                int(said.get("steps", 0 if int(said["step"]) == NOTHING else 1)),
             )
             for said in json.loads(data)
         ]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return []

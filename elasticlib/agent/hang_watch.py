@@ -151,6 +151,7 @@ class _Watch:
                 self._host,
                 beat.step,
                 round(now - max(beat.alive, self._began), 3),
+                beat.steps,
             )
             for local, beat in self._workers.beats().items()
             if beat.attached

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import attrs
+
 from ..clock import Clock
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder, Rung
@@ -21,8 +23,8 @@ log = logging.getLogger("elasticlib.agent")
 class GroupStop:
     """Stops the group that runs, one group after another.
 
-    told: called when it was given a notice, with that, and with None when it is stopped without:
-    the other nodes' workers may have been given one, and ask ours when.
+    told: called when it was given a notice, or another, with that, and with None when it is stopped
+    without: the other nodes' workers may have been given one, and ask ours when.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class GroupStop:
         assert self._since is not None
         left = self._ladder.left(self._clock() - self._since)
         self._since -= max(0.0, left - notice.seconds)
+        notice = attrs.evolve(notice, seconds=min(left, notice.seconds))
+        # Before the workers are asked, who may be agreed upon as soon as they are.
+        self._told(notice)
         self._workers.notify(notice)
 
     def agreed(self, need: Need) -> None:

@@ -37,7 +37,8 @@ class Telling:
         self._idle_since = self._clock()
 
     def idle(self, event: Event) -> None:
-        """No worker works any more, for this: what is to come is time lost."""
+        """The workers are not to work any more, for this; those that must be stopped are not gone
+        before `stopped`."""
         self._idle_since, self._why = self._clock(), summary(event)
         resized = isinstance(event, Changed) and event.change.kind is ChangeKind.RESIZE
         self._planned = resized or isinstance(event, DrainAsked)
@@ -110,7 +111,8 @@ class Telling:
         self._tell("stopping", why=why, seconds=seconds, because=self._why)
 
     def stopped(self, end: GroupStopped) -> None:
-        seconds = round(self._clock() - self._stopping_at, 6)
+        self._idle_since = self._clock()
+        seconds = round(self._idle_since - self._stopping_at, 6)
         self._tell("stopped", seconds=seconds, left=end.left)
 
     def over(self, result: RunResult) -> None:
@@ -120,7 +122,9 @@ class Telling:
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
-            cause=None if cause is None else {"host": cause.host, "rank": cause.rank},
+            cause=None
+            if cause is None
+            else {"host": cause.host, "rank": cause.rank, "what": cause.sentence},
         )
 
     def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:

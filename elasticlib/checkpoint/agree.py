@@ -107,7 +107,7 @@ def restore_over(
     while taken is None and (plan := search.choose()) is not None:
         if _is_taken(search, plan, state, strict=strict):
             taken = plan
-    told = tuple(search.told)
+    told = (*search.told, *search.left_out(taken.state.step if taken else 0))
     if peers.rank == 0:
         for sentence in told:
             log.warning("passed over: %s", sentence)

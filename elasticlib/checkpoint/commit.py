@@ -7,7 +7,7 @@ nobody needs any more is deleted manifest first: a checkpoint is there whole, or
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
@@ -15,6 +15,7 @@ from . import fence as fences
 from . import manifest as manifests
 from .fence import Fence, Writer
 from .folder import CheckpointFolder
+from .interface import Unreadable
 from .manifest import DataFile, Manifest
 from .place import no_news
 from .prune import Health, Retention, Selection, select
@@ -158,45 +159,71 @@ class Committer:
         The newest checkpoint that turns out whole is read for that, so that one stays.
 
         Raises:
-            CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
-                failed.
+            CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
+                disk failed.
         """
-        writer = self.writer
-        with self._at_work("could not be pruned"), self._place.locked():
-            fence = self._fence(damaged_is_none=True)
-            others = fence is not None and fence.holder.token != writer.token
-            if self._claimed and others:
-                reason = fences.why_not(fence, writer)
-                raise CheckpointRefused(f"{self._place.name} was not pruned: {reason}")
-            selection = self.choose(seen)
-            for step in selection.deleted:
-                self._delete(step)
-            # Of the holder's files some may be on their way.
-            self._clear(fence.holder.token if fence is not None and others else "")
+        with self._at_work("could not be pruned"):
+            with self._place.locked():
+                self._live_beside()
+            # Not under the lock, which a job that writes here waits for: it may take long.
+            unread = self._look_for_good(seen)
+            with self._place.locked():
+                live = self._live_beside()
+                selection = self._select(unread=unread)
+                for step in selection.deleted:
+                    self._delete(step)
+                self._clear(live)
         return selection
+
+    def _live_beside(self) -> str:
+        """The token of another writer, some of whose files may be on their way; none: "".
+
+        Raises:
+            CheckpointRefused: we may not clear up beside it.
+        """
+        writer, fence = self.writer, self._fence(damaged_is_none=True)
+        others = fence is not None and fence.holder.token != writer.token
+        # Who never had it may clear up beside its holder, unless that is a newer generation
+        # of its own launch, or a newer launch.
+        lost = fences.why_not(fence, writer) if self._claimed and others else ""
+        reason = lost or fences.claim(fence, writer).reason
+        if reason:
+            raise CheckpointRefused(f"{self._place.name} was not pruned: {reason}")
+        return fence.holder.token if fence is not None and others else ""
 
     def choose(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
         """What `prune` would keep and delete, having looked for the newest whole one."""
-        for found in self._folder.found():
-            if found.manifest and not self._folder.check(found.manifest, seen):
-                break
-        return self._select()
+        return self._select(unread=self._look_for_good(seen))
 
     def _clear_up_after(self, step: int) -> None:
         try:
             for old in self._select(just=step).deleted:
                 self._delete(old)
             self._clear()
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             folder = manifests.folder_of(step)
             log.warning("%s: what is not needed could not be deleted: %s", folder, error)
 
     def _is_beside(self, fence: Fence | None) -> bool:
         return self._beside and fences.is_of_generation(fence, self.writer)
 
-    def _select(self, just: int | None = None) -> Selection:
-        found = self._folder.found()
-        rows = [(one.step, self._folder.health(one.manifest)) for one in found]
+    def _look_for_good(self, seen: Callable[[memoryview], None]) -> set[int]:
+        """Read from the newest on until one turns out whole; those that could not be read."""
+        unread = set()
+        for found in self._folder.found():
+            try:
+                if found.manifest and not self._folder.check(found.manifest, seen):
+                    break
+            except Unreadable as error:
+                log.warning("it stays: %s", error)
+                unread.add(found.step)
+        return unread
+
+    def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
+        rows = []
+        for one in self._folder.found():
+            health = self._folder.health(one)
+            rows.append((one.step, Health.UNREAD if one.step in unread else health))
         return select(rows, self._retention, just)
 
     def _delete(self, step: int) -> None:
@@ -223,12 +250,12 @@ class Committer:
 
     def _named(self, step: int) -> set[str] | None:
         """The files that a step's manifest names; None if that cannot be read: who knows."""
-        data = self._place.read(f"{manifests.folder_of(step)}/{manifests.NAME}")
-        if data is None:
-            return set()
         try:
+            data = self._place.read(f"{manifests.folder_of(step)}/{manifests.NAME}")
+            if data is None:
+                return set()
             return {file.name for file in manifests.decode(data).files} | {manifests.NAME}
-        except CheckpointCorrupt:
+        except (CheckpointCorrupt, OSError):
             return None
 
     def _fence(self, *, damaged_is_none: bool = False) -> Fence | None:

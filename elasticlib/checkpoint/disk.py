@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import filelock
 
+from ..hard_lock import hard_lock
 from .names import aside_name
 from .place import CHUNK, Place, no_news
 
@@ -62,7 +63,7 @@ class LocalPlace(Place):
     def locked(self) -> Iterator[None]:
         self._make(self.name)
         # One of its own each time: two of our threads keep each other out, too.
-        lock = filelock.FileLock(os.path.join(self.name, LOCK))
+        lock = hard_lock(os.path.join(self.name, LOCK))
         try:
             lock.acquire(timeout=LOCK_TIMEOUT)
         except (filelock.Timeout, NotImplementedError) as error:

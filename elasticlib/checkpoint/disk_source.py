@@ -10,7 +10,7 @@ import attrs
 from ..errors import CheckpointCorrupt, CheckpointError
 from .choose import DISK, SHARDED_DISK
 from .folder import CheckpointFolder
-from .interface import DirectSource, Held
+from .interface import DirectSource, Held, Unreadable
 from .manifest import Manifest
 from .prune import Health
 from .put import fit, put
@@ -35,15 +35,27 @@ class DiskSource(DirectSource):
     ) -> None:
         self._folder, self._before = folder, before
         self._rank, self._world_size = rank, world_size
+        self._left_out: list[tuple[int, str]] = []
+        self._unread: list[tuple[int, str]] = []
 
     def held(self) -> Sequence[Held]:
         """What manifests and sizes say is whole, newest first."""
         self._before()
-        return [
-            _held(found.manifest)
-            for found in self._folder.found()
-            if found.manifest and self._folder.health(found.manifest) is not Health.BAD
-        ]
+        found, self._left_out, self._unread = [], [], []
+        for one in self._folder.found():
+            if one.manifest and self._folder.health(one.manifest) is not Health.BAD:
+                found.append(_held(one.manifest))
+                continue
+            trouble = one.trouble if one.flaw else "is damaged: it was found so before"
+            why = f"{self._folder.describe(one.step)} {trouble}"
+            (self._unread if one.unread else self._left_out).append((one.step, why))
+        return found
+
+    def left_out(self) -> Sequence[tuple[int, str]]:
+        return self._left_out
+
+    def unread(self) -> Sequence[tuple[int, str]]:
+        return self._unread
 
     def read(self, held: Held) -> Any:
         """A checkpoint that is one pack; see `Source`."""
@@ -74,6 +86,8 @@ class DiskSource(DirectSource):
 
     def _manifest(self, held: Held) -> Manifest:
         found = self._folder.look(held.step)
+        if found is not None and found.unread:
+            raise Unreadable(f"{self._folder.describe(held.step)} {found.trouble}")
         manifest = None if found is None else found.manifest
         if manifest is None or _held(manifest) != held:
             what = self._folder.describe(held.step)

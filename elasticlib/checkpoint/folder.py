@@ -16,7 +16,8 @@ import attrs
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .disk import LocalPlace
-from .manifest import Manifest
+from .interface import Unreadable
+from .manifest import Manifest, OtherFormat
 from .place import CHUNK, Place, no_news
 from .prune import Health
 from .remote import RemotePlace
@@ -37,11 +38,20 @@ def open_place(folder: str | os.PathLike[str] | Place) -> Place:
 
 @attrs.frozen
 class Found:
-    """A step's folder: what its manifest says, or why it is no checkpoint (any more)."""
+    """A step's folder: what its manifest says, or why it is no checkpoint (any more).
+
+    unread: whether that is because it could not be read: then it may be one all the same.
+    """
 
     step: int
     manifest: Manifest | None
     flaw: str = ""
+    unread: bool = False
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in words."""
+        return f"cannot be read: {self.flaw}" if self.unread else f"is damaged: {self.flaw}"
 
 
 class CheckpointFolder:
@@ -78,7 +88,9 @@ class CheckpointFolder:
             if manifest.step != step:
                 return Found(step, None, f"its manifest is of step {manifest.step}")
             flaw = manifests.flaw(manifest, self.place.files(folder))
-        except (CheckpointCorrupt, OSError) as error:
+        except (OtherFormat, OSError) as error:
+            return Found(step, None, str(error), unread=True)
+        except CheckpointCorrupt as error:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "")
 
@@ -86,15 +98,20 @@ class CheckpointFolder:
         """Every byte of this checkpoint was written or checked here, and it is so."""
         self._known[manifest.step] = (manifest, health)
 
-    def health(self, manifest: Manifest | None) -> Health:
+    def health(self, found: Found | Manifest) -> Health:
         """What is known of a checkpoint."""
+        manifest = found.manifest if isinstance(found, Found) else found
         if manifest is None:
-            return Health.BAD
+            return Health.UNREAD if isinstance(found, Found) and found.unread else Health.BAD
         known, health = self._known.get(manifest.step, (None, Health.UNKNOWN))
         return health if known == manifest else Health.UNKNOWN
 
     def check(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
-        """What is wrong with it; None if nothing. It is read unless it is known to be good."""
+        """What is wrong with it; None if nothing. It is read unless it is known to be good.
+
+        Raises:
+            Unreadable: it cannot be read; nothing is known of it.
+        """
         if self.health(manifest) is Health.GOOD:
             return None
         reason = self.flaw(manifest, seen)
@@ -102,7 +119,11 @@ class CheckpointFolder:
         return reason
 
     def flaw(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
-        """What is wrong with a checkpoint, having read every byte of it; None if nothing."""
+        """What is wrong with a checkpoint, having read every byte of it; None if nothing.
+
+        Raises:
+            Unreadable: it cannot be read.
+        """
         most = max(file.size for file in manifest.files)
         with memoryview(bytearray(min(CHUNK, most))) as buffer:
             for file in manifest.files:
@@ -111,13 +132,22 @@ class CheckpointFolder:
                     return reason
         return None
 
+    def verified(self, found: Found, seen: Callable[[memoryview], None] = no_news) -> Found:
+        """The same with what is found wrong with it when every byte is read."""
+        if found.manifest is None:
+            return found
+        try:
+            return attrs.evolve(found, flaw=self.flaw(found.manifest, seen) or "")
+        except Unreadable as error:
+            return attrs.evolve(found, flaw=str(error.__cause__), unread=True)
+
     def read(
         self, manifest: Manifest, number: int = 0, seen: Callable[[memoryview], None] = no_news
     ) -> mmap.mmap:
         """One file of a checkpoint, checked, in memory of its own.
 
         Raises:
-            CheckpointCorrupt: it is damaged. CheckpointError: it cannot be read.
+            CheckpointCorrupt: it is damaged. Unreadable: it cannot be read.
         """
         file = manifest.files[number]
         memory = room(max(1, file.size))
@@ -130,8 +160,10 @@ class CheckpointFolder:
                     seen(chunk)
 
                 count = self.place.read_into(_path(manifest, file), memoryview(memory), seen=each)
+        except FileNotFoundError:
+            raise CheckpointCorrupt(f"{what} is damaged: {file.name} is missing") from None
         except OSError as error:
-            raise CheckpointError(f"{what} cannot be read: {error}") from error
+            raise Unreadable(f"{what} cannot be read: {error}") from error
         reason = manifests.sum_flaw(file, summing.result())
         if count != file.size or reason:
             reason = reason or f"{file.name} has {count} of {file.size} bytes"
@@ -139,14 +171,21 @@ class CheckpointFolder:
         return memory
 
     def first(self, manifest: Manifest, number: int, size: int) -> bytes:
-        """The first bytes of one file, so many at most; not checked. Raises CheckpointError."""
+        """The first bytes of one file, so many at most; not checked.
+
+        Raises:
+            CheckpointCorrupt: it is not there. Unreadable: it cannot be read.
+        """
         file = manifest.files[number]
         data = bytearray(min(size, file.size))
         try:
             count = self.place.read_into(_path(manifest, file), memoryview(data))
+        except FileNotFoundError:
+            what = self.describe(manifest.step)
+            raise CheckpointCorrupt(f"{what} is damaged: {file.name} is missing") from None
         except OSError as error:
             what = self.describe(manifest.step)
-            raise CheckpointError(f"{what} cannot be read: {error}") from error
+            raise Unreadable(f"{what} cannot be read: {error}") from error
         return bytes(data[:count])
 
     def describe(self, step: int) -> str:
@@ -169,8 +208,11 @@ class CheckpointFolder:
                     return f"{file.name} has {start} of {file.size} bytes"
                 summed = zlib.crc32(want[:count], summed)
                 start += count
+        except FileNotFoundError:
+            return f"{file.name} is missing"
         except OSError as error:
-            return f"{file.name} cannot be read: {error}"
+            what = self.describe(manifest.step)
+            raise Unreadable(f"{what} cannot be read: {error}") from error
         return manifests.sum_flaw(file, summed)
 
 

@@ -7,7 +7,12 @@ import mmap
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from ..errors import CheckpointError
 from .held import Held as Held
+
+
+class Unreadable(CheckpointError):
+    """Nobody can say what is there: it was not read and found damaged, it could not be read."""
 
 
 class Source(abc.ABC):
@@ -24,9 +29,18 @@ class Source(abc.ABC):
         The memory is the caller's own: nothing that is saved later changes it.
 
         Raises:
-            CheckpointCorrupt: it is damaged.
-            CheckpointError: it cannot be read, or is not there any more.
+            CheckpointCorrupt: it is damaged. Unreadable: it may be whole, so no older state is
+                taken in its place.
+            CheckpointError: for another reason, such as that it is not there any more.
         """
+
+    def left_out(self) -> Sequence[tuple[int, str]]:
+        """What the last `held` left out as it is damaged, newest first: its step, and why."""
+        return ()
+
+    def unread(self) -> Sequence[tuple[int, str]]:
+        """What the last `held` left out as it could not be read, newest first: step, and why."""
+        return ()
 
 
 class DirectSource(Source):

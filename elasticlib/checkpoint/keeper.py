@@ -1,7 +1,8 @@
 """What an agent does for its workers' snapshots: replicas to other nodes, clearing up, the disk.
 
-It begins anew with each generation. Without replicas it does nothing before the end: the workers
-write into its memory and clear up themselves.
+It begins anew with each generation, and frees what was being written when earlier workers ended.
+Else, without replicas, it does nothing before the end: the workers write into its memory and clear
+up themselves.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class SnapshotKeeper(Memory):
     def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._end()
         self._info, self._folder = info, self._era(group.attempt)
+        memory.remove_torn(self._folder.parent, int(self._folder.name))
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.board:

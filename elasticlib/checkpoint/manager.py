@@ -212,7 +212,7 @@ class CheckpointManager:
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
                 tensors, as they were saved; all are changed in place, see `agree.restore_from`.
-            strict: whether names that only one side has are an error.
+            strict: whether names of `state` itself that only one side has are an error.
 
         Returns:
             The step; 0, and nothing is changed, if there is nothing to go on from.
@@ -253,7 +253,8 @@ class CheckpointManager:
     ) -> Any:
         """The newest state that is whole, or that of one step; every byte of it was checked.
 
-        A newer one that is damaged is passed over: a warning and `passed_over` say why.
+        A newer one that is damaged is passed over: a warning and `passed_over` say why. One that
+        cannot be read is not.
 
         Args:
             like: for sharded states: a state with sharded tensors in the same places (or objects
@@ -268,7 +269,12 @@ class CheckpointManager:
         return self._shelf().load(step, like=like, map_location=map_location)
 
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint, every byte of which was checked; or None."""
+        """The step of the newest whole checkpoint, every byte of which this manager has written or
+        checked; or None. What was damaged since then, `verify` and `load` find.
+
+        Raises:
+            CheckpointError: a newer one cannot be read.
+        """
         return self._shelf().latest()
 
     def steps(self) -> list[int]:
@@ -292,7 +298,8 @@ class CheckpointManager:
         """Delete what `keep_last` and `keep_every` do not keep, if this rank writes.
 
         Raises:
-            CheckpointRefused: somebody newer has the folder. CheckpointError: the disk failed.
+            CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
+                disk failed.
         """
         self._must_be_open()
         self._behind.settle()

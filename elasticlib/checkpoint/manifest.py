@@ -24,6 +24,10 @@ _END = re.compile(rb"\ncrc32 ([0-9a-f]{8})\n")
 _END_BYTES = len(b"\ncrc32 00000000\n")
 
 
+class OtherFormat(CheckpointCorrupt):
+    """Not a byte of the manifest was changed: somebody wrote it so, such as a newer version."""
+
+
 @attrs.frozen
 class DataFile:
     """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their CRC-32."""
@@ -80,7 +84,11 @@ def step_of(folder: str) -> int | None:
 def encode(manifest: Manifest) -> bytes:
     """One line of JSON, and one with its sum."""
     fields = {"format": FORMAT, **attrs.asdict(manifest)}
-    body = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    return summed(json.dumps(fields, separators=(",", ":")).encode("ascii"))
+
+
+def summed(body: bytes) -> bytes:
+    """With the sum behind it."""
     return body + b"\ncrc32 %08x\n" % zlib.crc32(body)
 
 
@@ -88,7 +96,7 @@ def decode(data: bytes) -> Manifest:
     """The manifest again.
 
     Raises:
-        CheckpointCorrupt: it was cut short or changed, or is of another format.
+        CheckpointCorrupt: it was cut short or changed. OtherFormat: it says what we cannot read.
     """
     body, end = data[:-_END_BYTES], _END.fullmatch(data[-_END_BYTES:])
     if end is None or int(end[1], 16) != zlib.crc32(body):
@@ -96,13 +104,13 @@ def decode(data: bytes) -> Manifest:
     try:
         return _manifest(json.loads(body))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"its manifest cannot be read: {error}") from error
+        raise OtherFormat(f"its manifest is none that this version reads: {error}") from error
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
     found = fields.pop("format")
     if found != FORMAT:
-        raise CheckpointCorrupt(f"its manifest has format {found!r}, this version reads {FORMAT}")
+        raise OtherFormat(f"its manifest has format {found!r}, this version reads {FORMAT}")
     files = tuple(DataFile(**row) for row in fields.pop("files"))
     manifest = Manifest(files=files, **fields)
     if len(files) != max(1, manifest.parts):

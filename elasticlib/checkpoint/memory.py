@@ -148,15 +148,19 @@ def _locks(handle: int, how: int) -> bool:
 def look(memory: str | os.PathLike[str]) -> list[Found]:
     """The whole snapshots in an agent's memory, in no order."""
     found = []
-    for path in Path(memory).glob("[0-9]*/*.*"):
-        kind, *owner, _, _ = path.name.split(".")
-        if kind not in (OWN, FROM):
-            continue
+    for path in _slots_in(memory):
+        _, *owner, _, _ = path.name.split(".")
         record = _record_of(path)
         if record is not None:
             file = f"{path.parent.name}/{path.name}"
             found.append(Found(int(path.parent.name), ".".join(owner), file, record))
     return found
+
+
+def _slots_in(memory: str | os.PathLike[str]) -> Iterator[Path]:
+    for path in Path(memory).glob("[0-9]*/*.*"):
+        if path.name.partition(".")[0] in (OWN, FROM):
+            yield path
 
 
 def _record_of(path: Path) -> Record | None:
@@ -208,6 +212,22 @@ def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:
     for one in found:
         with contextlib.suppress(OSError):
             Path(memory, one.file).unlink()
+
+
+def remove_torn(memory: str | os.PathLike[str], era: int) -> None:
+    """Free what writers of earlier eras left of snapshots in the middle of which they ended."""
+    for path in _slots_in(memory):
+        if int(path.parent.name) >= era:
+            continue
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # Under the lock: who has it is writing still, and will be whole or not.
+                locked = _locks(handle, fcntl.LOCK_EX)
+                if locked and decode(os.pread(handle, RECORD_BYTES, 0)) is None:
+                    path.unlink()
+            finally:
+                os.close(handle)
 
 
 def drop(memory: str | os.PathLike[str], useless: Callable[[list[Found]], Iterable[Found]]) -> None:

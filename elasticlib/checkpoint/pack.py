@@ -19,7 +19,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -86,24 +86,33 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     )
 
 
-def fill(layout: Layout, buffer: torch.Tensor) -> None:
+def _wait_for(device: torch.device) -> None:
+    torch.accelerator.synchronize(device)
+
+
+def fill(
+    layout: Layout, buffer: torch.Tensor, wait: Callable[[torch.device], None] = _wait_for
+) -> None:
     """Copy the state into `buffer`, and wait until that is done: the one copy that a save costs.
 
     Args:
         buffer: uint8, of at least `layout.size` elements, contiguous, on the CPU; its memory at a
             multiple of 64 bytes. What lies behind `layout.size` is left alone, and so are the
             gaps between tensors.
+        wait: until a device has done all that it was told to.
     """
     buffer[: len(layout.head)].copy_(torch.frombuffer(bytearray(layout.head), dtype=torch.uint8))
-    elsewhere = False
+    elsewhere = set()
     for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
         size = tensor.numel() * tensor.element_size()
         if size:
             place = buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor, non_blocking=True)
-            elsewhere = elsewhere or tensor.device.type != "cpu"
-    if elsewhere:
-        torch.accelerator.synchronize()
+            if tensor.device.type != "cpu":
+                elsewhere.add(tensor.device)
+    # Each of them, and not the current one alone: copies into page-locked memory are on their way.
+    for device in elsewhere:
+        wait(device)
 
 
 def size_of(head: bytes | memoryview) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from . import fence as fences
 from .commit import ClearedAway, Committer
 from .fence import Writer
 from .folder import CheckpointFolder, open_place
+from .interface import Unreadable
+from .manifest import Manifest
 from .place import Place
 from .prune import Retention
 from .slot import Record
@@ -74,9 +76,16 @@ def _is_there(folder: CheckpointFolder, record: Record) -> bool:
             return False
         # Of a state in parts this only decides whether something is lost, and to read all its
         # parts on each node takes longer than a node has that is about to go.
-        if found.manifest and (_is_cut(record) or not folder.check(found.manifest)):
+        if found.manifest and (_is_cut(record) or _is_whole(folder, found.manifest)):
             return True
     return False
+
+
+def _is_whole(folder: CheckpointFolder, manifest: Manifest) -> bool:
+    try:
+        return not folder.check(manifest)
+    except Unreadable:
+        return False  # rather once too often
 
 
 def _save(folder: CheckpointFolder, writer: Writer, record: Record, pack: memoryview) -> bool:

@@ -1,6 +1,7 @@
 """Which checkpoints are kept: the newest few, each so many steps one, and the last good one always.
 
-Nothing is deleted while no checkpoint that stays is known to be good.
+Nothing is deleted while no checkpoint that stays is known to be good, and never what could not be
+read: it may be whole.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from ..errors import ConfigError
 
 
 class Health(enum.Enum):
-    """GOOD: every byte was written or checked by who asks. BAD: damaged. UNKNOWN: neither."""
+    """GOOD: every byte was written or checked by who asks. BAD: read, and found damaged. UNREAD:
+    it could not be read. UNKNOWN: none of these."""
 
     GOOD = "good"
     UNKNOWN = "unknown"
+    UNREAD = "unread"
     BAD = "bad"
 
 
@@ -47,7 +50,8 @@ class Selection:
 def select(
     found: Iterable[tuple[int, Health]], retention: Retention, just: int | None = None
 ) -> Selection:
-    """Which of these checkpoints to keep.
+    """Which of these checkpoints to keep. Those UNREAD stay, and are not counted: what is whole
+    does not go in their place.
 
     Args:
         found: the steps that there are, and how each is.
@@ -56,11 +60,12 @@ def select(
     """
     health = dict(found)
     steps = sorted(health)
-    usable = [step for step in steps if health[step] is not Health.BAD]
+    unread = [step for step in steps if health[step] is Health.UNREAD]
+    usable = [step for step in steps if health[step] in (Health.GOOD, Health.UNKNOWN)]
     good = [step for step in steps if health[step] is Health.GOOD]
     if not good:
         return Selection(tuple(steps), (), "none is known to be good")
-    kept = {*usable[-retention.last :], good[-1]}
+    kept = {*usable[-retention.last :], good[-1], *unread}
     if retention.every:
         kept |= {step for step in usable if step % retention.every == 0}
     if just in health:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import mmap
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -18,13 +18,16 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch, describe
 from .choose import Leg, Plan, choose, state_of
-from .interface import DirectSource, Held, Source
+from .interface import DirectSource, Held, Source, Unreadable
 from .pack import lay_out, unpack
 from .peers import MAX_WORD_BYTES, Pack, Peers
 from .put import fit, put
 from .shards import check_cuts, cuts_of, has_notes
 
 _MAX_SENTENCE = 4000
+_MAX_LEFT_OUT, _MAX_WHY = 8, 300
+_LEFT_OUT_BYTES = 2 * _MAX_LEFT_OUT * (_MAX_WHY * 6 + 40)
+"""At most, where JSON writes each character as six: of what is damaged, and what is unread."""
 _T = TypeVar("_T")
 
 
@@ -39,7 +42,8 @@ class Search:
     """What one restore knows: the same on all ranks, but for what this one can reach and read.
 
     inventories: what each rank holds. told: why something was passed over, in the order in which
-    that was found.
+    that was found; of what nobody offered, as it is damaged, `left_out` tells. Of what somebody
+    could not read nobody knows: nothing older is taken in its place.
     """
 
     def __init__(self, peers: Peers, sources: Sequence[Source], node: str) -> None:
@@ -49,23 +53,45 @@ class Search:
         self._nodes: list[str] = []
         self._reach: dict[Held, Source] = {}
         self._failed: set[tuple[int, Held]] = set()
+        self._left_out: list[tuple[int, str]] = []
+        self._unread: list[tuple[int, str]] = []
         self._mine: _Read | None = None
 
     def begin(self) -> None:
         """Tell everybody what is here."""
         rows, error = _tried(self._list)
         mine = {"node": self.node[:256], "held": rows, "chunk": self.peers.chunk_bytes}
+        mine["left_out"] = [] if error else _newest(s.left_out() for s in self.sources)
+        mine["unread"] = [] if error else _newest(s.unread() for s in self.sources)
         words = self._say(mine, error)
         _raise_any(words, error, "could not say which states it holds")
         # Both ends of a wire must cut alike, or wait for ever.
         self.peers.chunk_bytes = min(word["chunk"] for word in words)
         self._nodes = [word["node"] for word in words]
         self.inventories = [[Held(*row) for row in word["held"]] for word in words]
+        said = ((step, why) for word in words for step, why in word["left_out"])
+        self._left_out = list(dict.fromkeys(said))
+        self._unread = [(step, why) for word in words for step, why in word["unread"]]
+
+    def left_out(self, step: int) -> list[str]:
+        """What is damaged of this step, or of later ones."""
+        return [why for at, why in self._left_out if at >= step]
 
     def choose(self) -> Plan | None:
-        """What all go on from, as far as is known by now."""
+        """What all go on from, as far as is known by now.
+
+        Raises:
+            CheckpointError: on all ranks, as something newer could not be read.
+        """
         choice = choose(self.inventories, self._nodes, self._failed)
         self.told.update(dict.fromkeys(choice.passed_over))
+        newest = max(self._unread, default=None)
+        if newest and (choice.plan is None or choice.plan.state.step < newest[0]):
+            step, why = newest
+            raise CheckpointError(
+                f"{why}: it may be whole, so nothing older is taken in its place; start again when "
+                f"it can be read, or move its folder away to do without step {step}"
+            )
         return choice.plan
 
     def fetch(self, plan: Plan) -> Pack | None:
@@ -120,7 +146,7 @@ class Search:
         for source in self.sources:
             for held in source.held():
                 self._reach.setdefault(held, source)
-        room = MAX_WORD_BYTES - 4096
+        room = MAX_WORD_BYTES - 4096 - _LEFT_OUT_BYTES
         rows = []
         # The newest, as many as can be said at once.
         for held in sorted(self._reach, key=lambda held: -held.step):
@@ -198,10 +224,11 @@ class Search:
     def _say(self, word: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
         if error is None:
             return self.peers.words(word)
-        misfit = isinstance(error, StateMismatch)
-        return self.peers.words(
-            {**word, "error": describe(error)[:_MAX_SENTENCE], "misfit": misfit}
-        )
+        kinds = {
+            "misfit": isinstance(error, StateMismatch),
+            "unreadable": isinstance(error, Unreadable),
+        }
+        return self.peers.words({**word, "error": describe(error)[:_MAX_SENTENCE], **kinds})
 
     def _give_up(self, words: Sequence[Mapping[str, Any]], what: Sequence[Held | None]) -> bool:
         """Take out what could not be read; whether there is such."""
@@ -211,6 +238,8 @@ class Search:
             if held is None:
                 raise CheckpointError(f"rank {rank}: {error}")
             self._fail(rank, held, error)
+            if words[rank]["unreadable"]:
+                self._unread.append((held.step, error))
         return bool(bad)
 
     def _differ(self, words: Sequence[Mapping[str, Any]], plan: Plan) -> bool:
@@ -271,6 +300,12 @@ def _print(pack: Pack) -> str:
         total = int(flat[:words].view(torch.int64).sum()) if words else 0
         found.update(f"{total},{flat[words:].tolist()};".encode())
     return found.hexdigest()[:32]
+
+
+def _newest(found: Iterable[Iterable[tuple[int, str]]]) -> list[tuple[int, str]]:
+    """As many as can be told."""
+    every = sorted(one for some in found for one in some)
+    return [(step, why[:_MAX_WHY]) for step, why in every[-_MAX_LEFT_OUT:]]
 
 
 def _tried(act: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

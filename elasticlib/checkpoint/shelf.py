@@ -12,6 +12,7 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .folder import CheckpointFolder, Found
 from .gather import values_of
+from .interface import Unreadable
 from .manifest import Manifest
 from .pack import HEAD_BYTES, size_of, unpack
 from .prune import Health
@@ -36,6 +37,8 @@ class Shelf:
         for found in self.folder.found():
             try:
                 return self._read(found, like, map_location)
+            except Unreadable:
+                raise  # it may be whole: an older one in its place would be a loss
             except CheckpointError as error:
                 self._pass_over(found.step, str(error))
         raise FileNotFoundError(f"there is no whole checkpoint in {self.folder.place.name}")
@@ -44,10 +47,13 @@ class Shelf:
         """See `CheckpointManager.latest`."""
         self.passed_over = {}
         for found in self.folder.found():
+            what = self.folder.describe(found.step)
+            if found.unread:
+                raise Unreadable(f"{what} {found.trouble}")
             flaw = self.folder.check(found.manifest) if found.manifest else found.flaw
             if not flaw:
                 return found.step
-            self._pass_over(found.step, f"{self.folder.describe(found.step)} is damaged: {flaw}")
+            self._pass_over(found.step, f"{what} is damaged: {flaw}")
         return None
 
     def steps(self) -> list[int]:
@@ -57,10 +63,7 @@ class Shelf:
     def verify(self, step: int | None = None) -> dict[int, str]:
         """See `CheckpointManager.verify`."""
         found = self.folder.found() if step is None else [self._only(step)]
-        flaws = {
-            one.step: (self.folder.flaw(one.manifest) or "") if one.manifest else one.flaw
-            for one in found
-        }
+        flaws = {one.step: self.folder.verified(one).flaw for one in found}
         return {step: flaw for step, flaw in sorted(flaws.items()) if flaw}
 
     def _only(self, step: int) -> Found:
@@ -72,8 +75,8 @@ class Shelf:
     def _read(self, found: Found, like: object, map_location: str | torch.device) -> Any:
         manifest = found.manifest
         if manifest is None:
-            what = self.folder.describe(found.step)
-            raise CheckpointCorrupt(f"{what} is damaged: {found.flaw}")
+            kind = Unreadable if found.unread else CheckpointCorrupt
+            raise kind(f"{self.folder.describe(found.step)} {found.trouble}")
         try:
             state = self._state(manifest, like, map_location)
         except CheckpointCorrupt:

@@ -208,10 +208,20 @@ def outlived(found: Iterable[Found], era: int, name: str) -> tuple[Found, ...]:
 
 
 def given_up(found: Iterable[Found], era: int, name: str, step: int) -> tuple[Found, ...]:
-    """The snapshots of earlier eras that were made after `step`, which this one goes on from."""
-    return tuple(
-        one for one in found if one.era < era and one.record.name == name and one.record.step > step
-    )
+    """The snapshots of earlier eras that are of no more use, as this one goes on from `step`.
+
+    Those that were made after it; and those before the last ones that are kept while another is
+    written: so there is room for the new era's first beside what it can go back to.
+    """
+    earlier = tuple(one for one in found if one.era < era and one.record.name == name)
+    kept: dict[tuple[str, str, int, int], list[Found]] = {}
+    for one in that_count(earlier):
+        last = kept.setdefault(one._line, [])
+        if one.record.step <= step and len(last) < one.record.keep:
+            last.append(one)
+    gone = (one for one in earlier if one not in kept.get(one._line, []))
+    # Killed in between, what was gone back behind must not be all that is left.
+    return tuple(sorted(gone, key=lambda one: (-one.record.step, one._order)))
 
 
 def newest_of_each(found: Sequence[Found]) -> tuple[Found, ...]:

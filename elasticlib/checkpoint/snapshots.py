@@ -150,7 +150,8 @@ class SnapshotMemory(Source):
         raise CheckpointError(f"the snapshot {held.name} of step {held.step} is not there any more")
 
     def go_on_from(self, step: int) -> None:
-        """The job goes on from `step`: what workers before these have made after it is given up.
+        """The job goes on from `step`: what workers before these have made after it is given up,
+        and all but the last of what they have made before.
 
         To be called by every rank once it is agreed where to go on and before the first snapshot;
         a later restart else might find parts of one step that were made by two different runs.

@@ -11,6 +11,7 @@ import math
 import attrs
 
 from ..errors import ConfigError
+from ..whole import whole
 from .deal import check_rank
 
 
@@ -87,9 +88,10 @@ def plan_batches(
         max_micro_batch: the most samples that one rank's memory takes at once; by default any.
 
     Raises:
-        ConfigError: one of them is less than 1.
+        ConfigError: one of them is less than 1, or no integer.
     """
-    most = global_batch if max_micro_batch is None else max_micro_batch
+    global_batch = whole("global_batch", global_batch)
+    most = global_batch if max_micro_batch is None else whole("max_micro_batch", max_micro_batch)
     for name, value in (
         ("global_batch", global_batch),
         ("world_size", world_size),

@@ -66,10 +66,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         max_micro_batch: int | None = None,
         tail: Tail | None = None,
     ) -> None:
-        plan_batches(global_batch, sampler.num_replicas, max_micro_batch)
+        planned = plan_batches(global_batch, sampler.num_replicas, max_micro_batch)
         self.tail: Tail = sampler.tail if tail is None else tail
         check_tail(self.tail)
-        self.sampler, self.global_batch = sampler, global_batch
+        self.sampler, self.global_batch = sampler, planned.global_batch
         self.max_micro_batch = max_micro_batch
 
     def __iter__(self) -> Iterator[list[int]]:

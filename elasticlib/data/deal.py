@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import attrs
 
 from ..errors import ConfigError, StateMismatch
+from ..whole import whole
 
 Tail = Literal["pad", "drop", "exact"]
 """How an epoch ends when its samples do not divide by the world size.
@@ -54,8 +55,9 @@ def advance(position: Position, count: int) -> Position:
     """The position after `count` more samples were used, which is at most the epoch's end.
 
     Raises:
-        ConfigError: `count` is negative.
+        ConfigError: `count` is negative, or no integer.
     """
+    count = whole("count", count)
     if count < 0:
         raise ConfigError(f"need count >= 0, got {count}: samples are never given back")
     return attrs.evolve(position, consumed=min(position.consumed + count, position.length))

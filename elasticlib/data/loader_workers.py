@@ -22,7 +22,9 @@ def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch 
     The training process hears them, saves and ends as it would without the loader; workers end
     with their loader, and within seconds of a training process that was killed. SIGTERM from the
     training process itself ends them at once: it is how Python ends them at exit, and waits.
-    If you have a `worker_init_fn` of your own, call this one in it.
+    If you have a `worker_init_fn` of your own, call this one in it. It is for workers that are
+    forked from the training process, as they are on Linux before Python 3.14, and with
+    `multiprocessing_context="fork"`; one that is spawned is ended by SIGTERM.
 
     Args:
         worker_id: the worker's number in its loader; not used.

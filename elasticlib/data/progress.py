@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError, StateMismatch
+from ..whole import whole
 from .deal import Position, advance, next_epoch
 from .state import OnMismatch, resume
 
@@ -65,8 +66,9 @@ class Progress:
         """Count `count` samples as used.
 
         Raises:
-            ConfigError: `count` is negative; or the present epoch began because the one before
-                had been drawn, by someone who does count: which of the two is trained on?
+            ConfigError: `count` is negative, or no integer; or the present epoch began because the
+                one before had been drawn, by someone who does count: which of the two is trained
+                on?
         """
         if self._guessed and self._named is None and not self._counted:
             raise ConfigError(
@@ -84,8 +86,9 @@ class Progress:
         `start_index` comes to be a place in the first epoch that is named.
 
         Raises:
-            ConfigError: `epoch` is negative.
+            ConfigError: `epoch` is negative, or no integer.
         """
+        epoch = whole("epoch", epoch)
         if epoch < 0:
             raise ConfigError(f"need epoch >= 0, got {epoch}")
         here = self.position

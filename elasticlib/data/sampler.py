@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 from torch.utils.data import Dataset, DistributedSampler
 
 from ..errors import ConfigError
+from ..whole import whole
 from .deal import Position, Tail, check_tail, deal
 from .drawn import Source, draw
 from .order import indices_at
@@ -73,8 +74,8 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
 
     Raises:
-        ConfigError: `start_index`, `tail` or `shuffle_algorithm` cannot be, or there are more
-            than 2**62 samples to shuffle.
+        ConfigError: `seed`, `start_index`, `tail` or `shuffle_algorithm` cannot be, or there are
+            more than 2**62 samples to shuffle.
         ValueError: `rank` is not in the world, or there is no process group to take it from.
     """
 
@@ -95,6 +96,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             names = " or ".join(get_args(Algorithm))
             raise ConfigError(f"shuffle_algorithm is {shuffle_algorithm!r}, must be {names}")
         length = len(cast(Sized, dataset))
+        seed, start_index = whole("seed", seed), whole("start_index", start_index)
         if not 0 <= start_index <= length:
             raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start_index}")
         if shuffle and length > LARGEST:
@@ -173,8 +175,8 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         as a full one.
 
         Raises:
-            ConfigError: `global_batch` is negative; or epochs have begun by themselves because
-                nobody counted.
+            ConfigError: `global_batch` is negative, or no integer; or epochs have begun by
+                themselves because nobody counted.
         """
         self.progress.advance(global_batch)
 
@@ -185,7 +187,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         call does to it.
 
         Raises:
-            ConfigError: `epoch` is negative.
+            ConfigError: `epoch` is negative, or no integer.
         """
         self.progress.set_epoch(epoch)
 

@@ -307,7 +307,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--dist-backend", choices=["nccl", "gloo"], help="by default nccl where there is a GPU")
     add("-j", "--workers", type=at_least(0), default=4, help="that load images, a rank")
-    add("-e", "--evaluate", action="store_true", help="score the newest checkpoint, and end")
+    add(
+        "-e",
+        "--evaluate",
+        action="store_true",
+        help="score the newest checkpoint, and end; not beside a training that saves there",
+    )
 
 
 def add_folder_flags(parser: argparse.ArgumentParser) -> None:

@@ -92,7 +92,9 @@ def survey(prefix: str | Path) -> Survey:
     """Read all traces of a run that has ended, and strike out what did not survive.
 
     A step's line survives unless a later line of its file, or any file of a later generation,
-    says that it resumed from an earlier step.
+    says that it resumed from an earlier step. A generation that never came to the step from which
+    a later one resumed is none that this rests on: two launches of a job that cannot see each other
+    may go on side by side until they meet, and then the further one's state is taken.
 
     Raises:
         TraceError: steps 1, 2, ... have a gap, or a step has not one line of each of its ranks.
@@ -101,18 +103,21 @@ def survey(prefix: str | Path) -> Survey:
     struck: set[tuple[int, int]] = set()
     resumed_later: list[int] = []
     for number, files in enumerate(reversed(_files_by_generation(prefix))):
-        resumed_here: list[int] = []
+        told = {line["step"] for lines in files for line in lines if "step" in line}
+        own = {line["resumed"] for lines in files for line in lines if "resumed" in line}
+        if resumed_later and max(told | own, default=0) < min(resumed_later):
+            struck |= {(number, step) for step in told}
+            continue
         for lines in files:
             resumed = list(resumed_later)
             for line in reversed(lines):
                 if "resumed" in line:
                     resumed.append(line["resumed"])
-                    resumed_here.append(line["resumed"])
                 elif any(step < line["step"] for step in resumed):
                     struck.add((number, line["step"]))
                 else:
                     surviving.append(line)
-        resumed_later += resumed_here
+        resumed_later += own
     return _count(surviving, len(struck))
 
 

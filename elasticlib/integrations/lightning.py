@@ -6,9 +6,11 @@ Lightning keeps its own loops, checkpoints and process group; this counts sample
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -45,13 +47,16 @@ class EpochBatchSampler(ElasticBatchSampler):
 
 
 class ElasticCallback(Callback):
-    """Tells the agent each step, and when it asks, saves a checkpoint and leaves `fit`.
+    """Tells the agent each step and its loss; when it asks, saves a checkpoint and leaves `fit`.
 
     Then `fit` returns, with `stopped` set; end the script, and the next launch or generation goes
     on at the next step, by `fit(..., ckpt_path="last")`. Hooks that end an epoch, or training, are
     not called, as neither has ended. Needs a `ModelCheckpoint(dirpath=...,
     save_last=True)`, in whose folder it saves. Name it as the last of the callbacks: those behind
     it miss the end of the last batch.
+
+    A loss that is on a device is waited for, so it is told as often as the Trainer logs
+    (`log_every_n_steps`) and no oftener.
 
     Args:
         batches: what the training DataLoader has as its `batch_sampler`, if that is to go on in
@@ -95,7 +100,7 @@ class ElasticCallback(Callback):
         if step == self._step:
             return  # gradients are being accumulated, and no checkpoint holds them
         self._step = step
-        context().step(step)
+        context().step(step, loss=_loss(trainer, outputs))
         self.stopped = context().should_stop()
         if self.stopped is not None:
             trainer.save_checkpoint(os.path.join(_folders(trainer)[0], STOPPED))
@@ -108,6 +113,19 @@ class ElasticCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._batches is not None and "batches" in state_dict:
             self._batches.load_state_dict(state_dict["batches"])
+
+
+def _loss(trainer: Trainer, outputs: object) -> float | None:
+    """Of the last batch of the step; None if there is none, or it is not to be waited for."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        return None
+    every = trainer.log_every_n_steps
+    if loss.device.type != "cpu" and not (every and trainer.global_step % every == 0):
+        return None
+    # Lightning gives callbacks what it has divided, so that the gradients are a mean.
+    divided_by: int = trainer.accumulate_grad_batches
+    return float(loss) * divided_by
 
 
 def _folders(trainer: Trainer) -> list[str]:

@@ -25,7 +25,8 @@ from ..workers.context import Stop, context
 
 
 class ElasticCallback(TrainerCallback):
-    """Tells the agent each step, and when it asks, has the Trainer save and leave `train`.
+    """Tells the agent each step, and the loss as often as the Trainer logs it; when the agent asks,
+    has the Trainer save and leave `train`.
 
     Attributes:
         stopped: why and until when, once it has; None before.
@@ -56,6 +57,18 @@ class ElasticCallback(TrainerCallback):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # it would take of the time that there is to save
         return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **rest: Any,
+    ) -> None:
+        loss = (logs or {}).get("loss")  # of training; others are eval_loss and train_loss
+        if isinstance(loss, (int, float)):
+            context().step(state.global_step, loss=loss)
 
     def on_epoch_end(
         self,

@@ -220,9 +220,10 @@ def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     cluster, said = read_cluster(where, environment)
     from_cluster = flags.read_cluster(said)
     settings = Settings.layered([*layers, from_cluster], flags.defaults, notes)
-    settings = _settle_program(settle_cluster(settle_place(settings), from_cluster))
-    given = argparse.Namespace(**{name: settings[name] for name in flags.options}, **_script(rest))
     try:
+        settings = _settle_program(settle_cluster(settle_place(settings), from_cluster))
+        options = {name: settings[name] for name in flags.options}
+        given = argparse.Namespace(**options, **_script(rest))
         python = not (given.no_python or given.run_path)
         said, unheard = read_torchrun_variables(environment, python=python)
         settings = attrs.evolve(settings, notes=(*settings.notes, *unheard))
@@ -340,8 +341,8 @@ def _pairs(text: str) -> dict[str, str]:
     """`k=v,k=v` as a mapping."""
     pairs: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = part.partition("=")
+        key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key or key in pairs:
             raise ConfigError(f"--rdzv-conf is k=v,k=v with each key once, got {text!r}")
-        pairs[key.strip()] = value.strip()
+        pairs[key] = value
     return pairs

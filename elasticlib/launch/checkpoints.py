@@ -97,8 +97,7 @@ def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     checked = []
     with Progress("verified", total) as progress:
         for one in found:
-            flaw = folder.flaw(one.manifest, progress.seen) if one.manifest else one.flaw
-            checked.append(Found(one.step, one.manifest, flaw or ""))
+            checked.append(folder.verified(one, progress.seen))
     if chosen.json:
         print(json.dumps([_fields(one) for one in checked], indent=1))
     elif checked:
@@ -189,7 +188,7 @@ def _fields(one: Found) -> dict[str, Any]:
 
 
 def _row(one: Found) -> tuple[str, ...]:
-    made, state = one.manifest, f"damaged: {one.flaw}" if one.flaw else "whole"
+    made, state = one.manifest, one.trouble.removeprefix("is ") if one.flaw else "whole"
     if made is None:
         return (str(one.step), "-", "-", "-", state)
     size = size_text(made.size) + (f" in {made.parts} parts" if made.parts else "")

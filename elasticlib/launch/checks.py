@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import PathFinder
 
 import attrs
@@ -19,7 +20,7 @@ from ..workers.processors import bindings, count_cores
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
 from ..workers.timer_server import VARIABLE as TIMERS
 from .config import TCP_BACKENDS, LaunchConfig
-from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
+from .observe_flags import EVERYWHERE, FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .requeue import find_requeue
 from .secret import read_secret
 from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
@@ -140,12 +141,21 @@ def _refusals(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[
         lambda: find_requeue(requeue, environment),
         "{0.scontrol} is asked to requeue {0.target}",
     )
-    path = config.options.secret_file
-    yield from _tried(
+    yield from _secret(config, environment)
+
+
+def _secret(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    path, backend = config.options.secret_file, config.rdzv_backend
+    for found in _tried(
         "secret",
         lambda: read_secret(environment, path, "--rdzv-conf secret_file"),
         "nodes must prove to know it",
-    )
+    ):
+        if found.good and backend not in TCP_BACKENDS:
+            sentence = f"nobody is asked for the secret: it is not for {backend}"
+            yield Finding("secret", None, sentence)
+        else:
+            yield found
 
 
 def _ports(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -159,7 +169,7 @@ def _ports(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Fin
         yield Finding(VARIABLE, False, str(error))
     for name, where in asked.items():
         if where is not None:
-            why = why_not_served([where[0]], where[1])
+            why = why_not_served([where[0], *["0.0.0.0"] * (where[0] == EVERYWHERE)], where[1])
             said = "can be served" if why is None else f"cannot be served: {why}"
             # The launch goes on without torch's, which several on a machine may be told.
             bad = False if name == FLAG else None
@@ -229,22 +239,38 @@ def _endpoint(config: LaunchConfig, host: str, port: int) -> Finding:
         if asked:
             return Finding(check, False, f"{shown}: this node is to serve the store: {bound}")
     try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
+        dial(addresses, port, CONNECT_SECONDS)
     except OSError as error:
         why = error.strerror or str(error)
         return Finding(check, None, f"{shown}: nobody answers there yet ({why})")
     return Finding(check, True, f"{shown}: somebody answers there")
 
 
+def dial(addresses: list[str], port: int, seconds: float) -> str:
+    """The first of these that takes a connection.
+
+    Raises:
+        OSError: none does; it is the last one's.
+    """
+    for address in addresses[:-1]:
+        with suppress(OSError):
+            socket.create_connection((address, port), seconds).close()
+            return address
+    socket.create_connection((addresses[-1], port), seconds).close()
+    return addresses[-1]
+
+
 def why_not_served(addresses: list[str], port: int) -> str | None:
     """Why none of these can be served here, or None if one can; it is free again on return."""
     why = "no address"
     for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # By its name as a socket has it: of a link-local one, the scope is a part of that.
+            found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+            family, kind, proto, _, name = found[0]
+            with socket.socket(family, kind, proto) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, port))
+                probe.bind(name)
         except OSError as error:
             why = f"{address}: {error.strerror}"
             if error.errno not in (errno.EADDRINUSE, *NOT_OURS):

@@ -1,13 +1,14 @@
 """The `elasticlib` command: one subcommand for each thing that a person does beside training.
 
-A subcommand returns its exit status: 0 when done or stopped by a signal, 1 with a sentence when
-it cannot be done, 2 for a command line that makes no sense.
+A subcommand returns its exit status: 0 when done, or stopped by a signal where it goes on until
+then; 1 with a sentence when it cannot be done, 2 for a command line that makes no sense.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -34,6 +35,9 @@ LOOK_SECONDS = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given); the exit status."""
     chosen = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Reasons and names come from workers: half of a surrogate pair is written out.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = chosen.run(chosen)
         print(end="", flush=True)

@@ -1,6 +1,7 @@
 """What a launch is told, as one value that is checked before anything starts.
 
-Every setting works or is refused with a sentence; each default is written here and nowhere else.
+Every setting works or is refused with a sentence. The defaults are those of Python callers, torch's
+where the field is; the command line has torchrun's (`arguments.py`), such as 0 restarts and not 3.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from ..workers.spec import check_start
 from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS, is_torchs
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
+from .names import check_name
 from .observe_flags import port_text
 from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions, check_replicas
-from .tcp_endpoints import check_endpoints, parts_of
+from .tcp_endpoints import check_endpoints, check_local_addr, parts_of
 from .torch_fields import check_shutdown, plain_values, texts
 from .torch_names import check_beside_torchs, our_name
 from .torchrun_options import TorchrunOptions
@@ -29,7 +31,6 @@ from .torchrun_options import TorchrunOptions
 MASTER_PORT = 29500
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
-LONGEST_RUN_ID = 256
 ANSWER_SECONDS = 5.0
 TCP_BACKENDS = ("tcp", "c10d", "static")
 """Those that meet in a TCP store."""
@@ -98,7 +99,7 @@ def _seconds(key: str, value: Any) -> float:
 
 def _attempts(key: str, value: Any) -> int:
     text = str(value)
-    if not text.isascii() or not text.isdigit() or int(text) < 2:
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 2:
         raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
     return int(text)
 
@@ -118,9 +119,7 @@ def _quorum(key: str, value: Any) -> str:
 
 
 def _name(key: str, value: Any) -> str:
-    if not 0 < len(str(value).encode()) <= LONGEST_RUN_ID:
-        raise ConfigError(f"--rdzv-conf {key} is a name of 1 to {LONGEST_RUN_ID} bytes")
-    return str(value)
+    return check_name(f"--rdzv-conf {key}", str(value))
 
 
 def _path(key: str, value: Any) -> str:
@@ -214,10 +213,7 @@ class LaunchConfig:
             raise ConfigError(
                 f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
             )
-        if not 0 < len(self.run_id.encode()) <= LONGEST_RUN_ID:
-            raise ConfigError(
-                f"--rdzv-id names the job in 1 to {LONGEST_RUN_ID} bytes, got {self.run_id[:40]!r}"
-            )
+        check_name("--rdzv-id", self.run_id)
         self._check_numbers()
         check_output(self.output, self.nproc_per_node)
         check_numa_binding(self.numa_binding)
@@ -288,6 +284,7 @@ class LaunchConfig:
             raise ConfigError(f"--rdzv-backend {self.rdzv_backend} needs an --rdzv-endpoint")
         if self.alone and self.options.launch:
             raise ConfigError("--rdzv-conf launch is for nodes that meet, and this one is alone")
+        check_local_addr(self.local_addr, self.max_nodes)
         hosted = not self.alone and self.rdzv_backend in TCP_BACKENDS
         if self.options.secret_file is not None and self.rdzv_backend not in TCP_BACKENDS:
             raise ConfigError(

@@ -18,9 +18,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..agent.options import DRAIN_SIGNALS, SIGNALS
+from ..held_folder import is_held
 from ..workers.channels import SHARED_MEMORY
-from ..workers.held_folder import is_left
-from ..workers.memory import CGROUPS, counters
+from ..workers.memory import CGROUPS, MEMBERSHIP, groups
 from .checks import Finding, writable
 from .versions import versions
 
@@ -158,7 +159,7 @@ def look_at_limits() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     few = soft != resource.RLIM_INFINITY and soft < FEW_PROCESSES
     advice = ", and each thread is one: raise it (ulimit -u)" if few else ""
-    pids = _limit_of_group("pids", "pids.max")
+    pids = limit_of_group("pids", "pids.max")
     group = "" if pids is None else f", {pids} in this container"
     good = not few and (pids is None or pids >= FEW_PROCESSES // 4)
     advice = advice or ("; raise its limit of pids" if not good else "")
@@ -166,7 +167,7 @@ def look_at_limits() -> Iterator[Finding]:
 
 
 def look_at_memory() -> Iterator[Finding]:
-    limit = _limit_of_group("memory", "memory.max", "memory.limit_in_bytes")
+    limit = limit_of_group("memory", "memory.max", "memory.limit_in_bytes")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if limit is None or limit >= total:
         yield Finding("memory", True, f"{_size(total)}, and no limit of a container's")
@@ -195,15 +196,20 @@ def look_at_clock() -> Iterator[Finding]:
 
 def look_at_signals() -> Iterator[Finding]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
-    masked = [number.name for number in told if number in blocked]
+    told = (*SIGNALS, *DRAIN_SIGNALS, signal.SIGCHLD)
+    # Workers are waited for, whether or not SIGCHLD is heard.
+    masked = [number.name for number in told[:-1] if number in blocked]
     ignored = [number.name for number in told if signal.getsignal(number) is signal.SIG_IGN]
     if masked:
         sentence = f"{', '.join(masked)} blocked: whoever starts elasticrun is to unblock them"
         yield Finding("signals", False, sentence)
     elif ignored:
+        # It must hear how its workers end; else what was ignored when it was started stays so.
+        deaf = [name for name in ignored if name != "SIGCHLD"]
         sentence = f"{', '.join(ignored)} ignored by whoever started this (nohup, a shell's &)"
-        yield Finding("signals", None, f"{sentence}; elasticrun heeds them nevertheless")
+        then = f"will not hear {', '.join(deaf)}" if deaf else "sets that right"
+        good = False if "SIGTERM" in deaf else None
+        yield Finding("signals", good, f"{sentence}: elasticrun {then}")
     else:
         yield Finding("signals", True, "none that elasticrun heeds is ignored or blocked")
 
@@ -215,9 +221,9 @@ def look_at_leftovers(place: str = SHARED_MEMORY) -> Iterator[Finding]:
         yield Finding("leftovers", True, f"nothing of elasticlib's lies in {place}")
         return
     used = _mentioned()
-    held = {path: is_left(path) for path in folders if str(path).encode() not in used}
-    left = [path for path, gone in held.items() if gone]
-    unknown = [path for path, gone in held.items() if gone is None]
+    held = {path: _is_held(path) for path in folders if str(path).encode() not in used}
+    left = [path for path, lives in held.items() if lives is False]
+    unknown = [path for path, lives in held.items() if lives is None]
     if left:
         sizes = f"{_sizes(left)} left by jobs that are gone"
         yield Finding("leftovers", False, f"{sizes}: rm -r {' '.join(map(str, left))}")
@@ -228,6 +234,13 @@ def look_at_leftovers(place: str = SHARED_MEMORY) -> Iterator[Finding]:
         yield Finding("leftovers", None, f"{sentence}: {' '.join(map(str, unknown))}")
     if not left and not unknown:
         yield Finding("leftovers", True, f"the folders in {place} are of jobs that run")
+
+
+def _is_held(folder: Path) -> bool | None:
+    try:
+        return is_held(folder)
+    except OSError:
+        return None
 
 
 def _is_mine(path: Path) -> bool:
@@ -265,13 +278,14 @@ def _mentioned() -> bytes:
     return b"\n".join(found)
 
 
-def _limit_of_group(controller: str, *names: str) -> int | None:
-    """The least of the limits of this process's cgroups; None without one."""
+def limit_of_group(
+    controller: str, *names: str, membership: Path = MEMBERSHIP, mount: Path = CGROUPS
+) -> int | None:
+    """The least of the limits of this process's cgroup and those above it; None without one."""
     try:
-        places = counters(Path("/proc/self/cgroup").read_text(), CGROUPS)
+        folders = groups(membership.read_text(), controller, mount)
     except OSError:
         return None
-    folders = {place.parent for place in places} | {CGROUPS, CGROUPS / controller}
     found = []
     for folder in folders:
         for name in names:

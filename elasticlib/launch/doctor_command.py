@@ -39,7 +39,8 @@ def add_doctor(commands: Any) -> None:
         "doctor",
         help="look for what would keep a job from running here",
         description="Look at this machine, and at an endpoint, for what would keep a job from "
-        "running, and say what to do about it. Exit status: 0 if nothing is bad, else 1.",
+        "running, and say what to do about it. Exit status: 0 if nothing is bad, 1 if something "
+        "is, 2 for a command line or a secret that makes no sense.",
     )
     parser.add_argument(
         "--rdzv-endpoint",
@@ -47,6 +48,7 @@ def add_doctor(commands: Any) -> None:
         metavar="HOST[:PORT]",
         help=f"where the nodes of the job meet (port {STORE_PORT} by default)",
     )
+    parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
     parser.add_argument("--log-dir", metavar="DIR", help="where logs, or a file store, would go")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.set_defaults(run=_run)
@@ -61,7 +63,7 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 def _run(chosen: argparse.Namespace) -> int:
     try:
-        secret = read_secret(os.environ, None, "")
+        secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
     except ConfigError as error:
         print(f"elasticlib doctor: error: {error}", file=sys.stderr)
         return 2

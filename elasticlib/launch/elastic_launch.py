@@ -213,7 +213,8 @@ def _depart(
         if drained or result.state is WorkerState.STOPPED:
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            meeting.hand_over(stopped, config.timing, needed)
+            stopping = _longest_stop(config)
+            meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
         else:
             meeting.serve_others(stopped)
 
@@ -222,6 +223,12 @@ def _longest_drain(config: LaunchConfig) -> float:
     """Seconds after which a node that drains has left, or cannot."""
     grace = config.supervision.agent.drain_grace + shutdown_seconds(config)
     return grace + config.timing.close
+
+
+def _longest_stop(config: LaunchConfig) -> float:
+    """Seconds after which a node has stopped its workers for a resize, or cannot."""
+    ladder = Ladder(grace=shutdown_seconds(config))
+    return config.supervision.agent.resize_grace + ladder.grace + ladder.reap
 
 
 def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:

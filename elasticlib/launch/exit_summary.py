@@ -20,12 +20,6 @@ from ..observe.records import RecordedJournal
 from ..observe.tally import DEAREST, Sums, Tally
 
 LONGEST_CAUSE = 100
-_WORDS = {
-    Why.START: "began",
-    Why.FAILURE: "after a failure",
-    Why.LOSS: "after a loss",
-    Why.RESIZE: "for a resize",
-}
 
 
 class ExitSummary(Journal):
@@ -85,7 +79,7 @@ def told(sums: Sums) -> Iterator[str]:
     if count == 1:
         return
     if count > 1 + DEAREST:
-        counts = (f"{n} {_WORDS[why]}" for why, n in sums.counts.items() if why is not Why.START)
+        counts = (f"{n} {why.words}" for why, n in sums.counts.items() if why is not Why.START)
         yield f"  {', '.join(counts)}; those that cost most:"
     yield from map(_generation, sums.dearest)
     yield f"  lost on this node: {_phases(sums.lost)}"
@@ -96,7 +90,7 @@ def _generation(made: Generation) -> str:
     if len(cause) > LONGEST_CAUSE:
         cause = f"{cause[:LONGEST_CAUSE]}..."
     cost = f"{duration(made.cost.seconds)} lost"
-    return f"  generation {made.number} {_WORDS[made.why]}, {cost}{cause and ': '}{cause}"
+    return f"  generation {made.number} {made.why.words}, {cost}{cause and ': '}{cause}"
 
 
 def _phases(lost: Cost) -> str:

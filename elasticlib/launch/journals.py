@@ -65,7 +65,8 @@ def _opened(run: str, node: str, logs: Path | None) -> Journal:
     try:
         record = RunRecord(run, events)
     except OSError as error:
-        log.warning("this run is not among those that are found by name: %s", error)
+        kept = "; no events of it are kept" * (events is None)
+        log.warning("this run is not among those that are found by name%s: %s", kept, error)
         return NoJournal() if events is None else FileJournal(events, run, node)
     try:
         remove_old(record.path.parent)

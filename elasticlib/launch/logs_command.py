@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..errors import ElasticError
-from ..observe.kept_logs import STREAMS, Attempt, Kept, NodeLogs, Tail, with_neighbours
+from ..observe.kept_logs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail
 from ..observe.runs import find_runs
 from .chosen_ranks import ranks_of
 
@@ -43,13 +43,18 @@ def add_logs(commands: Any) -> None:
         nargs="?",
         default="",
         metavar="RUN",
-        help="a run's id, its folder or a log directory (default: the newest run here)",
+        help="a run's id, its folder or a log directory (default: the newest run here "
+        "that goes on, or if none does the newest)",
     )
     parser.add_argument(
         "-r", "--ranks", type=ranks_of, metavar="R,R-R", help="of these global ranks alone"
     )
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on as lines come, until the run is over"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="go on as lines come, until the run is over; of a node of "
+        "another machine that was killed nobody knows that: Ctrl-C",
     )
     parser.add_argument(
         "-n", "--lines", type=_count, metavar="LINES", help="begin with the last so many of a file"
@@ -81,7 +86,7 @@ def _attempt(text: str) -> int:
 
 def _run(chosen: argparse.Namespace) -> int:
     try:
-        nodes = _nodes(chosen.name)
+        nodes = [NodeLogs(events) for events in find_runs(chosen.name)]
         logs = _Logs(chosen, nodes, _Lines(sys.stdout.buffer, coloured=_coloured(sys.stdout)))
         return logs.follow() if chosen.follow else logs.show()
     except ElasticError as error:
@@ -89,10 +94,6 @@ def _run(chosen: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
-
-
-def _nodes(name: str) -> list[NodeLogs]:
-    return with_neighbours([NodeLogs(events) for events in find_runs(name)])
 
 
 def _coloured(stream: TextIO) -> bool:
@@ -121,12 +122,13 @@ class _Lines:
 
 
 class _Logs:
-    """Of the nodes of one run; the files that are shown already, and how far."""
+    """Of these nodes of one run and those beside them; the files that are shown, and how far."""
 
     def __init__(self, chosen: argparse.Namespace, nodes: list[NodeLogs], lines: _Lines) -> None:
         self._ranks: frozenset[int] | None = chosen.ranks
         self._attempt, self._streams, self._last = chosen.attempt, chosen.stream, chosen.lines
-        self._nodes = nodes
+        self._neighbours = Neighbours()
+        self._nodes = self._neighbours.beside(nodes)
         self._lines = lines
         self._tails: dict[Path, tuple[int, Tail]] = {}
         self._shown: set[int] = set()
@@ -155,7 +157,7 @@ class _Logs:
             pause.wait(LOOK_SECONDS)
             looks += 1
             if looks % LOOKS_FOR_NODES == 0:
-                self._nodes = with_neighbours(self._nodes)
+                self._nodes = self._neighbours.beside(self._nodes)
             for node in self._nodes:
                 node.look()
         for rank, tail in self._tails.values():

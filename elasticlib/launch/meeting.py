@@ -12,7 +12,7 @@ from functools import partial
 import attrs
 
 from ..clock import monotonic
-from ..errors import ConfigError, ElasticError, StoreError
+from ..errors import ElasticError, StoreError, StoreUnavailable
 from ..rendezvous.bootstrap import torch_store
 from ..rendezvous.document import Node, Phase
 from ..rendezvous.dynamic import DynamicRendezvousHandler
@@ -71,15 +71,18 @@ class Meeting:
             # How this node's run ended is known by now, and a broken server takes nothing of it.
             log.warning("no longer serving the store: %s", error)
 
-    def hand_over(self, stopped: Callable[[], bool], timing: Timing, needed: int) -> None:
+    def hand_over(
+        self, stopped: Callable[[], bool], timing: Timing, *, needed: int, stopping: float
+    ) -> None:
         """Having left: serve the store until the others have gone on without us, if they can.
 
         What they know of our leaving is in that store, and they need to know it to go on.
-        needed: fewer others than this can do nothing before somebody comes.
+        needed: fewer others than this can do nothing before somebody comes. stopping: seconds
+        that the others may take to stop their workers, before they can meet.
         """
         if self.server is None or self.store is None:
             return
-        keys, deadline = Keys(self.run_id), monotonic() + timing.close
+        keys, deadline = Keys(self.run_id), monotonic() + stopping + timing.close
         try:
             while not stopped() and monotonic() < deadline:
                 read = Read(keys, self.store.list(keys.job))
@@ -88,6 +91,8 @@ class Meeting:
                 if goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.
                     deadline = min(deadline, monotonic() + timing.refresh)
+                elif not has_workers(read):
+                    deadline = min(deadline, monotonic() + timing.close)
                 self.store.wait(keys.job, after=read.version, timeout=0.2)
         except ElasticError as error:
             log.warning("no longer serving the store: %s", error)
@@ -109,6 +114,15 @@ def goes_on_without(node_id: str, read: Read) -> bool:
         return False
     met = read.gate is not None and bool(read.gate.value)
     return document.phase.terminal or (met and document.rank_of(node_id) is None)
+
+
+def has_workers(read: Read) -> bool:
+    """Whether a member of the last generation has yet to stop its workers of it."""
+    document, _ = read.document(None)
+    if document is None:
+        return False
+    members = document.member_ids
+    return any(node.id in members and node.left != document.roll for node in read.live(set()))
 
 
 def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
@@ -157,14 +171,15 @@ def open_to_look(config: LaunchConfig, timeout: float) -> Store:
     timeout: seconds within which a call ends.
 
     Raises:
-        ConfigError: there is none, it cannot be opened, or the backend keeps its store to itself.
+        ConfigError: there is none, or it cannot be opened.
+        StoreUnavailable: the backend keeps its store to itself.
     """
     if not config.of_torch:
         request = attrs.evolve(_request(config, _node(config, "")), timeout=timeout)
         opened = open_backend(config.rdzv_backend, request)
         if isinstance(opened, Store):
             return opened
-    raise ConfigError(
+    raise StoreUnavailable(
         f"--rdzv-backend {config.rdzv_backend} keeps its store to itself, so its nodes cannot be "
         "asked: only their events can be read, on their machines"
     )

@@ -8,13 +8,20 @@ from collections.abc import Iterator, Mapping
 
 from ..endpoint import join_endpoint
 from ..errors import StoreError, StoreRefused
+from ..stores.handshake import NOT_OURS
+from ..stores.secret import VARIABLE
 from ..stores.tcp import TcpStore
-from .checks import Finding, why_not_served
+from .checks import Finding, dial, why_not_served
 from .tcp_place import is_ours, of_several_machines, outward_address, resolve
 
 CONNECT_SECONDS = 3.0
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-NOT_OURS = "not as an elasticlib store"
+GLOO, NCCL, TENSORPIPE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+ANOTHERS = "or is it the place of another --rdzv-backend?"
+WAYS_IN = {
+    "secret": f" (doctor is given it in {VARIABLE} or by --secret-file)",
+    "protocol": ": install the same version of elasticlib on all nodes",
+}
+"""What to do, by a word of what the store says."""
 
 
 def look_at_own_name(
@@ -49,16 +56,15 @@ def look_at_interfaces(
     """Where the workers' traffic goes, as far as it can be told from outside."""
     names = [name for _, name in socket.if_nameindex()]
     said = False
-    for variable in INTERFACES:
+    for variable in (GLOO, NCCL, TENSORPIPE):
         text = environment.get(variable, "")
         if not text:
             continue
-        said = said or variable == "GLOO_SOCKET_IFNAME"
-        prefixes = text.removeprefix("^").removeprefix("=").split(",")
-        there = [one for one in prefixes if any(name.startswith(one) for name in names)]
-        sentence = f"{variable}={text}: there is {'such an' if there else 'no such'} interface"
-        hint = "" if there else f"; there are {', '.join(names)}"
-        yield Finding("interface", bool(there), sentence + hint)
+        said = said or variable == GLOO
+        why = _why_not_meant(variable, text, names)
+        sentence = f"there is {why or 'such an interface'}"
+        hint = f"; there are {', '.join(names)}" if why else ""
+        yield Finding("interface", not why, f"{variable}={text}: {sentence}{hint}")
     outward = outward_address()
     towards = _towards(*target) if target else None
     if towards is not None and towards != outward:
@@ -76,6 +82,25 @@ def look_at_interfaces(
         here = towards or outward
         sentence = f"traffic leaves from {here}; gloo listens where this machine's name means, "
         yield Finding("interface", True, f"{sentence}NCCL chooses by itself (NCCL_DEBUG=INFO)")
+
+
+def _why_not_meant(variable: str, text: str, names: list[str]) -> str:
+    """What there is not, by the rules of who reads the variable; empty if there is."""
+    if variable != NCCL:
+        # torch wants each of gloo's names, and passes over a comma at the end.
+        wanted = text.removesuffix(",").split(",") if variable == GLOO else [text]
+        away = [repr(name) for name in wanted if name not in names]
+        how = "names separated by commas" if variable == GLOO else "one name"
+        return f"no interface {' or '.join(away)}, and it takes {how}, whole" if away else ""
+    rest = text.removeprefix("^")
+    wanted = [one.partition(":")[0] for one in rest.removeprefix("=").split(",") if one]
+    if rest.startswith("="):
+        matched = set(wanted) & set(names)
+    else:
+        matched = {name for name in names if name.startswith(tuple(wanted))}
+    if text.startswith("^"):
+        return "" if set(names) - matched else "no interface but what it excludes"
+    return "" if matched else "no such interface"
 
 
 def look_at_binding() -> Iterator[Finding]:
@@ -100,14 +125,16 @@ def look_at_endpoint(host: str, port: int, secret: bytes | None) -> Iterator[Fin
     else:
         whose = "this machine" if ours else "another machine"
         yield Finding("resolve", True, f"{host} is {', '.join(addresses)}: {whose}")
-    yield _reached(host, port, secret, ours)
+    yield _reached(endpoint, addresses, port, secret)
 
 
-def _reached(host: str, port: int, secret: bytes | None, ours: list[str]) -> Finding:
-    endpoint = join_endpoint(host, port)
+def _reached(endpoint: str, addresses: list[str], port: int, secret: bytes | None) -> Finding:
+    """Who answers where a launch would look for the store, which is not always what a name means
+    to others."""
     try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
+        address = dial(addresses, port, CONNECT_SECONDS)
     except ConnectionRefusedError:
+        ours = [address for address in addresses if is_ours(address)]
         if ours:
             why = why_not_served(ours, port)
             if why is None:
@@ -122,22 +149,25 @@ def _reached(host: str, port: int, secret: bytes | None, ours: list[str]) -> Fin
         return Finding("reach", False, f"{sentence} is sent to it, or the machine is off")
     except OSError as error:
         return Finding("reach", False, f"{endpoint} cannot be reached: {error.strerror or error}")
-    return _asked(host, port, secret)
+    return _asked(endpoint, address, port, secret)
 
 
-def _asked(host: str, port: int, secret: bytes | None) -> Finding:
-    """Whether it is a store of ours; no key of it is read."""
-    endpoint = join_endpoint(host, port)
-    store = TcpStore(host, port, timeout=CONNECT_SECONDS, secret=secret)
+def _asked(endpoint: str, address: str, port: int, secret: bytes | None) -> Finding:
+    """Whether it is a store of ours that lets this node in; no key of it is read."""
+    store = TcpStore(address, port, timeout=CONNECT_SECONDS, secret=secret)
     try:
         store.connect()
     except StoreRefused as error:
         if NOT_OURS in str(error):
-            return Finding("reach", False, f"{error}: give another port, or stop what serves there")
-        return Finding("reach", True, f"an elasticlib store is there; it says: {error}")
+            ways = "give another port, or stop what serves there"
+            return Finding("reach", False, f"{error}: {ways}; {ANOTHERS}")
+        # Not for another job: none is named here.
+        hint = next((way for word, way in WAYS_IN.items() if word in str(error)), "")
+        sentence = f"the elasticlib store at {endpoint} does not let this node in: {error}"
+        return Finding("reach", False, f"{sentence}{hint}")
     except (StoreError, OSError) as error:
         sentence = f"{endpoint} takes connections, and does not speak as an elasticlib store"
-        return Finding("reach", False, f"{sentence} ({error}): give another port")
+        return Finding("reach", False, f"{sentence} ({error}): give another port; {ANOTHERS}")
     finally:
         store.close()
     return Finding("reach", True, f"an elasticlib store answers at {endpoint}")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..endpoint import split_endpoint
+from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = "0.0.0.0"
+EVERYWHERE = "::"
 FLAG = "--observe-port"
 VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
@@ -45,8 +45,9 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
         ConfigError: it is neither; name says what was read.
     """
     text = text.strip()
-    if text.isascii() and text.isdigit() and int(text) <= 65535:
-        return host, int(text)
+    port = port_of(text)
+    if port is not None:
+        return host, port
     try:
         if text.isdigit():
             raise ConfigError(text)
@@ -58,8 +59,8 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Where torch's variable has health checks answered, if it says so.
 
-    At all addresses: who sets it has a probe that comes from outside, as Kubernetes' does, which
-    asks a pod's own address.
+    At all addresses, of IPv4 as well: who sets it has a probe that comes from outside, as
+    Kubernetes' does, which asks a pod's own address.
 
     Raises:
         ConfigError: it is no port.

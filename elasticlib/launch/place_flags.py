@@ -13,15 +13,13 @@ from typing import Any
 
 import attrs
 
-from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
+from ..endpoint import STORE_PORT, check_host, is_wildcard, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from .config import MASTER_PORT
 from .settings import Setting, Settings, Source
 
 _MASTER = ("master_addr", "master_port")
 _TCP = (None, "tcp", "c10d")
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where one node reaches what is served on all of its addresses."""
 
 
 def settle_place(settings: Settings) -> Settings:
@@ -51,9 +49,8 @@ def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
         settings = _unless_given(settings, "topology", "this node is alone")
     elif static:
         settings = _unless_given(settings, "topology", "static ranks are fixed")
-    most = str(settings["nnodes"]).rpartition(":")[2]
-    rank = settings["node_rank"]
-    if not static and rank is not None and most.isdigit() and rank >= int(most):
+    most, rank = _most_nodes(settings), settings["node_rank"]
+    if not static and rank is not None and most is not None and rank >= most:
         # A spare, of a job that is smaller than what it was given.
         because = f"the job has up to {most} nodes"
         if settings["rdzv_endpoint"]:
@@ -71,6 +68,14 @@ def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
     given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
     more = [text for text in conf.value if text.partition("=")[0] not in given]
     return settings.with_setting("rdzv_conf", attrs.evolve(own, value=[*own.value, *more]))
+
+
+def _most_nodes(settings: Settings) -> int | None:
+    """None for what is no number, which is refused when all is settled."""
+    try:
+        return int(str(settings["nnodes"]).rpartition(":")[2])
+    except ValueError:
+        return None
 
 
 def _unless_given(settings: Settings, name: str, because: str) -> Settings:
@@ -147,6 +152,7 @@ def _where(settings: Settings, *names: str) -> str:
 
 def _as_endpoint(settings: Settings) -> Settings:
     address, port = settings["master_addr"] or "127.0.0.1", settings["master_port"]
+    check_host("--master-addr", address)
     endpoint = Setting(
         join_endpoint(address, MASTER_PORT if port is None else port),
         settings.source(*_MASTER),
@@ -194,11 +200,13 @@ def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
         host, at = split_endpoint(settings["rdzv_endpoint"], STORE_PORT)
         if address.lower() not in ("", host.lower()) or port not in (None, at):
             raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
-    if address in _ANYWHERE and nodes > 1:
+    check_host("--master-addr", address)
+    if is_wildcard(address) and nodes > 1:
         raise ConfigError(f"--master-addr is an address that the other nodes reach, got {address}")
     if port == 0 and nodes > 1:
         raise ConfigError("nodes cannot meet at --master-port 0: give a port that is free")
-    address = _ANYWHERE.get(address, address)
+    if is_wildcard(address):  # one node reaches itself there
+        address = "::1" if ":" in address else "127.0.0.1"
     master = join_endpoint(address or "127.0.0.1", MASTER_PORT if port is None else port)
     return {
         "run_id": settings["rdzv_id"],

@@ -15,14 +15,17 @@ import attrs
 
 from ..clock import wall
 from ..endpoint import STORE_PORT, split_endpoint
-from ..errors import ConfigError, NoSuchRun, StoreError, StoreUnavailable
-from ..observe.event import Event, decode
+from ..errors import ConfigError, NoSuchRun, StoreError, StoreTimeout, StoreUnavailable
+from ..observe.event import Event
+from ..observe.facts import LARGEST
 from ..observe.question import Answer
+from ..observe.read_events import EventsFile
 from ..observe.runs import find_runs, known_runs
 from ..observe.standing import NodeStanding, after
 from ..observe.status import JobStatus, NodeStatus, status_of_records
 from ..rendezvous.asking import jobs_in
 from ..stores.file import FileStore
+from ..stores.handshake import NOT_OURS
 from ..stores.interface import Store
 from ..stores.tcp import TcpStore
 from .backends import BACKENDS
@@ -55,7 +58,7 @@ def add_reach(parser: argparse.ArgumentParser, timeout: float) -> None:
         default="",
         metavar="RUN|ENDPOINT",
         help="a run's id or folder, as found on this machine, or the HOST:PORT of its store; "
-        "without it, the newest run of this user",
+        "without it, this user's newest run that goes on, or if none does the newest",
     )
     parser.add_argument("--rdzv-id", default="", help="at an ENDPOINT: the job, if it has several")
     parser.add_argument(
@@ -182,7 +185,8 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
         return _open_foreign(target, chosen.timeout)
     check_etcd_keys(target.backend, target.conf)
     path = chosen.secret_file or target.conf.get("secret_file")
-    secret = read_secret(os.environ, path, "--secret-file")
+    named = "--secret-file" if chosen.secret_file else "secret_file of the run's --rdzv-conf"
+    secret = read_secret(os.environ, path, named)
     return _open_tcp(target, secret, chosen.timeout)
 
 
@@ -213,6 +217,9 @@ def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
             error = failed
             continue
         return store
+    if not target.records and (isinstance(error, StoreTimeout) or NOT_OURS in str(error)):
+        hint = "is it the place of another --rdzv-backend? name it with --rdzv-backend"
+        raise type(error)(f"{error}; {hint}")
     raise error
 
 
@@ -221,7 +228,9 @@ def _only_job(store: Store, target: Target) -> str:
     chosen = living or jobs
     if len(chosen) == 1:
         return chosen[0]
-    there = ", ".join(chosen) or "none"
+    if not chosen:
+        raise NoSuchRun(f"{target.endpoint} holds no job (yet)")
+    there = ", ".join(chosen)
     raise NoSuchRun(f"{target.endpoint} holds these jobs: {there}; name one with --rdzv-id")
 
 
@@ -230,10 +239,13 @@ def _only_job(store: Store, target: Target) -> str:
 
 def events_of(path: Path) -> Iterator[Event]:
     """The events of a file, but for lines that are none (the last may be cut short)."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                yield decode(line)
+    with contextlib.suppress(OSError):
+        yield from EventsFile(path)
+
+
+def is_recorded(target: Target) -> bool:
+    """Whether there are events of it on this machine."""
+    return any(any(map(_can_be, events_of(path))) for path in target.records)
 
 
 def recorded(target: Target) -> JobStatus | None:
@@ -255,12 +267,17 @@ def _living() -> set[str]:
     return {os.path.realpath(one.events) for one in known_runs() if one.living}
 
 
+def _can_be(event: Event) -> bool:
+    """Whether it has a time and a generation that can be."""
+    return 0 <= event.generation < LARGEST and max(abs(event.at), abs(event.wall)) < LARGEST
+
+
 def _recorded_node(path: Path, lives: bool) -> tuple[NodeStatus, float] | None:
     """The node, and when it last wrote, in seconds since 1970."""
     standing, last = None, None
-    for last in events_of(path):
-        before = standing or NodeStanding(last.run, last.node, since=last.at, began=last.at)
-        standing = after(before, last)
+    for event in filter(_can_be, events_of(path)):
+        before = standing or NodeStanding(event.run, event.node, since=event.at, began=event.at)
+        standing, last = after(before, event), event
     if standing is None or last is None:
         return None
     answer = Answer(0, standing, last.at - standing.since, last.at - standing.began)

@@ -26,7 +26,8 @@ def add_report(commands: Any) -> None:
         nargs="*",
         metavar="RUN",
         help="the run's id, the folder of its logs, or a file of its events; several files of one "
-        "run's nodes make one page; the newest run of this machine by default",
+        "run's nodes make one page; by default the newest run here that goes on, or if none "
+        "does the newest",
     )
     parser.add_argument(
         "-o",

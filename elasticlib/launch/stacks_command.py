@@ -27,7 +27,8 @@ def add_stacks(commands: Any) -> None:
         description="The Python stacks of all ranks of all nodes, now; those that are the same "
         "are shown once, and those that the fewest share come first.",
         epilog="exit status: 0 if all nodes that live answered, 1 if some did not, 2 for a command "
-        "line that makes no sense, 4 if there is no such run or nobody answers",
+        "line that makes no sense, 4 if there is no such run, or nobody answers or can be "
+        "asked; 130 after Ctrl-C",
     )
     add_reach(parser, TIMEOUT)
     parser.set_defaults(run=_stacks)

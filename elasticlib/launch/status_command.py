@@ -30,7 +30,7 @@ from ..observe.status_words import (
     rank_table,
 )
 from ..rendezvous.asking import Asker
-from .reach import Target, add_reach, find_target, reached, recorded
+from .reach import Target, add_reach, find_target, is_recorded, reached, recorded
 
 EVERY_SECONDS = 1.0
 TIMEOUT = 2.0
@@ -123,10 +123,11 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
         try:
             store, run_id = stack.enter_context(reached(target, chosen))
         except ElasticError as failed:
-            if recorded(target) is None:
+            told_how = chosen.secret_file or chosen.rdzv_conf
+            if not is_recorded(target) or (told_how and isinstance(failed, ConfigError)):
                 raise
             error = failed
-            yield lambda: _from_events(target, error, told)
+            yield lambda: _from_events(recorded(target), error, told)
             return
         asker = Asker(store, run_id)
         stack.callback(_close, asker)
@@ -135,11 +136,18 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             try:
                 status = status_of(asker.ask(What.STANDING, chosen.timeout))
             except StoreError as error:
-                return _from_events(target, error, told)
-            gone = StoreError(f"no job {run_id!r} is there")
-            return status or _from_events(target, gone, told)
+                return _from_events(recorded(target), error, told)
+            return status or _not_in_store(target, run_id, told)
 
         yield look
+
+
+def _not_in_store(target: Target, run_id: str, told: set[str]) -> JobStatus:
+    """An agent may take seconds from its first event until its node has joined."""
+    status = recorded(target)
+    if status is not None and status.starting:
+        return status
+    return _from_events(status, StoreError(f"no job {run_id!r} is there (yet)"), told)
 
 
 def _close(asker: Asker) -> None:
@@ -147,9 +155,8 @@ def _close(asker: Asker) -> None:
         asker.close()
 
 
-def _from_events(target: Target, error: ElasticError, told: set[str]) -> JobStatus:
-    """told: what was said of why nobody answers, which is not said again."""
-    status = recorded(target)
+def _from_events(status: JobStatus | None, error: ElasticError, told: set[str]) -> JobStatus:
+    """What is recorded. told: what was said of why nobody answers, which is not said again."""
     if status is None:
         raise error
     if str(error) not in told and not (status.state is not None and status.state.over):

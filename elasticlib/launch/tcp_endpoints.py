@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..endpoint import STORE_PORT, split_endpoint
+from ..endpoint import STORE_PORT, check_host, is_wildcard, split_endpoint
 from ..errors import ConfigError
 
 HERE = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -22,7 +22,7 @@ def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
                 f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
                 "--standalone takes a free port for one node"
             )
-        if host in ("0.0.0.0", "::"):
+        if is_wildcard(host):
             raise ConfigError(
                 f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
             )
@@ -33,6 +33,19 @@ def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
         raise ConfigError("--rdzv-conf is_host=true means one endpoint, got several")
     if quorum and not several:
         raise ConfigError("--rdzv-conf quorum is for a list of endpoints, got one")
+
+
+def check_local_addr(address: str | None, nodes: int) -> None:
+    """address: what --local-addr says; nodes: how many the job has at most.
+
+    Raises:
+        ConfigError: the other nodes could not reach this one's workers there.
+    """
+    if not address:
+        return
+    check_host("--local-addr", address)
+    if is_wildcard(address) and nodes > 1:
+        raise ConfigError(f"--local-addr is an address that the other nodes reach, got {address}")
 
 
 def parts_of(text: str) -> tuple[str, ...]:

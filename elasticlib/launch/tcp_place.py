@@ -17,7 +17,8 @@ from functools import partial
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
 from ..stores.moving import MovingStore, Place
-from ..stores.server import TcpStoreServer
+from ..stores.peer import address_of
+from ..stores.server import ServerLimits, TcpStoreServer
 from ..stores.tcp import TcpStore
 from .config import LaunchConfig
 from .descriptors import allow_descriptors
@@ -127,8 +128,13 @@ class TcpMeetingPlace:
         return outward_address() if self._everywhere else None
 
     def _serve(self, address: str, port: int) -> TcpStoreServer:
-        allow_descriptors(self._config.max_nodes + SPARE_DESCRIPTORS)
-        return TcpStoreServer(address, port, job=self._config.run_id, secret=self._secret).start()
+        nodes = self._config.max_nodes
+        # Torch's own store, which each worker connects to, may be this process's too.
+        own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
+        allow_descriptors(nodes + SPARE_DESCRIPTORS + own)
+        limits = ServerLimits(spare_descriptors=own)
+        job, secret = self._config.run_id, self._secret
+        return TcpStoreServer(address, port, job=job, limits=limits, secret=secret).start()
 
     def _reach(self, host: str, port: int) -> TcpStore:
         return TcpStore(
@@ -257,7 +263,7 @@ def resolve(host: str, port: int) -> list[str]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return []
-    addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+    addresses = list(dict.fromkeys(address_of(info[4]) for info in found))
     if _is_literal(host) or _is_localhost(host):
         return addresses
     if all(_is_loopback(address) for address in addresses):
@@ -282,10 +288,10 @@ def of_several_machines(endpoint: str, addresses: list[str]) -> str:
 
 
 def is_ours(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
+        family, kind, proto, _, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(name)
     except OSError:
         return False
     return True

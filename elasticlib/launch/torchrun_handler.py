@@ -47,6 +47,8 @@ log = logging.getLogger("elasticlib.launch")
 
 SOON = 1.0
 """Seconds; who waits for longer says so."""
+TORCHS_STOP = 60.0
+"""Seconds in which torch's agent has stopped its workers: 30 until SIGKILL, and 30 after it."""
 MARK = "@torchrun"
 """Ends our own name of a job whose agents are torch's: those of elasticrun deal ranks otherwise,
 and a job of both would wait for ever."""
@@ -228,7 +230,12 @@ class TorchrunHandler(RendezvousHandler):
         if serve:
             self._meeting.serve_others(lambda: False)
         else:
-            self._meeting.hand_over(lambda: False, self._config.timing, self._config.min_nodes)
+            self._meeting.hand_over(
+                lambda: False,
+                self._config.timing,
+                needed=self._config.min_nodes,
+                stopping=TORCHS_STOP,
+            )
         self._meeting.close()
         return ended
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError, NotReproducible, StateMismatch
+from ..whole import whole
 from .conditions import (
     buffers_of,
     check_buffers,
@@ -93,8 +94,8 @@ class LogicalWorkers:
         bucket_bytes: how much of the gradient is exchanged at once.
 
     Raises:
-        ConfigError: `count` or `bucket_bytes` cannot be, there are more ranks than logical workers,
-            or the model is already a parallel one.
+        ConfigError: `count`, `seed` or `bucket_bytes` cannot be, there are more ranks than logical
+            workers, or the model is already a parallel one.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class LogicalWorkers:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        count, seed = whole("count", count), whole("seed", seed)
         if count < 1 or bucket_bytes < 1:
             raise ConfigError(f"need count and bucket_bytes >= 1, got {count} and {bucket_bytes}")
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -143,12 +145,13 @@ class LogicalWorkers:
         compare their weights and what they compute with; that reads all weights once.
 
         Raises:
-            ConfigError: `step` is negative, a parameter cannot be used, or the GPU is not set to
-                be deterministic.
+            ConfigError: `step` is negative or no integer, a parameter cannot be used, or the GPU is
+                not set to be deterministic.
             NotReproducible: the ranks differ, a buffer of the model was changed, a gradient is
                 sparse, or another step was not reduced; the message names what and what to do. The
                 weights have not changed.
         """
+        step = whole("step", step)
         layout = self._begin(step)
         buffers = buffers_of(self.model)
         for index in self.workers:

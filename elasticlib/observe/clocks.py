@@ -2,7 +2,8 @@
 their wall clocks only where they share none.
 
 Members of a generation start their workers within a moment of one another, whatever their clocks
-say. So a node whose wall clock is wrong lands right, and wall clocks say no more than when it was.
+say. So a node whose wall clock is wrong lands right, and wall clocks say no more than when it was;
+but where they are hours apart it must be seen that what was begun together lasted as long for both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from .life import Life
 
 APART = 3600.0
 """Seconds by wall clocks within which two that tell of a like generation mean the same one."""
+MOMENT, PART = 2.0, 0.01
+"""Of those whose wall clocks are further apart: seconds, and part of the time since it began,
+within which its end, or another's beginning, came for both, by their own clocks."""
 
 Key = tuple[int, int]
 """A life: the strand's place in the sequence, and the life's in the strand."""
@@ -85,7 +89,8 @@ def _by_wall(strands: Sequence[Sequence[Life]], keys: Sequence[Key]) -> list[lis
         life = strands[key[0]][key[1]]
         here = {life.node_rank, f"strand {key[0]}"}
         for group, there, wall in zip(groups, taken, walls, strict=True):
-            if not here & there and life.wall - wall <= APART:
+            near = life.wall - wall <= APART or _in_step(strands, group[0], key)
+            if not here & there and near:
                 group.append(key)
                 there |= here
                 break
@@ -94,6 +99,21 @@ def _by_wall(strands: Sequence[Sequence[Life]], keys: Sequence[Key]) -> list[lis
             taken.append(here)
             walls.append(life.wall)
     return groups
+
+
+def _in_step(strands: Sequence[Sequence[Life]], one: Key, other: Key) -> bool:
+    """Whether this generation ended, or its neighbour began, after as long a time for both."""
+    told = []
+    for s, i in (one, other):
+        life, found = strands[s][i], {}
+        if life.over is not None:
+            found["over"] = life.over - life.began
+        for near in strands[s][max(0, i - 1) : i + 2]:
+            if near.number != life.number:
+                found[f"began {near.number}"] = near.began - life.began
+        told.append(found)
+    pairs = [(told[0][what], told[1][what]) for what in told[0].keys() & told[1].keys()]
+    return any(abs(mine - its) <= min(MOMENT, PART * abs(mine)) for mine, its in pairs)
 
 
 class _Union:

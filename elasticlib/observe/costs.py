@@ -17,7 +17,8 @@ _TOLD_OF_START = "the job starts"
 
 @attrs.frozen
 class _End:
-    """Of a generation: when it went wrong, when that was known, and when no worker was left."""
+    """Of a generation: when it went wrong, or was told to end and made its last step; when that was
+    known; and when no worker was left."""
 
     fault: float
     known: float
@@ -122,6 +123,16 @@ class Ledger:
         return max(0, min(self._newest, last) - first + 1)
 
 
+def as_start(made: Generation, until: float) -> Generation:
+    """The same, of a job whose workers tell of steps: of one that made none all was a start."""
+    if made.trained is not None:
+        return made
+    lasted = max(0.0, (until if made.ended is None else made.ended) - made.began)
+    restore = None if made.cost.restore is None else min(made.cost.restore, lasted)
+    cost = attrs.evolve(made.cost, start=lasted - (restore or 0.0), restore=restore)
+    return attrs.evolve(made, cost=cost)
+
+
 def why_of(before: Sequence[Life], lives: Sequence[Life]) -> Why:
     """Why it was sought, by what the nodes did in the one before, and else by what they say."""
     cause = next((life.cause for life in lives if life.cause), "")
@@ -158,8 +169,13 @@ def _end_of(lives: Sequence[Life], began: float, following: float | None) -> _En
     if following is not None:
         known, gone = min(known, following), min(gone, following)
     known = max(began, known)
-    silent = _latest(life.silent for life in lives) or 0.0
-    return _End(fault=max(began, known - silent), known=known, gone=max(known, gone))
+    gone = max(known, gone)
+    fault = max(began, known - (_latest(life.silent for life in lives) or 0.0))
+    # Who is given notice may go on: what was done since then is lost only where it is done again.
+    worked = _latest(life.last_at for life in lives if life.asked)
+    if worked is not None:
+        fault = max(fault, min(worked, gone))
+    return _End(fault=fault, known=max(known, fault), gone=gone)
 
 
 def _steps(lives: Iterable[Life]) -> tuple[int | None, int | None]:

@@ -39,6 +39,9 @@ class Counts:
     Told last, or None: step, per_second, loss, samples_per_second. The others keep in mind what
     the next event is to be held against: when this generation ended and the next has not begun
     (broken) or not trained (waiting), the restarts of the job, the seconds of the last restoring.
+    Of a generation whose end is not counted yet: when it began (None if it is) and its workers
+    had stopped, the silence that was found, and whether it was asked to end and has told a step.
+    idle: seconds of generations without a step, of workers that may never tell of any (telling).
     """
 
     failures: Mapping[str, int] = attrs.field(factory=dict)
@@ -56,6 +59,13 @@ class Counts:
     waiting: float | None = None
     charged: int = 0
     restoring: float = 0.0
+    began: float | None = None
+    gone: float | None = None
+    silent: float = 0.0
+    asked: bool = False
+    stepped: bool = False
+    idle: float = 0.0
+    telling: bool = False
 
 
 def counted(counts: Counts, event: Event) -> Counts:
@@ -92,11 +102,39 @@ def _failure(counts: Counts, event: Event) -> Counts:
     kind = str(event.facts.get("failure") or "ordinary")
     failures = {**counts.failures, kind: counts.failures.get(kind, 0) + 1}
     found = _break(attrs.evolve(counts, failures=failures), event)
-    return _lose(found, "detect", _number(event, "silent"))
+    silent = max(0.0, _number(event, "silent") or 0.0)
+    return _lose(attrs.evolve(found, silent=found.silent + silent), "detect", silent)
+
+
+def _stopping(counts: Counts, event: Event) -> Counts:
+    asked = counts.asked or bool(event.facts.get("why"))
+    return _break(attrs.evolve(counts, asked=asked), event)
 
 
 def _stopped(counts: Counts, event: Event) -> Counts:
-    return _lose(counts, "stop", _number(event, "seconds"))
+    return attrs.evolve(counts, gone=event.at)
+
+
+def _over(counts: Counts, _event: Event) -> Counts:
+    """No look at the workers of this generation is still to be told of."""
+    if counts.began is None or counts.broken is None:
+        return counts
+    found = counts if counts.gone is None else _lose(counts, "stop", counts.gone - counts.broken)
+    if not found.stepped:
+        lasted = counts.broken - counts.silent - counts.began - counts.restoring
+        found = attrs.evolve(found, idle=found.idle + max(0.0, lasted))
+    return _started(attrs.evolve(found, began=None))
+
+
+def _sought(counts: Counts, event: Event) -> Counts:
+    return _over(_break(counts, event), event)
+
+
+def _started(counts: Counts) -> Counts:
+    """What had no step was a start, once it is known that steps are told of."""
+    if not counts.telling:
+        return counts
+    return _lose(attrs.evolve(counts, idle=0.0), "start", counts.idle)
 
 
 def _began(counts: Counts, event: Event) -> Counts:
@@ -110,6 +148,11 @@ def _began(counts: Counts, event: Event) -> Counts:
         broken=None,
         waiting=counts.broken,
         restoring=0.0,
+        began=event.at,
+        gone=None,
+        silent=0.0,
+        asked=False,
+        stepped=False,
     )
     if counts.broken is None:
         return found
@@ -123,7 +166,8 @@ def _restored(counts: Counts, event: Event) -> Counts:
 
 def _training(counts: Counts, event: Event) -> Counts:
     seconds = _number(event, "seconds") or 0.0
-    found = _lose(counts, "start", seconds - counts.restoring)
+    found = _started(attrs.evolve(counts, stepped=True, telling=True))
+    found = _lose(found, "start", seconds - counts.restoring)
     if counts.waiting is not None:
         waited = max(0.0, event.at - counts.waiting)
         found = attrs.evolve(found, trained=counts.trained.plus(waited), waiting=None)
@@ -137,8 +181,13 @@ def _training(counts: Counts, event: Event) -> Counts:
 
 def _steps(counts: Counts, event: Event) -> Counts:
     step, pace = _number(event, "step"), _number(event, "per_second")
+    broken = counts.broken
+    if broken is not None and counts.asked and counts.began is not None:
+        # Who is given notice may go on.
+        broken = max(broken, event.at - max(0.0, _number(event, "silent") or 0.0))
     return attrs.evolve(
         counts,
+        broken=broken,
         step=counts.step if step is None else int(step),
         per_second=counts.per_second if pace is None else pace,
         loss=_number(event, "loss"),
@@ -149,9 +198,10 @@ def _steps(counts: Counts, event: Event) -> Counts:
 _ADDS = {
     "worker.ended": _ended,
     "failure": _failure,
-    "stopping": _break,
+    "stopping": _stopping,
     "stopped": _stopped,
-    "rendezvous.began": _break,
+    "rendezvous.began": _sought,
+    "run.ended": _over,
     "generation.began": _began,
     "restored": _restored,
     "training.began": _training,

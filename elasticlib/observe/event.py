@@ -90,7 +90,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "run.ended": {
         "state": "succeeded, failed, stopped or drained",
         "reason": "in words",
-        "exit_code": "of the launcher",
+        "exit_code": "of the launcher; 75 after a drain, whatever --drain-exit-code says",
         "cause": "the first failure over all nodes: host, rank, what; null without",
     },
     "lost": {"events": "how many could not be written here, as the disk was full or too slow"},

@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Family] = {
         Family("elasticlib_nodes", _G, "in this generation"),
         Family("elasticlib_node_rank", _G, "this node's, among the nodes"),
         Family("elasticlib_world_size", _G, "workers in the job"),
-        Family("elasticlib_restarts_total", _C, "of the job after failures, while here"),
+        Family("elasticlib_restarts_total", _C, "of the job after failures"),
         Family("elasticlib_restarts_left", _G, "until a failure ends the job"),
         Family("elasticlib_failures_total", _C, "that this node reported", ("kind",)),
         Family("elasticlib_worker_up", _G, "1 while the worker runs", ("rank",)),

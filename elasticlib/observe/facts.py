@@ -20,6 +20,15 @@ def number(facts: Mapping[str, Any], name: str) -> float | None:
     return float(value)
 
 
+def value(facts: Mapping[str, Any], name: str) -> float | None:
+    """A number of whatever size, or one that is none: JSON has no word for these, so they are told
+    as text. None where neither is told."""
+    told = facts.get(name)
+    if isinstance(told, float) or told in ("nan", "inf", "-inf"):
+        return float(told)
+    return number(facts, name)
+
+
 def seconds(facts: Mapping[str, Any], name: str) -> float | None:
     """A number that is not negative, or None."""
     found = number(facts, name)

@@ -21,6 +21,19 @@ class Why(enum.Enum):
     LOSS = "loss"
     RESIZE = "resize"
 
+    @property
+    def words(self) -> str:
+        """For a sentence about the generation: it came `after a loss`."""
+        return _WHY[self]
+
+
+_WHY = {
+    Why.START: "at the start",
+    Why.FAILURE: "after a failure",
+    Why.LOSS: "after a loss",
+    Why.RESIZE: "for a resize",
+}
+
 
 class JobState(enum.Enum):
     """What a job, or a node's part in it, is doing; the words that status, metrics and reports use.
@@ -54,12 +67,14 @@ class JobState(enum.Enum):
 
 @attrs.frozen
 class Cost:
-    """Seconds from a fault to training that goes on, by phase; None where nobody told of it.
+    """Seconds from a fault to training that goes on, by phase; None where nobody told of it. Steps
+    that are done after a notice are no part of it.
 
     detect: until an agent knew, where it can tell (the silence before a hang or a lost lease).
     stop: until no worker was left. rendezvous: until the next generation was settled. start:
-    until the workers' script asked for its state or made its first step. restore: taking up the
-    state. redone: steps done again, and redone_seconds what they took.
+    until the workers' script asked for its state or made its first step, or the generation ended
+    without one. restore: taking up the state. redone: steps done again, and redone_seconds what
+    they took.
     """
 
     detect: float | None = None
@@ -123,7 +138,7 @@ class Mark:
 
 @attrs.frozen
 class Pace:
-    """Where one node's workers were at one moment, as `steps` tells it."""
+    """Where one node's workers were at one moment, as `steps` tells it; a loss may be no number."""
 
     at: float
     node: str
@@ -147,7 +162,8 @@ class NodeEnd:
 @attrs.frozen
 class NodeStory:
     """What is known of a node. began, seen: its first and last event. lost: whether it went
-    without a word, as others tell. folder: of its logs, empty if none is kept."""
+    without a word, as others tell. folder: of its logs, empty if none is kept. failures: how many
+    it told of, those too whose marks were left out."""
 
     node: str
     host: str
@@ -161,6 +177,7 @@ class NodeStory:
     versions: Mapping[str, str] = attrs.field(factory=dict)
     events_lost: int = 0
     lost: bool = False
+    failures: int = 0
 
 
 @attrs.frozen
@@ -169,7 +186,8 @@ class History:
 
     wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
     what it was doing last. unread: lines of the files that could not be read; left_out: marks and
-    paces that are not here, as there were so many that evenly spread ones stand for them.
+    paces that are not here, as there were so many that evenly spread ones stand for them. kept:
+    how many steps were `saved` and in a `snapshot`, where marks of these were left out.
     """
 
     run: str
@@ -189,6 +207,13 @@ class History:
     snapshot: int | None = None
     unread: int = 0
     left_out: int = 0
+    kept: Mapping[str, int] = attrs.field(factory=dict)
+
+    @property
+    def failures(self) -> int:
+        """How many there were, those too that were left out of the marks."""
+        marks = sum(mark.kind == "failure" for mark in self.marks)
+        return max(marks, sum(node.failures for node in self.nodes))
 
     @property
     def goodput(self) -> float | None:
@@ -201,3 +226,8 @@ class History:
                 trained += max(0.0, end - generation.trained) - generation.cost.redone_seconds
         told = any(generation.trained is not None for generation in self.generations)
         return max(0.0, trained / self.until) if told and self.until > 0 else None
+
+    @property
+    def lost(self) -> float | None:
+        """Seconds of all the other time; None where workers tell of no steps."""
+        return None if self.goodput is None else self.until * max(0.0, 1.0 - self.goodput)

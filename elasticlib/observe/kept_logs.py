@@ -13,8 +13,9 @@ from pathlib import Path
 
 import attrs
 
+from . import facts
 from .event import Event, decode
-from .runs import EVENTS
+from .runs import EVENTS, of_one_job, read_record
 
 STREAMS = {"out": ("stdout",), "err": ("stderr",), "both": ("stdout", "stderr")}
 CHUNK = 256 * 1024
@@ -86,16 +87,18 @@ class NodeLogs:
                 continue
 
     def _take(self, event: Event) -> None:
-        facts = event.facts
+        told = event.facts
         self.began, self.seen = self.began or event.wall, event.wall
         if event.kind == "run.began":
             self.run = event.run
-            self._host, self._pid = str(facts.get("host", "")), int(facts.get("pid") or 0)
-            self.logs = facts.get("logs")
+            self._host, self._pid = facts.text(told, "host"), facts.count(told, "pid") or 0
+            self.logs = facts.text(told, "logs") if "logs" in told else None
         elif event.kind == "generation.began":
-            first, last = facts.get("ranks") or (0, 0)
-            number, cause = facts.get("attempt", len(self.attempts)), str(facts.get("cause", ""))
-            self.attempts.append(Attempt(int(number), event.generation, first, last, cause))
+            first, last = facts.pair(told, "ranks") or (0, 0)
+            number, cause = facts.count(told, "attempt"), facts.text(told, "cause")
+            if number is None:
+                number = len(self.attempts)
+            self.attempts.append(Attempt(number, event.generation, first, last, cause))
         elif event.kind == "run.ended":
             self._ended = True
 
@@ -162,17 +165,44 @@ class Tail:
         self._part = b""
 
 
-def with_neighbours(found: list[NodeLogs]) -> list[NodeLogs]:
-    """These nodes of a run, and those of the same run whose folders lie beside theirs, as in a log
-    directory that several machines share. Jobs of one id may follow one another: others than those
-    that ran together with these are left out."""
-    nodes = {node.folder: node for node in found}
-    began = max((node.began for node in found), default=0.0)
-    for parent in {node.folder.parent for node in found if node.logs != ""}:
-        for events in sorted(parent.glob(f"*/{EVENTS}")):
-            if events.parent in nodes:
-                continue
-            other = NodeLogs(events)
-            if other.run == found[0].run and other.with_run_of(began):
-                nodes[other.folder] = other
-    return sorted(nodes.values(), key=lambda node: (node.began, node.folder))
+class Neighbours:
+    """Finds the nodes of a run whose folders lie beside those of others of it, as in a log
+    directory that several machines share.
+
+    A file of another job is dismissed by its first line, once; what an earlier run of the same job
+    wrote is read once.
+    """
+
+    def __init__(self) -> None:
+        self._dismissed: set[Path] = set()
+        self._read: dict[Path, NodeLogs] = {}
+
+    def beside(self, found: list[NodeLogs]) -> list[NodeLogs]:
+        """These and their neighbours. Jobs of one id may follow one another: others than those that
+        ran together with these are left out."""
+        nodes = {node.folder: node for node in found}
+        began = max((node.began for node in found), default=0.0)
+        for parent in {node.folder.parent for node in found if node.logs != ""}:
+            for events in sorted(parent.glob(f"*/{EVENTS}")):
+                if events.parent in nodes:
+                    continue
+                other = self._of_run(events, found[0].events)
+                if other is not None and other.with_run_of(began):
+                    nodes[other.folder] = other
+        return sorted(nodes.values(), key=lambda node: (node.began, node.folder))
+
+    def _of_run(self, events: Path, first: Path) -> NodeLogs | None:
+        """What these events tell by now, if they are of the job of those."""
+        known = self._read.get(events)
+        if known is not None:
+            known.look()
+            return known
+        if events in self._dismissed:
+            return None
+        mine, other = read_record(first), read_record(events)
+        if mine is None or other is None or not other.run:
+            return None  # its first line may be on its way
+        if not of_one_job(mine, other):
+            self._dismissed.add(events)
+            return None
+        return self._read.setdefault(events, NodeLogs(events))

@@ -19,7 +19,7 @@ class Life:
     more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
     seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
     node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
-    it was told; last_at: that of the last.
+    it was told; last_at: that of the last. saved, snapshot: how many steps were kept so.
     """
 
     node: str
@@ -48,6 +48,8 @@ class Life:
     first_step: int | None = None
     last_step: int | None = None
     last_at: float | None = None
+    saved: int = 0
+    snapshot: int = 0
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -83,6 +85,8 @@ def begun(event: Event, sought: float | None) -> Life:
 def lived(life: Life, event: Event) -> Life:
     """The same once this has happened in it; a kind that says nothing of it changes nothing."""
     at = event.at
+    if event.kind in ("saved", "snapshot"):
+        return attrs.evolve(life, **{event.kind: getattr(life, event.kind) + 1})
     silent = facts.seconds(event.facts, "silent")
     if event.kind in ("training.began", "steps"):
         return _worked(life, event, at, silent or 0.0)

@@ -52,15 +52,22 @@ class ObservePort:
     """Serves pages by their path, from `begin` to `close`; bound from the start.
 
     Args:
-        host, port: where; port 0 for any that is free.
+        host, port: where, `::` for all addresses, of IPv4 as well; port 0 for any that is free.
 
     Raises:
         OSError: it cannot be bound.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=WAITING)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        if host == "::" and not both:
+            host = "0.0.0.0"
+        self._socket = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=WAITING,
+            dualstack_ipv6=both,
+        )
         self.host, self.port = self._socket.getsockname()[:2]
         self._pages: Mapping[str, Callable[[], Page]] = {}
         self._threads: list[threading.Thread] = []
@@ -76,6 +83,7 @@ class ObservePort:
     def begin(self, pages: Mapping[str, Callable[[], Page]]) -> None:
         """Answer from now on; who has connected already has waited."""
         self._pages = pages
+        self._socket.setblocking(False)
         runs = [("observe", self._collect)]
         runs += [(f"observe-{number}", self._serve) for number in range(THREADS)]
         for name, run in runs:
@@ -96,7 +104,6 @@ class ObservePort:
     def _collect(self) -> None:
         heads = _Heads(self._hand_on)
         with heads.selector, self._wake:
-            self._socket.setblocking(False)
             with contextlib.suppress(OSError, ValueError):  # closed already
                 heads.selector.register(self._socket, selectors.EVENT_READ)
             heads.selector.register(self._wake, selectors.EVENT_READ)

@@ -167,6 +167,8 @@ _STANDING: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("run", "node", "host", "reason"), _TEXT),
     **dict.fromkeys(("pid", "slots", "generation", "nodes", "world", "restarts"), _COUNT),
     **dict.fromkeys(("node_rank", "max_restarts", "saved", "snapshot", "exit_code"), _MAYBE_COUNT),
+    "step": _MAYBE_COUNT,
+    "per_second": _MAYBE_NUMBER,
 }
 _WORKER: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("rank", "local_rank"), _COUNT),

@@ -34,6 +34,10 @@ class EventsFile:
         with open(self.path, "rb") as file:
             while line := file.readline(LONGEST + 1):
                 if not line.endswith(b"\n"):
+                    if len(line) <= LONGEST:
+                        # Its writer is at it, or was killed; the rest would pass for a line.
+                        self.cut = True
+                        return
                     self.cut = not _passed_over(file)
                     self.unread += not self.cut
                     continue
@@ -55,7 +59,7 @@ def read_history(run: str | os.PathLike[str] = "") -> History:
     """A run's history, from the events of all its agents that are found here.
 
     run: its id; or a path: a file of events, a run's record, or a folder of logs, of one node or of
-    several. The newest run of this machine and user, if left out.
+    several. If left out, this user's newest run here that goes on, or if none does the newest.
 
     Raises:
         NoSuchRun: there is none; the error lists what there is.
@@ -65,12 +69,14 @@ def read_history(run: str | os.PathLike[str] = "") -> History:
 
 
 def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:
-    """The history that these files tell together; each is read once, in bounded memory.
+    """The history that these files tell together; each is read once, by however many names it is
+    given, in bounded memory.
 
     Raises:
         ConfigError: one cannot be read, or there is no event in any of them.
     """
-    files = [EventsFile(path) for path in sorted({os.fspath(path) for path in paths})]
+    named = {os.path.realpath(path): os.fspath(path) for path in paths}
+    files = [EventsFile(path) for path in sorted(named.values())]
     try:
         history = history_of({file.path: file for file in files})
     except OSError as error:

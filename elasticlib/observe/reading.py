@@ -10,11 +10,11 @@ import attrs
 
 from . import facts
 from .clocks import Aligned, align
-from .costs import Ledger
+from .costs import Ledger, as_start
 from .event import Event
 from .history import Generation, History, JobState, Mark, NodeEnd, NodeStory, Pace, Stay
 from .life import Life
-from .standing import end_state
+from .standing import end_state, is_sent_away
 from .strand import Strand
 
 _BUSY = (
@@ -23,7 +23,6 @@ _BUSY = (
 )
 """Of nodes that differ, the first of these says what the job is doing."""
 _FINAL = (JobState.SUCCEEDED, JobState.FAILED, JobState.PREEMPTED, JobState.STOPPED)
-_OF_THIS_NODE = "goes on without it"
 
 
 def history_of(files: Mapping[str, Iterable[Event]]) -> History:
@@ -82,7 +81,7 @@ class _Reader:
             wall=self._wall,
             until=self._until,
             state=state,
-            nodes=tuple(sorted(map(self._story, range(len(self._strands))), key=_began)),
+            nodes=self._stories(state),
             stays=self._stays(generations, state),
             generations=generations,
             marks=tuple(sorted(self._each_mark(), key=_at)),
@@ -94,6 +93,7 @@ class _Reader:
             saved=self._newest([strand.saved for strand in self._strands]),
             snapshot=self._newest([strand.snapshot for strand in self._strands]),
             left_out=sum(strand.left_out for strand in self._strands),
+            kept={kind: self._kept(kind) for kind in ("saved", "snapshot") if self._thinned(kind)},
         )
 
     def _generations(self) -> tuple[Generation, ...]:
@@ -110,7 +110,16 @@ class _Reader:
                 number, lives, launched=launched, following=following, until=self._until
             )
             found.append(made)
+        if any(made.trained is not None for made in found):
+            found = [as_start(made, self._until) for made in found]
         return tuple(found)
+
+    def _thinned(self, kind: str) -> bool:
+        return any(strand.thinned(kind) for strand in self._strands)
+
+    def _kept(self, kind: str) -> int:
+        """How many steps; each node of a generation may tell of the same."""
+        return sum(max(getattr(x, kind) for x in lives) for lives in self._lives.values())
 
     def _silence(self) -> None:
         """A node that went without a word had been silent until its lease was over, at most: its
@@ -146,7 +155,16 @@ class _Reader:
                 found.append(Stay(*place, began=life.began, ended=ended))
         return tuple(sorted(found, key=lambda stay: (stay.generation, stay.node_rank)))
 
-    def _story(self, s: int) -> NodeStory:
+    def _stories(self, state: JobState) -> tuple[NodeStory, ...]:
+        """Whoever told that it waits for a place says no more, and is lost only if it stays silent
+        at the end, too."""
+        found = []
+        for s, strand in enumerate(self._strands):
+            waits = not state.over and bool(strand.lives) and strand.lives[-1].gone is not None
+            found.append(self._story(s, lost=self._lost(s) and not waits))
+        return tuple(sorted(found, key=_began))
+
+    def _story(self, s: int, *, lost: bool) -> NodeStory:
         strand, by = self._strands[s], self._shifts[s]
         told = strand.launch
         return NodeStory(
@@ -157,11 +175,12 @@ class _Reader:
             slots=facts.count(told, "slots") or 0,
             end=None if strand.end is None else _end(strand.end, by),
             pid=facts.count(told, "pid"),
-            lost=self._lost(s),
+            lost=lost,
             folder=facts.text(told, "logs"),
             settings=facts.texts(told, "settings"),
             versions=facts.texts(told, "versions"),
             events_lost=strand.events_lost,
+            failures=strand.failures,
         )
 
     def _lost(self, s: int) -> bool:
@@ -259,7 +278,7 @@ def _end_state(strand: Strand) -> JobState | None:
 
 
 def _sent_away(strand: Strand) -> bool:
-    return strand.end is not None and _OF_THIS_NODE in facts.text(strand.end.facts, "reason")
+    return strand.end is not None and is_sent_away(facts.text(strand.end.facts, "reason"))
 
 
 def _cause(strand: Strand) -> Mapping[str, Any] | None:

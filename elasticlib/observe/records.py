@@ -7,16 +7,15 @@ so records of runs that are over are removed, and never one of an agent that liv
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
 from ..clock import wall
+from ..held_folder import LOCK, FolderLock
 from .journal import FileJournal
-from .runs import EVENTS, KEPT, LOCK, check_own, is_living, runs_folder
+from .runs import EVENTS, KEPT, check_own, is_living, runs_folder
 
 NEW = ".new-"
 NEW_SECONDS = 3600.0
@@ -46,7 +45,7 @@ class RunRecord:
         folder.chmod(0o700)
         new = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))
         try:
-            self._lock = _locked(new / LOCK)
+            self._lock = FolderLock(new)
             if events is not None:
                 (new / EVENTS).symlink_to(events.absolute())
             self.path = folder / f"{_safe(run_id)}_{new.name.removeprefix(NEW)}"
@@ -55,16 +54,10 @@ class RunRecord:
             shutil.rmtree(new, ignore_errors=True)
             raise
         self.events = events or self.path / EVENTS
-        self._pid = os.getpid()
 
     def close(self) -> None:
         """The run is over; its record stays until there are many newer ones."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            if os.getpid() == self._pid:
-                # A child that was forked without an exec has the lock's descriptor, too.
-                fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+        self._lock.close()
 
 
 class RecordedJournal(FileJournal):
@@ -101,18 +94,6 @@ def _began(path: Path) -> float:
         with contextlib.suppress(OSError):
             return place.lstat().st_mtime
     return 0.0
-
-
-def _locked(path: Path) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    with contextlib.suppress(OSError):  # a full disk; it is for people to read
-        os.write(lock, f"{os.getpid()}\n".encode())
-    return lock
 
 
 def _safe(run_id: str) -> str:

@@ -71,7 +71,8 @@ def report(run: Name | Iterable[Name] = "") -> Report:
 
     Args:
         run: its id, the folder of its logs, or a file of events; several, such as the files that
-            were fetched from its nodes, are read as one run; empty for the newest run here.
+            were fetched from its nodes, are read as one run; empty for this user's newest run here
+            that goes on, or if none does the newest.
 
     Raises:
         NoSuchRun: there is none; the error lists what there is.

@@ -2,12 +2,11 @@
 
 Each agent has a record here, a folder `<run id>_<random>` that names itself by its first line of
 events: `events.jsonl` lies in it, or is a link to the one beside the logs that are kept. As long
-as the agent lives it holds a lock on `agent` in it.
+as the agent lives it holds a lock in it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 import attrs
 
 from ..errors import NoSuchRun
+from ..held_folder import is_held
 from . import facts
 from .event import LONGEST, Event, decode
 
@@ -27,7 +27,6 @@ log = logging.getLogger("elasticlib.observe")
 KEPT = 50
 """So many records of runs that are over stay."""
 EVENTS = "events.jsonl"
-LOCK = "agent"
 SHOWN = 10
 NO_ID = "none"
 """The id of each job that was given none, so it alone does not say which job it is."""
@@ -69,13 +68,13 @@ class Record:
 def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) -> list[Path]:
     """The files of events of one run, a file an agent, the one that began first in front.
 
-    Of several launches with the same id the newest is meant: those whose times touch, one after
-    the other, are of one launch; of jobs that were given no id, those that meet at one endpoint.
-    A warning tells of others at the same time.
+    Of several launches the newest that runs is meant, or where none does the newest: those of one
+    id whose times touch, one after the other, are of one launch; of jobs that were given no id,
+    those that meet at one endpoint. A warning tells of others at the same time.
 
     Args:
         name: a run's id or the name of its record; a record, a folder of logs (of one run or of
-            several), or a file of events; empty for the newest run of all. An id comes first.
+            several), or a file of events; empty for all runs there are. An id comes first.
         folder: of the records; this user's by default.
 
     Raises:
@@ -113,18 +112,9 @@ def _own_folder() -> Path:
 def is_living(record: Path) -> bool:
     """Whether the agent of this record is there."""
     try:
-        lock = os.open(record / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
+        return bool(is_held(record))
     except OSError:  # who cannot look does not say that it is over
         return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _records(folder: Path) -> list[Record]:
@@ -140,20 +130,23 @@ def _records(folder: Path) -> list[Record]:
 def _at(path: Path) -> list[Record]:
     """What a path means: a file, a folder with one, or a folder of such folders."""
     if os.path.isdir(path):  # whatever the text is, it does not raise
-        record = _read(path / EVENTS)
-        return [record] if record else _below(path)
-    record = _read(path)
+        record = read_record(path / EVENTS)
+        try:
+            return [record] if record else _below(path)
+        except OSError as error:
+            raise NoSuchRun(f"{path} cannot be read: {error.strerror}") from error
+    record = read_record(path)
     return [record] if record else []
 
 
 def _below(folder: Path) -> list[Record]:
     paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    found = [record for path in paths if (record := _read(path / EVENTS))]
+    found = [record for path in paths if (record := read_record(path / EVENTS))]
     return sorted(found, key=lambda record: record.began, reverse=True)
 
 
-def _read(events: Path) -> Record | None:
-    """None where there are no events, or something else of that name."""
+def read_record(events: Path) -> Record | None:
+    """By its first line alone. None where there are no events, or something else of that name."""
     try:
         if not events.is_file():  # opening a pipe would wait
             return None
@@ -181,16 +174,17 @@ def _endpoint(first: Event | None) -> str:
 
 
 def _newest_launch(found: Iterable[Record]) -> list[Record]:
-    rest = sorted(found, key=lambda record: record.began)
+    rest = sorted(found, key=lambda record: (record.living, record.began))
     launch = [rest.pop()]
-    rest = [record for record in rest if _of_one_job(record, launch[0])]
+    rest = [record for record in rest if of_one_job(record, launch[0])]
     while touching := [r for r in rest if any(_touch(r, one) for one in launch)]:
         launch += touching
         rest = [record for record in rest if record not in touching]
     return sorted(launch, key=lambda record: (record.began, record.events))
 
 
-def _of_one_job(one: Record, other: Record) -> bool:
+def of_one_job(one: Record, other: Record) -> bool:
+    """Whether both can be of one: jobs that were given no id are told apart by their endpoints."""
     return one.run == other.run and (one.run != NO_ID or one.endpoint == other.endpoint)
 
 
@@ -200,14 +194,17 @@ def _tell_of_others(launch: list[Record], found: Iterable[Record]) -> None:
         record.events.parent.name
         for record in found
         if record.run == launch[0].run
-        and not _of_one_job(record, launch[0])
+        and not of_one_job(record, launch[0])
         and any(_touch(record, one) for one in launch)
     )
     if others:
         log.warning(
-            "several jobs of the id %r ran at the same time: the newest is taken, which meets at "
-            "%s; the others are found as %s; --rdzv-id tells them apart",
-            *(launch[0].run, launch[0].endpoint or "no endpoint", ", ".join(others[:SHOWN])),
+            "several jobs of the id %r ran at the same time: the newest%s is taken, which meets "
+            "at %s; the others are found as %s; --rdzv-id tells them apart",
+            launch[0].run,
+            " that runs" if any(record.living for record in launch) else "",
+            launch[0].endpoint or "no endpoint",
+            ", ".join(others[:SHOWN]),
         )
 
 

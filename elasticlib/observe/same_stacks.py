@@ -72,7 +72,7 @@ def _missing(view: JobView) -> list[str]:
         if one.silent:
             lines.append(
                 f"{host}: rank {spans(one.silent)} wrote nothing within a second: it is stopped, "
-                "blocks signals, or no processor has time for it"
+                "blocks signals or handles these itself, or no processor has time for it"
             )
         if one.mute:
             names = ", ".join(one.mute.values())

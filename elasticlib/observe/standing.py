@@ -7,11 +7,13 @@ as the age of their last sign of life, is filled in by who looks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
 from ..workers.beat import NOTHING, Beat
 from .event import Event
+from .facts import count, seconds, text
 from .history import JobState
 
 _ENDS = {
@@ -25,6 +27,11 @@ _ENDS = {
 def end_state(word: str) -> JobState:
     """Of the `state` that `run.ended` tells; FAILED for a word that nobody knows."""
     return _ENDS.get(word, JobState.FAILED)
+
+
+def is_sent_away(reason: str) -> bool:
+    """Whether this is why one node ended, and the job did not."""
+    return "goes on without it" in reason
 
 
 @attrs.frozen
@@ -44,7 +51,8 @@ class WorkerStanding:
 
 @attrs.frozen
 class NodeStanding:
-    """since: when this state began, by the node's monotonic clock, as `at` of an event."""
+    """since: when this state began, by the node's monotonic clock, as `at` of an event. step,
+    per_second: as its events tell of its slowest worker; the workers' own are newer."""
 
     run: str
     node: str
@@ -63,6 +71,8 @@ class NodeStanding:
     reason: str = ""
     saved: int | None = None
     snapshot: int | None = None
+    step: int | None = None
+    per_second: float | None = None
     exit_code: int | None = None
     workers: tuple[WorkerStanding, ...] = ()
 
@@ -70,21 +80,23 @@ class NodeStanding:
 def after(standing: NodeStanding, event: Event) -> NodeStanding:
     """The standing once this has happened; a kind that says nothing of it changes nothing."""
     facts = event.facts
-    known = attrs.fields_dict(NodeStanding)
-    named = {key: facts[key] for key in _TAKEN.get(event.kind, ()) if key in known and key in facts}
-    now = attrs.evolve(standing, generation=event.generation, **named)
+    now = attrs.evolve(standing, generation=event.generation, **_named(event))
     if event.kind == "worker.began" and event.rank is not None:
-        local, name = int(facts.get("local_rank", 0)), str(facts.get("name", ""))
+        local, name = count(facts, "local_rank") or 0, text(facts, "name")
         return _with(now, WorkerStanding(event.rank, local, name))
     if event.kind == "worker.ended":
         gone = (w for w in now.workers if w.rank == event.rank)
         return _with(now, *(attrs.evolve(worker, running=False) for worker in gone))
-    if event.kind in ("saved", "snapshot") and isinstance(facts.get("step"), int):
-        return attrs.evolve(now, **{event.kind: facts["step"]})
+    step = count(facts, "step")
+    if event.kind in ("saved", "snapshot") and step is not None:
+        told: dict[str, Any] = {event.kind: step}
+        return attrs.evolve(now, **told)
+    if event.kind in ("training.began", "steps"):
+        return attrs.evolve(now, step=step, per_second=seconds(facts, "per_second"))
     state = _state(standing.state, event)
     if event.kind == "generation.began":
-        now = attrs.evolve(now, workers=())
-    reason = str(facts.get(_REASONS.get(event.kind, ""), "") or now.reason)
+        now = attrs.evolve(now, workers=(), step=None, per_second=None)
+    reason = text(facts, _REASONS.get(event.kind, "")) or now.reason
     if state is standing.state:
         return attrs.evolve(now, reason=reason)
     return attrs.evolve(now, state=state, since=event.at, reason=reason)
@@ -95,6 +107,18 @@ _TAKEN: Mapping[str, tuple[str, ...]] = {
     "generation.began": ("node_rank", "nodes", "world", "restarts", "max_restarts"),
     "run.ended": ("exit_code",),
 }
+
+
+def _named(event: Event) -> dict[str, Any]:
+    """What this event tells under the names that a standing has for it."""
+    found: dict[str, Any] = {}
+    for key in _TAKEN.get(event.kind, ()):
+        value = text(event.facts, key) if key == "host" else count(event.facts, key)
+        if value is not None:
+            found[key] = value
+    return found
+
+
 _REASONS: Mapping[str, str] = {
     "rendezvous.began": "why",
     "generation.began": "cause",
@@ -126,6 +150,16 @@ def _with(standing: NodeStanding, *workers: WorkerStanding) -> NodeStanding:
     kept = (worker for worker in standing.workers if worker.rank not in changed)
     return attrs.evolve(
         standing, workers=tuple(sorted((*kept, *workers), key=lambda worker: worker.rank))
+    )
+
+
+def put_out(standing: NodeStanding) -> NodeStanding:
+    """Of a node that is no member any more: where its workers were is told as nobody's place now,
+    and the checkpoints that they wrote are there still."""
+    told = (standing.saved, *(worker.saved for worker in standing.workers))
+    saved = max((step for step in told if step is not None), default=None)
+    return attrs.evolve(
+        standing, saved=saved, workers=(), step=None, per_second=None, snapshot=None
     )
 
 

@@ -6,6 +6,7 @@ Nobody's clock is compared with another's: all ages are as the node that tells t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 
@@ -13,7 +14,7 @@ from ..rendezvous.codec import Note
 from ..rendezvous.document import Document, Node, Phase
 from .history import JobState
 from .question import Answer, Stacks
-from .standing import NodeStanding
+from .standing import NodeStanding, is_sent_away, put_out
 
 
 @attrs.frozen
@@ -44,6 +45,14 @@ class NodeStatus:
     @property
     def standing(self) -> NodeStanding | None:
         return None if self.answer is None else self.answer.standing
+
+    def told(self, name: str) -> list[Any]:
+        """What its workers told of their step or per_second; if none did, what its events tell."""
+        if self.standing is None:
+            return []
+        found = [getattr(worker, name) for worker in self.standing.workers]
+        found = [value for value in found if value is not None] or [getattr(self.standing, name)]
+        return [value for value in found if value is not None]
 
     @property
     def state(self) -> str:
@@ -87,6 +96,12 @@ class JobStatus:
         return tuple(node for node in self.nodes if node.lives and node.answer is None)
 
     @property
+    def starting(self) -> bool:
+        """Whether its events alone tell of it: its agent lives, and no generation stood so far."""
+        on = self.state is not None and not self.state.over
+        return self.age is not None and on and not self.generation
+
+    @property
     def unanswered(self) -> bool:
         """Whether there are nodes, and none of them answered."""
         return bool(self.nodes) and not any(node.answer for node in self.nodes)
@@ -94,12 +109,12 @@ class JobStatus:
     @property
     def step(self) -> int | None:
         """The smallest that any worker told of last."""
-        return min(self._told("step"), default=None)
+        return min(self._slowest("step"), default=None)
 
     @property
     def per_second(self) -> float | None:
         """Steps of the slowest worker."""
-        return min(self._told("per_second"), default=None)
+        return min(self._slowest("per_second"), default=None)
 
     @property
     def saved(self) -> int | None:
@@ -111,6 +126,10 @@ class JobStatus:
     def snapshot(self) -> int | None:
         """The newest step that all nodes which keep snapshots have whole in their memory."""
         return min((s.snapshot for s in self._standings() if s.snapshot is not None), default=None)
+
+    def _slowest(self, name: str) -> list[Any]:
+        """What the workers told, and of nodes whose workers did not, the nodes' events."""
+        return [value for node in self.nodes for value in node.told(name)]
 
     def _told(self, name: str) -> list[int]:
         found = (getattr(w, name) for s in self._standings() for w in s.workers)
@@ -158,6 +177,9 @@ def _nodes(view: JobView) -> tuple[NodeStatus, ...]:
     ids = {node.id for node in members}
     here = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
     here += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
+    answers = dict(view.answers)
+    if members:
+        answers |= {id: _put_out(answer) for id, answer in answers.items() if id not in ids}
     return tuple(
         NodeStatus(
             node=node.id,
@@ -166,12 +188,16 @@ def _nodes(view: JobView) -> tuple[NodeStatus, ...]:
             slots=node.slots,
             lives=node.id in living,
             draining=node.draining,
-            answer=view.answers.get(node.id),
+            answer=answers.get(node.id),
         )
         for rank, node in here
         # Of a generation that is over, those who have gone are none of the next one's.
         if node.id in living or not over
     )
+
+
+def _put_out(answer: Answer) -> Answer:
+    return attrs.evolve(answer, standing=put_out(answer.standing))
 
 
 _PHASES = {
@@ -219,23 +245,17 @@ def _opening(document: Document, live: tuple[Node, ...]) -> JobState:
 
 def status_of_records(run: str, nodes: Iterable[NodeStatus], age: float) -> JobStatus:
     """Of what files tell of some of a run's nodes, the newest of it so many seconds ago."""
-    found = tuple(sorted(nodes, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
+    found = _placed(nodes)
     standings = [node.standing for node in found if node.standing is not None]
     newest = max(standings, key=lambda standing: standing.generation)
-    ended = [standing for standing in standings if standing.state.over]
-    states = {standing.state for standing in ended}
-    state: JobState | None = None
-    if len(ended) == len(standings):
-        order = (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED, JobState.PREEMPTED)
-        state = next(one for one in order if one in states)
-    elif any(node.lives for node in found):
-        running = [node.standing.state for node in found if node.lives and node.standing]
-        state = next((one for one in _FIRST if one in running), running[0])
+    # The members come first, and so their words.
+    state = _recorded_state(found, newest.generation)
     same = [standing for standing in standings if standing.state is state]
+    teller = min(same, key=lambda one: is_sent_away(one.reason), default=newest)
     return JobStatus(
         run,
         state,
-        (same[0] if same else newest).reason,
+        teller.reason,
         age=age,
         generation=newest.generation,
         world=newest.world,
@@ -243,3 +263,34 @@ def status_of_records(run: str, nodes: Iterable[NodeStatus], age: float) -> JobS
         max_restarts=newest.max_restarts,
         nodes=found,
     )
+
+
+def _placed(nodes: Iterable[NodeStatus]) -> tuple[NodeStatus, ...]:
+    """The members of the newest generation by their ranks, then who was in none or an older."""
+    nodes = tuple(nodes)
+    newest = max(node.standing.generation for node in nodes if node.standing is not None)
+    found = []
+    for node in nodes:
+        if node.answer is not None and node.answer.standing.generation < newest:
+            node = attrs.evolve(node, rank=None, answer=_put_out(node.answer))
+        found.append(node)
+    return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
+
+
+def _recorded_state(nodes: Iterable[NodeStatus], newest: int) -> JobState | None:
+    """None where agents are gone that did not say how it ended."""
+    told = [(node.standing, node.lives) for node in nodes if node.standing is not None]
+    members = [standing for standing, _ in told if standing.generation == newest]
+    states = {standing.state for standing in members}
+    for final in (JobState.SUCCEEDED, JobState.FAILED):
+        # Each ends the job for all, but for the node that is told to leave it.
+        said = [one for one in members if one.state is final and not is_sent_away(one.reason)]
+        if said:
+            return final
+    running = [standing.state for standing, lives in told if lives]
+    if running:
+        return next((one for one in _FIRST if one in running), running[0])
+    if not all(state.over for state in states):
+        return None
+    order = (JobState.FAILED, JobState.STOPPED, JobState.PREEMPTED)
+    return next(one for one in order if one in states)

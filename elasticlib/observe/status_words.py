@@ -34,21 +34,21 @@ FIELDS: Mapping[str, str] = {
     "restarts": "after failures, so far",
     "max_restarts": "how many there may be, null if not known",
     "step": "the smallest that a worker told of last, null if none does",
-    "per_second": "steps of the slowest worker, null if not known",
+    "per_second": "steps of the slowest worker or node, null if not known",
     "saved": "step of the last checkpoint, null if none was told of",
     "snapshot": "the newest step that is whole in the memory of all nodes which keep it, or null",
-    "nodes": "one object each, members first, by rank; see NODE_FIELDS",
+    "nodes": "one object each, members first, by rank, as below",
     "exit_code": "of this command",
 }
 NODE_FIELDS: Mapping[str, str] = {
     "node": "its id",
     "host": "its name",
-    "rank": "among the members; null for a spare, which waits to be let in",
-    "lives": "whether its lease in the store stands",
-    "answers": "whether it answered",
+    "rank": "among the members; null for who joins or, as a spare, waits to be let in",
+    "lives": "whether its lease in the store stands, or its agent is there where events tell of it",
+    "answers": "whether it answered; where its events tell of it, it did not",
     "state": "its own, in the same words; null if it does not answer",
-    "since": "seconds for which it has been in that state",
-    "up": "seconds since its agent began",
+    "since": "seconds for which it has been in that state; until its last event, where these tell",
+    "up": "seconds since its agent began; the same",
     "heard": "seconds since the store last took its word, null if not known",
     "draining": "why it is about to leave, empty if it is not",
     "slots": "workers that it can run",
@@ -61,7 +61,7 @@ EXIT_CODES: Mapping[int, str] = {
     1: "it has failed",
     2: "the command line makes no sense",
     3: "it is between: WAITING, RENDEZVOUS, RESTARTING, RESIZING or DRAINING",
-    4: "there is no such run, or nobody answers",
+    4: "there is no such run, or nobody answers or can be asked",
     5: "it ended before it was done: STOPPED by a signal, or PREEMPTED",
 }
 NOBODY = 4
@@ -79,6 +79,8 @@ def exit_code(status: JobStatus) -> int:
         return NOBODY
     if not state.over:
         running = state is JobState.RUNNING
+        if status.starting:
+            return 3
         # Files, or the store, say that it ran; nobody said that it does.
         heard = status.age is None and not status.unanswered
         return NOBODY if not heard else 0 if running else 3
@@ -94,7 +96,7 @@ def as_document(status: JobStatus) -> dict[str, Any]:
         "state": None if status.state is None else status.state.value,
         "source": _source(status),
         **{name: getattr(status, name) for name in (*taken, *more)},
-        "nodes": [_node_document(node) for node in status.nodes],
+        "nodes": [_node_document(node, status.age is None) for node in status.nodes],
         "exit_code": exit_code(status),
     }
 
@@ -105,12 +107,12 @@ def _source(status: JobStatus) -> str:
     return "store" if status.unanswered else "nodes"
 
 
-def _node_document(node: NodeStatus) -> dict[str, Any]:
+def _node_document(node: NodeStatus, asked: bool) -> dict[str, Any]:
     answer, standing = node.answer, node.standing
     return {
         **{name: getattr(node, name) for name in ("node", "host", "rank", "lives", "draining")},
         "slots": node.slots,
-        "answers": answer is not None,
+        "answers": asked and answer is not None,
         "state": None if standing is None else standing.state.value,
         "since": None if answer is None else answer.state_seconds,
         "up": None if answer is None else answer.up_seconds,
@@ -135,7 +137,9 @@ def headline(status: JobStatus) -> list[str]:
     lines = [f"{status.run}: {state}{lasted}"]
     if status.age is not None:
         over = status.state is not None and status.state.over
-        said = "as its events tell" if over else "nobody answers, and its events tell this"
+        said = "as its events tell" if over else "nobody answered, and its events tell this"
+        if status.starting:
+            said = "it is starting, as its events tell"
         lines.append(f"  {said}, the last of {duration(status.age)} ago")
     elif status.unanswered:
         lines.append("  none of its nodes answers, and its store tells this")
@@ -179,23 +183,27 @@ def _named(nodes: Sequence[NodeStatus]) -> str:
 def node_table(status: JobStatus) -> Table:
     """A line a node, or where they are many, one each for those that are unlike the others."""
     nodes = status.nodes
+    unranked = "spare" if status.generation else "joining"
     if len(nodes) <= MOST_NODES:
-        return NODE_HEAD, [_node_row((node,)) for node in nodes]
+        return NODE_HEAD, [_node_row((node,), unranked) for node in nodes]
     common = Counter(node.state for node in nodes).most_common(1)[0][0]
     odd = [node for node in nodes if node.state != common][: MOST_NODES - QUIETEST - 1]
     same = [node for node in nodes if node.state == common]
     quiet = sorted(same, key=lambda node: -(_silence(node) or 0.0))[:QUIETEST]
     shown = {node.node for node in (*odd, *quiet)}
-    rows = [_node_row((node,)) for node in (*odd, *quiet)]
+    rows = [_node_row((node,), unranked) for node in (*odd, *quiet)]
     for state in dict.fromkeys(node.state for node in nodes):
         rest = [node for node in nodes if node.state == state and node.node not in shown]
         if rest:
-            rows.append(_node_row(rest))
+            rows.append(_node_row(rest, unranked))
     return NODE_HEAD, rows
 
 
 def rank_table(status: JobStatus) -> Table:
-    """A line a worker; none where they are many."""
+    """A line a worker; none where they are many, or have all ended and tell nothing."""
+    standings = [node.standing for node in status.nodes if node.standing is not None]
+    if not any(_is_worth_a_line(worker) for one in standings for worker in one.workers):
+        return RANK_HEAD, []
     rows = [
         (
             str(worker.rank),
@@ -213,11 +221,17 @@ def rank_table(status: JobStatus) -> Table:
     return RANK_HEAD, rows if len(rows) <= MOST_RANKS else []
 
 
-def _node_row(nodes: Sequence[NodeStatus]) -> Sequence[str]:
+def _is_worth_a_line(worker: WorkerStanding) -> bool:
+    told = (worker.step, worker.per_second, worker.silent, worker.saved)
+    return worker.running or any(value is not None for value in told)
+
+
+def _node_row(nodes: Sequence[NodeStatus], unranked: str) -> Sequence[str]:
+    """unranked: what one is that lives and has no rank."""
     first = nodes[0]
     workers = [w for node in nodes if node.standing is not None for w in node.standing.workers]
     ranks = [node.rank for node in nodes if node.rank is not None]
-    place = spans(ranks) if ranks else "spare" if first.lives else "-"
+    place = spans(ranks) if ranks else unranked if first.lives else "-"
     heard = [n.answer.heard for n in nodes if n.answer is not None and n.answer.heard is not None]
     return (
         place,
@@ -225,8 +239,8 @@ def _node_row(nodes: Sequence[NodeStatus]) -> Sequence[str]:
         f"{first.state}, draining" if first.draining and len(nodes) == 1 else first.state,
         _known(max(heard, default=None), duration),
         spans(worker.rank for worker in workers) or "-",
-        _range(workers, "step", str),
-        _range(workers, "per_second", number),
+        _range(nodes, "step", str),
+        _range(nodes, "per_second", number),
         _known(max((w.silent for w in workers if w.silent is not None), default=None), duration),
     )
 
@@ -236,8 +250,8 @@ def _silence(node: NodeStatus) -> float | None:
     return max((w.silent for w in workers if w.silent is not None), default=None)
 
 
-def _range(workers: Iterable[WorkerStanding], name: str, shown: Callable[[Any], str]) -> str:
-    found = [getattr(w, name) for w in workers if getattr(w, name) is not None]
+def _range(nodes: Iterable[NodeStatus], name: str, shown: Callable[[Any], str]) -> str:
+    found = [value for node in nodes for value in node.told(name)]
     if not found:
         return "-"
     least, most = shown(min(found)), shown(max(found))

@@ -15,9 +15,12 @@ from .thinned import Thinned
 
 PACES = 2_000
 MARKS = 2_000
-SAVES = 500
-"""So many are kept of each agent: evenly spread ones where there were more. SAVES is for each of
-the kinds `saved` and `snapshot`, MARKS for all others together."""
+FEWER: Mapping[str, int] = {"saved": 500, "snapshot": 500, "worker.ended": 250}
+"""So many are kept of each agent: evenly spread ones where there were more. MARKS is for each kind
+but those of FEWER; `worker.ended` has so many for each worker of the node, since all of them may
+end each time in the same order."""
+WORKERS = 64
+"""That have so many each; if there are more, they share."""
 
 _IN_STANDING = (
     *("run.began", "rendezvous.began", "generation.began", "failure"),
@@ -45,10 +48,10 @@ class Strand:
         self.saved: tuple[float, int] | None = None
         self.snapshot: tuple[float, int] | None = None
         self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
-        self._marks = {
-            kind: Thinned[Mark]((MARKS if kind == "" else SAVES) if keep else 0)
-            for kind in ("", "saved", "snapshot")
-        }
+        self.failures = 0
+        self._keep = keep
+        self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
+        self._highest: dict[str, int] = {}
         self._clocks: Thinned[float] = Thinned(64)
         self._sought: float | None = None
 
@@ -67,6 +70,10 @@ class Strand:
     def left_out(self) -> int:
         """Marks and paces that there were too many of."""
         return self.paces.left_out + sum(marks.left_out for marks in self._marks.values())
+
+    def thinned(self, kind: str) -> bool:
+        """Whether there were too many of this kind for all to be in `marks`."""
+        return any(of == kind and marks.left_out for (of, _), marks in self._marks.items())
 
     def fold(self, event: Event) -> None:
         """Once this has happened, too. What has no time or no generation that can be is passed
@@ -93,9 +100,16 @@ class Strand:
             self.saved = (event.at, step)
         if event.kind == "snapshot" and step is not None:
             self.snapshot = (event.at, step)
-        if event.kind not in _IN_NO_LIFE:
+        if event.kind not in _IN_NO_LIFE or self._kept_anew(event.kind, step):
             self._live(event)
         self._mark(event, step)
+
+    def _kept_anew(self, kind: str, step: int | None) -> bool:
+        """Whether a step was kept, and none as high before."""
+        if kind not in ("saved", "snapshot") or step is None or step <= self._highest.get(kind, -1):
+            return False
+        self._highest[kind] = step
+        return True
 
     def _meet(self, event: Event) -> None:
         if self.began is None:
@@ -130,7 +144,7 @@ class Strand:
                 generation=event.generation,
                 step=step,
                 per_second=facts.seconds(told, "per_second"),
-                loss=facts.number(told, "loss"),
+                loss=facts.value(told, "loss"),
                 samples_per_second=facts.seconds(told, "samples_per_second"),
             )
             self.paces.add(pace)
@@ -148,4 +162,8 @@ class Strand:
         elif kind not in _WORDS:
             return
         mark = Mark(event.at, kind, self.node, words, rank=event.rank, step=step)
-        self._marks.get(kind, self._marks[""]).add(mark)
+        self.failures += kind == "failure"
+        if self._keep:
+            place = facts.count(told, "local_rank") or 0 if kind == "worker.ended" else 0
+            limit = FEWER.get(kind, MARKS)
+            self._marks.setdefault((kind, place % WORKERS), Thinned(limit)).add(mark)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from .costs import Ledger
+from .costs import Ledger, as_start
 from .event import Event
 from .history import Cost, Generation, Why
 from .strand import Strand
@@ -20,8 +20,9 @@ class Sums:
     """Of one node. seconds: from its first event to the last. trained: of these in steps that
     count; None where none was told. first_step: seconds until the first one's end.
 
-    lost: of all generations but the first, phase by phase; None where nobody told of it. dearest:
-    those that cost most, in order of time; all of them, where they are few.
+    lost: phase by phase, of all generations but a first one that made steps; None where nobody
+    told of it. dearest: those after the first that cost most, in order of time; all of them, where
+    they are few.
     """
 
     seconds: float = 0.0
@@ -52,8 +53,8 @@ class Tally:
         self._strand = Strand(keep=False)
         self._ledger = Ledger()
         self._counts: dict[Why, int] = {}
-        self._lost = Cost()
-        self._dearest: list[Generation] = []
+        # If workers never tell of steps, and if they do, which may be told by the last generation.
+        self._stepless, self._stepping = _Lost(), _Lost()
         self._trained: float | None = None
         self._first: float | None = None
 
@@ -69,13 +70,14 @@ class Tally:
         while self._strand.lives:
             self._settle()
         strand = self._strand
+        lost = self._stepless if self._trained is None else self._stepping
         return Sums(
             seconds=strand.seen - (strand.began or 0.0),
             trained=self._trained,
             first_step=self._first,
             counts=self._counts,
-            lost=self._lost,
-            dearest=tuple(sorted(self._dearest, key=lambda generation: generation.began)),
+            lost=lost.cost,
+            dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
             saved=None if strand.saved is None else strand.saved[1],
             snapshot=None if strand.snapshot is None else strand.snapshot[1],
         )
@@ -95,12 +97,27 @@ class Tally:
             self._trained = (self._trained or 0.0) + max(0.0, ended - made.trained)
             self._trained -= made.cost.redone_seconds
             self._first = made.trained - began if self._first is None else self._first
+        whole = as_start(made, self._strand.seen)
         if self._counts:
-            self._lost = _sum(self._lost, made.cost)
-            self._dearest.append(made)
-            self._dearest.sort(key=lambda generation: -generation.cost.seconds)
-            del self._dearest[DEAREST:]
+            self._stepless.add(made)
+            self._stepping.add(whole)
+        elif made.trained is None:
+            self._stepping.cost = whole.cost
         self._counts[made.why] = self._counts.get(made.why, 0) + 1
+
+
+class _Lost:
+    """What some generations cost, and the dearest of them."""
+
+    def __init__(self) -> None:
+        self.cost = Cost()
+        self.dearest: list[Generation] = []
+
+    def add(self, made: Generation) -> None:
+        self.cost = _sum(self.cost, made.cost)
+        self.dearest.append(made)
+        self.dearest.sort(key=lambda generation: -generation.cost.seconds)
+        del self.dearest[DEAREST:]
 
 
 def _sum(one: Cost, other: Cost) -> Cost:

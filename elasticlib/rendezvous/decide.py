@@ -256,8 +256,8 @@ def _gather(view: View, document: Document) -> Decision:
     members = document.member_ids
     busy = [n for n in candidates if n.id in members and n.left != document.roll]
     if busy:
-        names = _names(busy, view)
-        return Decision(f"{names} to stop the workers of generation {document.generation}")
+        names, number = _names(busy, view), document.generation
+        return Decision(f"waiting for {names} to stop the workers of generation {number}")
     # Who drains was waited for until it had stopped: what it saves is what the others go on from.
     candidates = [n for n in candidates if not n.draining and (n.id in members or not n.runs)]
     here = {n.id for n in candidates}

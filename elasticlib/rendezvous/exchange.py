@@ -20,6 +20,8 @@ from .participant import Snapshot
 from .ranks import Seat
 
 Answer = TypeVar("Answer")
+UNANSWERED = Note(reason="the store has not answered")
+"""Until something is told of what is waited for."""
 
 
 @attrs.frozen
@@ -46,7 +48,7 @@ class Exchange:
         self._wishes = Wishes(Intent(node))
         self._stopping = False
         self._stood_at = float("-inf")
-        self._note = Note(reason="the store has not answered")
+        self._note = UNANSWERED
 
     # -- for both -----------------------------------------------------------------------------
 

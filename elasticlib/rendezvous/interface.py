@@ -88,14 +88,17 @@ class RendezvousHandler(abc.ABC):
 
         Raises:
             RendezvousTimeout: no such generation within the join timeout.
-            RendezvousClosed: the job is over, or `shutdown` was called.
+            RendezvousClosed: the job is over, or goes on without this node, or `shutdown` was
+                called.
             RendezvousMismatch: this node's settings contradict the job's.
+            RendezvousError: this node cannot serve torch's store.
             StoreError: the store was out of reach for too long.
         """
 
     @abc.abstractmethod
     def is_closed(self) -> bool:
-        """Whether the job is over: there will be no further generation."""
+        """Whether there will be no further generation for this node: the job is over, or goes on
+        without it."""
 
     @abc.abstractmethod
     def set_closed(self) -> None:

@@ -25,10 +25,11 @@ from ..errors import (
 )
 from ..stores.interface import Listing, Store
 from .backoff import backoff
+from .change import final_change
 from .codec import Note
 from .decide import Decision, is_empty
 from .document import Ending, Limits, Node, Phase
-from .exchange import Exchange, Wishes, settled
+from .exchange import UNANSWERED, Exchange, Wishes, settled
 from .notes import noted
 from .participant import Participant, Snapshot
 from .reminder import REMIND_SECONDS, Reminder
@@ -230,12 +231,14 @@ class Keeper:
         """Say what a waiting node waits for, when that changes and every so often; seconds until
         there may be something to say again."""
         again = self._learn_note(decision, snapshot, now)
-        # The rest its agent tells.
-        waiting = self.exchange.intent.joining and not settled(snapshot)
-        if not waiting:
+        intent = self.exchange.intent
+        # Its agent tells the rest: that the node gets itself ready, or what ends the wait for good.
+        waiting = intent.joining and not intent.silent and not settled(snapshot)
+        if not waiting or final_change(snapshot.head, intent) is not None:
             log.debug("%s", decision.reason)
             return again
-        self._reminder.remind(self.exchange.note, now)
+        if self.exchange.note not in (UNANSWERED, Note()):
+            self._reminder.remind(self.exchange.note, now)
         return max(0.01, min(again, self._note_at - now))
 
     def _learn_note(self, decision: Decision, snapshot: Snapshot, now: float) -> float:

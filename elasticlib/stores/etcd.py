@@ -52,7 +52,8 @@ class EtcdStore(Store):
         endpoints: `host:port,host:port` or a list of such, tried in turn; port 2379 unless
             given, IPv6 in brackets, `https://` in front where it is spoken without a CA of its own.
         prefix: of all keys in etcd, so that others may use it too.
-        timeout: seconds that one operation may take, `wait` beyond its own.
+        timeout: seconds for each request to etcd, of which a leased write makes several; `wait`
+            beyond its own.
         user, password: where etcd asks for them.
         ca_cert: a file with the authorities to trust. https is spoken where one is given.
         cert, key: files with this client's certificate and its key, where etcd asks for them.

@@ -16,6 +16,7 @@ from pathlib import Path
 import filelock
 
 from ..errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
+from ..hard_lock import hard_lock
 from .file_format import (
     CHANGES_FILE,
     KEY_PREFIX,
@@ -41,7 +42,7 @@ class Folder:
         self.path = path
         self._timeout = timeout
         self._threads = threading.Lock()
-        self._processes = filelock.FileLock(path / "lock")
+        self._processes = hard_lock(path / "lock")
         self._made = False
         self._highest = 0
 
@@ -208,5 +209,5 @@ class Folder:
             yield
         except StoreError:
             raise
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # of filelock, where there are no locks
             raise StoreUnavailable(f"store folder {self.path}: {error}") from error

@@ -18,6 +18,8 @@ from .wire import PROTOCOL, Frame, FrameReader, encode
 
 LONGEST_ANSWER = 64 * 1024
 """Bytes of a frame from a server that has not welcomed us yet."""
+NOT_OURS = "not as an elasticlib store"
+"""Says of what answers there that it is something else."""
 
 
 def shake_hands(
@@ -96,4 +98,4 @@ class _Line:
         self._connection.settimeout(left)
 
     def _not_ours(self, what: str) -> StoreRefused:
-        return StoreRefused(f"{self._name} answers, but not as an elasticlib store: {what}")
+        return StoreRefused(f"{self._name} answers, but {NOT_OURS}: {what}")

@@ -9,7 +9,7 @@ of your own subclasses `Store`, and its test subclasses the suite.
   grow and are never reused, also not after a delete.
 * Reads and writes are linearizable: whoever reads after a write has returned sees it.
 * A missing key answers at once. Nothing blocks for ever: `wait` has a timeout, and each other
-  call ends within the store's own, which its error names.
+  call ends within bounds that follow from the store's own, which its error names.
 * `compare_set` says whether *this* call won, and what is there now; exactly one of several
   racing callers that expect the same version wins.
 * A **lease** is a key written with a `ttl`. Its owner calls `refresh`, which is no change and

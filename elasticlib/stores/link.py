@@ -23,7 +23,7 @@ from ..endpoint import join_endpoint
 from ..errors import ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
 from .forks import close_in_children
 from .handshake import shake_hands
-from .peer import bound_sending, keep_honest
+from .peer import address_of, bound_sending, keep_honest
 from .receiver import RECEIVER
 from .service import error_of
 from .wire import MAX_FRAME_BYTES, Frame, FrameReader, encode
@@ -116,7 +116,7 @@ class Link:
     @property
     def local_address(self) -> str:
         """The address of this machine from which the server was reached."""
-        return str(self.connection.getsockname()[0])
+        return address_of(self.connection.getsockname())
 
     @property
     def alive(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
+from ..errors import ConfigError, ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
 from .interface import CompareSet, Entry, Listing, Store, Watched
 from .server import TcpStoreServer
 from .tcp import TcpStore
@@ -129,7 +129,8 @@ class MovingStore(Store):
                 try:
                     found.connect(SCAN_SECONDS)
                     accepted = accept(found, number < self._at)
-                except StoreError as error:
+                except ElasticError as error:
+                    # What stands there may be another version's, too, and is not ours to read.
                     log.debug("not at %s: %s", place.name, error)
                     accepted = False
                 if accepted:

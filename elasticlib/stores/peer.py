@@ -8,11 +8,17 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterable
+from typing import Any
 
 from .admission import HANDSHAKE_BYTES, Admission
 from .wire import Frame, FrameReader, encode
 
 RECEIVE_BYTES = 256 * 1024
+
+
+def address_of(name: tuple[Any, ...]) -> str:
+    """The address in a socket's name; a link-local one with its scope, without which it is none."""
+    return socket.getnameinfo(name, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def keep_honest(connection: socket.socket, timeout: float) -> None:

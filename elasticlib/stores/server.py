@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import resource
 import secrets
 import selectors
 import socket
@@ -22,7 +23,7 @@ from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreRefused
 from .admission import Admission
 from .forks import close_in_children, renew_in_children
-from .peer import Peer, keep_honest
+from .peer import Peer, address_of, keep_honest
 from .secret import NONCE_BYTES, VARIABLE, check_secret
 from .service import StoreService, error_frame
 from .state import Limits
@@ -35,14 +36,25 @@ LONGEST_SLEEP = 3600.0
 
 @attrs.frozen
 class ServerLimits:
-    """What one client, and all of them together, may cost the server."""
+    """What one client, and all of them together, may cost the server.
+
+    spare_descriptors: of those that this process may have, so many are for all else that it does.
+    """
 
     store: Limits = attrs.field(factory=Limits)
     frame_bytes: int = MAX_FRAME_BYTES
     connections: int = 10_000
+    spare_descriptors: int = 256
     unsent_bytes: int = 64 * 1024 * 1024
     handshake_seconds: float = 10.0
     silent_network_seconds: float = 60.0
+
+    def most_connections(self) -> int:
+        """As many as this process may have open now; where that is little, half of it."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY:
+            return self.connections
+        return min(self.connections, max(soft - self.spare_descriptors, soft // 2))
 
 
 class TcpStoreServer:
@@ -84,7 +96,8 @@ class TcpStoreServer:
         """Bind, listen and serve in a thread. Raises the OSError of a failed bind unchanged."""
         if self._loop is None:
             listener = _listen(self.host, self.port)
-            self.host, self.port = listener.getsockname()[:2]
+            name = listener.getsockname()
+            self.host, self.port = address_of(name), name[1]
             self._loop = _Loop(listener, self.job, self._secret, self._limits)
             self._loop.start()
             if self._secret is None and not _is_loopback(self.host):
@@ -164,6 +177,7 @@ class _Loop:
         self, listener: socket.socket, job: str, secret: bytes | None, limits: ServerLimits
     ) -> None:
         self._limits = limits
+        self._most = limits.most_connections()
         self._job = job
         self._secret = secret
         self._service = StoreService(limits.store, limits.frame_bytes)
@@ -270,8 +284,11 @@ class _Loop:
                 return
             except OSError as error:
                 # Out of descriptors, say, or a network that is down: the listener may be ready
-                # for ever, and those who are connected already must not pay. Look away a while.
+                # for ever, and those who are connected already must not pay. Look away a while,
+                # and have half of those who are not in yet make way.
                 log.warning("cannot accept a connection just now: %s", error)
+                for number in list(self._unsettled)[: (len(self._unsettled) + 1) // 2]:
+                    self._drop(self._peers[number])
                 self._selector.unregister(self._listener)
                 self._accept_again = monotonic() + 0.5
                 return
@@ -294,7 +311,7 @@ class _Loop:
 
     def _make_room(self, newcomer: Peer) -> None:
         """At the limit, who is not in yet makes way; where all others are, the newcomer does."""
-        most = self._limits.connections
+        most = self._most
         if len(self._peers) <= most:
             return
         oldest = next(iter(self._unsettled))

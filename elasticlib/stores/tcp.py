@@ -36,7 +36,8 @@ class TcpStore(Store):
         host: a name or a literal address; all that it resolves to are tried.
         port: where the server listens.
         job: whose store it is to be; a server of another job refuses by name.
-        timeout: seconds that one operation may take, `wait` beyond its own.
+        timeout: seconds for the answer to one operation, beside those of connecting where it has to
+            connect first; `wait` beyond its own.
         connect_timeout: seconds to go on trying to connect; `timeout` unless given.
         secret: what the server must prove to know, as this client does; it is never sent. What
             follows the proof is neither encrypted nor signed.

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..clock import Clock, monotonic
+from ..held_folder import FolderLock, try_to_hold
 from .beat import Beat
 from .channel import Channel
-from .held_folder import hold, let_go
 from .notice import REASONS, Notice
 from .stacks import beside
 
@@ -38,7 +38,7 @@ class Channels:
         usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
         self._place = SHARED_MEMORY if usable else None
         self._folder: Path | None = None
-        self._folders: dict[Path, int] = {}
+        self._folders: dict[Path, FolderLock | None] = {}
         self._number = 0
         self._open: dict[int, tuple[Channel, Path]] = {}
         self._last: dict[int, Beat] = {}
@@ -85,7 +85,8 @@ class Channels:
                 self.close(local_rank)
             for folder, lock in self._folders.items():
                 shutil.rmtree(folder, ignore_errors=True)
-                let_go(lock)
+                if lock is not None:
+                    lock.close()
                 self._unlisted(str(folder))
             self._folders.clear()
             self._folder = None
@@ -168,7 +169,7 @@ class Channels:
     def _made(self, local_rank: int) -> str:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="elasticlib-", dir=self._place))
-            self._folders[self._folder] = hold(self._folder)
+            self._folders[self._folder] = try_to_hold(self._folder)
             self._listed(str(self._folder))
         path = self._folder / f"{self._number}"
         try:

@@ -37,6 +37,8 @@ SIGNALS = {
 _OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 """Not SIGABRT, by which libraries end a process that has lost its peers."""
 
+UNKNOWN = 1
+"""In place of a returncode that cannot be had: no success."""
 FATAL = ("Fatal Python error:", "terminate called", "  what():")
 LONGEST_WORDS = 200
 
@@ -52,6 +54,8 @@ class WorkerExit:
     in its cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
     at which its end was seen; to compare with other workers of this machine alone. error_file:
     where its error.json is, empty if that goes with the run; error_data: what that holds.
+    code_known: else something else in the agent's process has taken the exit code, and this one
+    stands in its place.
     """
 
     local_rank: int
@@ -71,6 +75,7 @@ class WorkerExit:
     after: WorkerExit | None = None
     error_file: str = ""
     error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
+    code_known: bool = True
 
     @property
     def ok(self) -> bool:
@@ -105,6 +110,11 @@ class WorkerExit:
         if self.ending:
             failed = "failed" if self.message else f"exits with code {self.returncode}"
             return f"{failed}, and is still ending"
+        if not self.code_known:
+            return (
+                "ended with an exit code that something else in the agent's process has taken (a "
+                "handler of SIGCHLD, or os.wait): let that reap its own children alone"
+            )
         if self.unreadable:
             return f"returned a value that cannot be read here: {self.unreadable}"
         if not self.signal:

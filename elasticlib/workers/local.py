@@ -10,7 +10,6 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,12 +17,12 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import ElasticError, WorkerStartError
-from . import session, stacks
+from . import ends, session, stacks
 from .beat import Beat
 from .channel import VARIABLE as CHANNEL
 from .channels import Channels
 from .error_file import read_failure, read_record
-from .exits import WorkerExit
+from .exits import UNKNOWN, WorkerExit
 from .function import read_result
 from .guardian import Guardian
 from .interface import Workers
@@ -146,7 +145,7 @@ class LocalWorkers(Workers):
         self._starter.await_prepared()
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
-        _heed_children()
+        ends.heed_children()
         self._prepare_late(group.spec)
         self._processes = {}
         self._stopped = False
@@ -205,10 +204,16 @@ class LocalWorkers(Workers):
             process.ended_at = wall()
             ended(local_rank)
 
-        args = (pid, local_rank, noticed)
-        name = f"worker-{local_rank}-end"
-        threading.Thread(target=_await_end, args=args, name=name, daemon=True).start()
-        process.output.attach(process.popen)
+        try:
+            process.output.attach(process.popen)
+            ends.watch(pid, local_rank, noticed)
+        except RuntimeError as error:
+            # Nobody would notice its end.
+            self.collect(local_rank)
+            raise WorkerStartError(
+                f"cannot watch the worker of rank {process.worker.rank}: {error}; threads count "
+                "as processes (ulimit -u, pids.max of the cgroup): raise that limit"
+            ) from error
 
     def _spawn(
         self, group: WorkerGroup, worker: Worker, environment: dict[str, str], places: Places
@@ -235,11 +240,18 @@ class LocalWorkers(Workers):
         self._channels.close(local_rank)
         pid = process.popen.pid
         session.end(pid)
-        returncode = process.popen.wait()
+        returncode = ends.reap(process.popen)
         self._guardian.remove(pid)
         if not process.output.close():
             self._late.append(process.output)
-        found = WorkerExit(local_rank, process.worker.rank, pid, returncode, stopped=self._stopped)
+        found = WorkerExit(
+            local_rank,
+            process.worker.rank,
+            pid,
+            returncode=UNKNOWN if returncode is None else returncode,
+            code_known=returncode is not None,
+            stopped=self._stopped,
+        )
         if returncode == 0:
             value, unreadable = read_result(process.folder / "result.pickle")
             return attrs.evolve(found, value=value, unreadable=unreadable)
@@ -335,6 +347,8 @@ class LocalWorkers(Workers):
     def terminate(self) -> None:
         self._stopped = True
         self._signal(signal.SIGTERM)
+        # A worker that stands still (SIGSTOP, a debugger) would not hear of it.
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._stopped = True
@@ -367,23 +381,3 @@ class LocalWorkers(Workers):
         self._starter.close()
         self._folder.remove()
         self._guardian.close()
-
-
-def _await_end(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
-    try:
-        session.ends_within(pid, None)
-    finally:
-        ended(local_rank)
-
-
-def _heed_children() -> None:
-    """Where SIGCHLD is ignored, which is inherited, the kernel tells nobody how a child ended."""
-    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
-        return
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except ValueError as error:
-        raise WorkerStartError(
-            "SIGCHLD is ignored in this process, so no worker's end can be learnt, and only the "
-            "main thread can change that: set it to SIG_DFL there"
-        ) from error

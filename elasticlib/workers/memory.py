@@ -6,12 +6,14 @@ one trace. It is evidence, not proof: another process of the cgroup may have bee
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = CGROUPS) -> int | None:
+def oom_kills(membership: Path = MEMBERSHIP, mount: Path = CGROUPS) -> int | None:
     """The count in this process's cgroup, or the machine's where that has none; None if unknown."""
     try:
         places = counters(membership.read_text(), mount)
@@ -30,18 +32,31 @@ def oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = CGROUP
 def counters(membership: str, mount: Path) -> list[Path]:
     """Where the count may stand, the nearest first, given what /proc/self/cgroup says."""
     found: list[Path] = []
+    for top, path in _places(membership, "memory", mount):
+        name = "memory.events" if top == mount else "memory.oom_control"
+        # In a container the path may be the host's, and our own group the top of what is mounted.
+        found += [top / path / name, top / name]
+    return found
+
+
+def groups(membership: str, controller: str, mount: Path) -> list[Path]:
+    """The folders of this process's cgroup and of all above it, each of which can limit it."""
+    return [
+        top / part
+        for top, path in _places(membership, controller, mount)
+        for part in (path, *path.parents)
+    ]
+
+
+def _places(membership: str, controller: str, mount: Path) -> Iterator[tuple[Path, Path]]:
+    """The folder in which a controller's cgroups lie, and the path of this process's from there."""
     for line in membership.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            folder, name = mount / "memory", "memory.oom_control"
+        if controller in controllers.split(","):
+            yield mount / controller, Path(path.lstrip("/"))
         elif not controllers:
-            folder, name = mount, "memory.events"
-        else:
-            continue
-        # In a container the path may be the host's, and our own group the top of what is mounted.
-        found += [folder / path.lstrip("/") / name, folder / name]
-    return found
+            yield mount, Path(path.lstrip("/"))
 
 
 def parse(text: str) -> int | None:

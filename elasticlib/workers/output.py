@@ -72,14 +72,23 @@ class Output:
         return None if shown and _is_terminal(STDERR) else subprocess.PIPE
 
     def attach(self, process: subprocess.Popen[bytes] | Warm) -> None:
-        """Read the pipes of the process that has been started with these targets."""
-        for stream, pipe in ((Streams.OUT, process.stdout), (Streams.ERR, process.stderr)):
-            if pipe is not None:
-                pump = _Pump(pipe, self._sinks(stream))
-                pump.start()
-                self._pumps.append(pump)
+        """Read the pipes of the process that has been started with these targets.
+
+        Raises:
+            RuntimeError: no thread could be started for one of them.
+        """
+        pipes = ((Streams.OUT, process.stdout), (Streams.ERR, process.stderr))
+        pumps = [_Pump(pipe, self._sinks(stream)) for stream, pipe in pipes if pipe is not None]
         # Files that were handed over whole are the worker's alone now.
         self.abandon()
+        for number, pump in enumerate(pumps):
+            try:
+                pump.start()
+            except RuntimeError:
+                for unread in pumps[number:]:
+                    unread.abandon()
+                raise
+            self._pumps.append(pump)
 
     def _sinks(self, stream: Streams) -> list[_Sink]:
         sinks: list[_Sink] = []
@@ -218,6 +227,14 @@ class _Pump(threading.Thread):
                 self._busy = False
                 if not chunk:
                     break
+        self._finish()
+
+    def abandon(self) -> None:
+        """In place of `start`: nothing is read."""
+        self._pipe.close()
+        self._finish()
+
+    def _finish(self) -> None:
         for sink in self._sinks:
             sink.finish()
 

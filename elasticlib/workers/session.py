@@ -8,12 +8,16 @@ guardian runs this without site-packages.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
 from collections.abc import Iterable
 
 ROUNDS = 5
+LOOK_SECONDS = 0.1
+THREADS = 17
+"""Where their number stands, of the fields behind the command."""
 
 
 def members(session: int) -> list[int]:
@@ -28,12 +32,16 @@ def members(session: int) -> list[int]:
 def _session_of(pid: int) -> int | None:
     """The session of a process that is not a zombie."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command may hold spaces and brackets; the fields begin after the last bracket.
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _fields_of(pid)
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[3])
+
+
+def _fields_of(pid: int) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The command may hold spaces and brackets; the fields begin after the last bracket.
+        return file.read().rpartition(b")")[2].split()
 
 
 def holds(session: int, pid: int) -> bool:
@@ -49,20 +57,33 @@ def signal_group(leader: int, number: int) -> None:
 
 def signal_member(session: int, pid: int, number: int) -> bool:
     """Send a signal to one process of a session, and to no other; whether it was there."""
+    handle = None
     try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
+        handle = _handle(pid)
         # Looked at through the handle's eyes: the number may have a new owner since.
         if _session_of(pid) != session:
             return False
-        signal.pidfd_send_signal(handle, number)
-    except OSError:
+        if handle is None:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(handle, number)
+    except (OSError, OverflowError):
         return False
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
     return True
+
+
+def _handle(pid: int) -> int | None:
+    """One that stays this process's; None where none is to be had: kernels before 5.3 have none,
+    a container may forbid them, and this process may have too many files open."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
 
 
 def ends_within(pid: int, seconds: float | None) -> bool:
@@ -70,17 +91,43 @@ def ends_within(pid: int, seconds: float | None) -> bool:
 
     It is not reaped here: the zombie keeps the pid, and with it the session's number.
     """
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        # Its template ended, and the worker with it.
-        return True
+    left = math.inf if seconds is None else seconds
+    while True:
+        try:
+            handle = _handle(pid)
+        except ProcessLookupError:
+            # Its template ended, and the worker with it.
+            return True
+        if handle is not None:
+            return _readable(handle, left)
+        if _is_over(pid):
+            return True
+        if left <= 0:
+            return False
+        # Without a handle it can only be looked at, now and again.
+        pause = min(LOOK_SECONDS, left)
+        select.select((), (), (), pause)
+        left -= pause
+
+
+def _readable(handle: int, seconds: float) -> bool:
     try:
         look = select.poll()
         look.register(handle, select.POLLIN)
-        return bool(look.poll(None if seconds is None else seconds * 1000))
+        return bool(look.poll(None if seconds == math.inf else seconds * 1000))
     finally:
         os.close(handle)
+
+
+def _is_over(pid: int) -> bool:
+    """Whether all threads of a process have ended; what cannot be looked at now may still run."""
+    try:
+        fields = _fields_of(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1
 
 
 def end(session: int, seconds: float = 2.0) -> list[int]:
@@ -100,16 +147,6 @@ def end(session: int, seconds: float = 2.0) -> list[int]:
 
 
 def _kill_and_wait(pids: Iterable[int], session: int, seconds: float) -> None:
-    killed = []
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            handle = os.pidfd_open(pid)
-            try:
-                # Looked at again through the handle's eyes: the number may have a new owner.
-                if _session_of(pid) == session:
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    killed.append(pid)
-            finally:
-                os.close(handle)
+    killed = [pid for pid in pids if signal_member(session, pid, signal.SIGKILL)]
     for pid in killed:
         ends_within(pid, seconds)

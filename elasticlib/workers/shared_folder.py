@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ..held_folder import FolderLock, try_to_hold
 from .channels import SHARED_MEMORY
-from .held_folder import hold, let_go
 
 
 class SharedFolder:
@@ -26,7 +26,7 @@ class SharedFolder:
         self._listed = listed
         self._unlisted = unlisted
         self._path: Path | None = None
-        self._lock = -1
+        self._lock: FolderLock | None = None
 
     @property
     def made(self) -> Path | None:
@@ -48,7 +48,8 @@ class SharedFolder:
         path, self._path = self._path, None
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
-            let_go(self._lock)
+            if self._lock is not None:
+                self._lock.close()
             self._unlisted(str(path))
 
     def _made_path(self) -> Path:
@@ -60,7 +61,7 @@ class SharedFolder:
                 # Shared memory may be full, of what DataLoaders keep there.
                 made = tempfile.mkdtemp(prefix=PREFIX)
             self._path = Path(made)
-            self._lock = hold(self._path)
+            self._lock = try_to_hold(self._path)
             self._listed(made)
         return self._path
 

@@ -166,7 +166,14 @@ def _fork(
     # A signal that comes before the worker is itself waits until it is.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, dispositions)
     template = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        # The template lives on, and its next worker has this one's mask.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(reading)
+        os.close(writing)
+        raise
     if pid == 0:
         os.setsid()
         die_with(template)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from ..clock import monotonic, wall
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerStartError
 from . import session
 from .guardian import Guardian
 from .timers import Timer, Timers
@@ -29,6 +29,8 @@ log = logging.getLogger("elasticlib.workers")
 VARIABLE = "TORCHELASTIC_TIMER_FILE"
 CHUNK = 1 << 16
 JOIN_SECONDS = 5.0
+LONGEST_LOOK = 86400.0
+"""Seconds; poll takes no more than 24 days, and a timer may run for longer."""
 
 
 class TimerServer:
@@ -52,6 +54,7 @@ class TimerServer:
 
         Raises:
             ConfigError: no pipe can be made there.
+            WorkerStartError: no thread can be started now.
         """
         if self._thread is not None:
             return
@@ -62,8 +65,17 @@ class TimerServer:
         except OSError as error:
             raise ConfigError(f"{VARIABLE}={self.path}: no pipe can be made: {error}") from error
         self._wake = os.pipe()
-        self._thread = threading.Thread(target=self._listen, name="worker-timers", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._listen, name="worker-timers", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._leave()
+            if self._folder:
+                self._folder = self.path = ""  # its folder is gone
+            raise WorkerStartError(
+                f"nobody would listen to the workers' timers: {error}"
+            ) from error
+        self._thread = thread
 
     def _make(self) -> None:
         if self.path and _is_listened_to(self.path):
@@ -90,7 +102,8 @@ class TimerServer:
         news.register(self._wake[0], select.POLLIN)
         while True:
             first = timers.next()
-            ready = news.poll(None if first is None else max(0.0, first - monotonic()) * 1000)
+            left = LONGEST_LOOK if first is None else max(0.0, first - monotonic())
+            ready = news.poll(min(left, LONGEST_LOOK) * 1000)
             if any(number == self._wake[0] for number, _ in ready):
                 return
             if ready:
@@ -124,7 +137,10 @@ class TimerServer:
             # It stands before a console that takes nothing, and may still look at these.
             return
         self._thread = None
-        for number in (self._pipe, *self._wake):
+        self._leave()
+
+    def _leave(self) -> None:
+        for number in (self._pipe, *(self._wake or ())):
             os.close(number)
         with contextlib.suppress(OSError):
             os.unlink(self.path)

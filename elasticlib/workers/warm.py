@@ -9,6 +9,7 @@ imported: the job would look warm and not be, and its script is likely to fail o
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -66,7 +67,13 @@ class Template:
         self._said = ""
         self._heard = threading.Event()
         self._ear = threading.Thread(target=self._listen, name="worker-template", daemon=True)
-        self._ear.start()
+        try:
+            self._ear.start()
+        except RuntimeError as error:
+            self._link.close()
+            self._process.kill()
+            self._process.wait()
+            raise OSError(errno.EAGAIN, f"nobody would listen to it: {error}") from error
 
     def _listen(self) -> None:
         # Until it has said its first word nobody else reads from the link.

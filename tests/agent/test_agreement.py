@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from elasticlib.agent.agreed import Need
 from elasticlib.agent.agreement import Agreements
+from elasticlib.agent.stop import GroupStop
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreUnavailable
 from elasticlib.rendezvous.document import Node
@@ -16,6 +17,7 @@ from elasticlib.stores.interface import Listing, Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import Workers
+from elasticlib.workers.ladder import Ladder
 from elasticlib.workers.notice import DRAIN, RESIZE, Notice
 from elasticlib.workers.spec import WorkerGroup
 
@@ -28,12 +30,17 @@ class Held(Workers):
 
     agrees = True
 
-    def __init__(self, call: int) -> None:
-        self._call = call
+    def __init__(self, call: int | None) -> None:
+        self.call = call
+        self.told: list[tuple[str, float]] = []
+
+    def notify(self, notice: Notice) -> bool:
+        self.told.append((notice.reason, notice.seconds))
+        return True
 
     def earliest_stop(self, *, now: bool) -> int | None:
         del now
-        return self._call
+        return self.call
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         raise NotImplementedError
@@ -66,13 +73,14 @@ class Faltering(MemoryStore):
 class Side:
     """One node's, and what it was told."""
 
-    def __init__(self, store: Store, rank: int, call: int) -> None:
+    def __init__(self, store: Store, rank: int, call: int | None) -> None:
         self.heard: queue.Queue[tuple[int, Need]] = queue.Queue()
         seat = deal_seats(NODES)[rank]
         place = BootstrapStoreInfo("127.0.0.1", 1)
         info = RendezvousInfo("run", 1, seat, place, store=store, board="run/board/1.a/")
+        self.workers = Held(call)
         self.agreements = Agreements(
-            Held(call), monotonic, lambda attempt, need: self.heard.put((attempt, need))
+            self.workers, monotonic, lambda attempt, need: self.heard.put((attempt, need))
         )
         self.agreements.begin(info, attempt=7)
 
@@ -116,3 +124,21 @@ def test_a_store_that_falters_costs_nobody_their_save() -> None:
         side.agreements.told(Notice(RESIZE, PATIENCE))
     assert [one.told().call, other.told().call] == [6, 6]
     assert store.failures == 0
+
+
+def test_a_drain_that_comes_before_a_resize_is_agreed_on_is_what_all_hear_of() -> None:
+    store = MemoryStore()
+    one, other = Side(store, 0, call=None), Side(store, 1, call=9)
+    stop = GroupStop(one.workers, Ladder(), monotonic, one.agreements.told)
+    stop.begin(Notice(RESIZE, 60.0))
+    other.agreements.told(Notice(RESIZE, 60.0))
+    # Its workers are in a step.
+    stop.sooner(Notice(DRAIN, 600.0))
+    (_, (reason, seconds)) = one.workers.told
+    assert (reason, seconds <= 60.0) == (DRAIN, True)
+    one.workers.call = 5
+    for need in (one.told(), other.told()):
+        assert (need.call, need.reason) == (9, DRAIN)
+        assert need.seconds <= 60.0
+    for side in (one, other):
+        assert side.heard.empty()

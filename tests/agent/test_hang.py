@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import queue
+from collections.abc import Callable
+
 import attrs
 import pytest
 
@@ -14,8 +18,16 @@ from elasticlib.agent.hang import (
     longest_silence,
     slowest,
 )
+from elasticlib.agent.hang_watch import HangWatch
+from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
-from elasticlib.workers.beat import Beat
+from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
+from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers.beat import NOTHING, Beat
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import Workers
+from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks
 
 AUTO = HangLimits(times=20.0, floor=60.0, first=900.0)
 
@@ -75,6 +87,65 @@ def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_
         "allowed are 2.0 s (--hang-timeout)"
     )
     assert "has made no step" in describe_hang([Pulse(0, "a", -1, 9.0)], 2.0)
+
+
+class Beating(Workers):
+    """Workers that have told this of themselves."""
+
+    def __init__(self, beats: dict[int, Beat]) -> None:
+        self._beats = beats
+
+    def beats(self) -> dict[int, Beat]:
+        return self._beats
+
+    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None: ...
+
+    def collect(self, local_rank: int) -> WorkerExit:
+        raise NotImplementedError
+
+    def running(self) -> dict[int, str]:
+        return {}
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> None:
+    seat = deal_seats((Node("n", "n", "127.0.0.1", 2),))[0]
+    info = RendezvousInfo("run", 1, seat, BootstrapStoreInfo("127.0.0.1", 1))
+    spec = WorkerSpec(Command("true"), 2)
+    group = WorkerGroup(spec, deal_ranks(seat), "run", 1, 0, 1, "127.0.0.1", 1)
+    now = monotonic()
+    told = {0: beat(now), 1: Beat(attached=True, alive=now)}
+    heard: queue.Queue[str] = queue.Queue()
+    watch = HangWatch(
+        Beating(told),
+        HangLimits(seconds=0.05),
+        "a",
+        clock=monotonic,
+        hung=lambda _, reason: heard.put(reason),
+    )
+    watch.begin(info, group, attempt=1)
+    assert heard.get(timeout=20).startswith("hung: rank 0 on a is at step 4, silent for")
+    watch.end()
+
+
+def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:
+    other = Pulse(1, "b", NOTHING, 90.0)
+    for steps, rank in ((1, 1), (2, 0)):
+        pulses = [Pulse(0, "a", 700, 9.0, steps), *decode_pulses(encode_pulses([other]))]
+        last = slowest(pulses)
+        assert last is not None
+        assert last.rank == rank
+        assert f"hung: rank {rank} " in describe_hang(pulses, 2.0)
+
+
+def test_what_a_node_says_that_does_not_count_its_steps_is_read() -> None:
+    said = [{"rank": 0, "host": "a", "step": step, "seconds": 1.0} for step in (7, NOTHING)]
+    assert [pulse.steps for pulse in decode_pulses(json.dumps(said).encode())] == [1, 0]
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]'])

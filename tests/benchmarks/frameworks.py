@@ -31,12 +31,12 @@ from jobs import Job, until  # noqa: E402
 KILLED_AT = 12
 """A step in the midst of the second epoch."""
 SPAWN = "--start-method spawn"
-WAYS = ("--preload", "without --preload", SPAWN)
+WARM = {"preload": "`--preload`", "torch": "without `--preload`"}
 
 
 def flags_of(name: str, way: str) -> tuple[str, ...]:
-    if way == "--preload":
-        return (way, PRELOAD[name])
+    if way == "preload":
+        return ("--preload", PRELOAD[name])
     return tuple(SPAWN.split()) if way == SPAWN else ()
 
 
@@ -72,13 +72,12 @@ def main() -> None:
     for name in given.frameworks.split(","):
         taken: dict[str, list[float]] = defaultdict(list)
         for _ in range(given.repeat):
-            for way in WAYS:
+            for way in (*WARM, SPAWN):
                 taken[way].append(once(name, way))
         cold = Samples("s", taken[SPAWN])
-        for way in WAYS[:2]:
+        for way, said in WARM.items():
             mine = Samples("s", taken[way])
-            key = "preload" if way == "--preload" else "torch"
-            rows.append(Row(f"{name}.{key}", f"{name}, `{way}`", mine, cold, SPAWN))
+            rows.append(Row(f"{name}.{way}", f"{name}, {said}", mine, cold, SPAWN))
         notes.append(f"{name} {metadata.version(name)}.")
     tell(given, rows, notes)
 

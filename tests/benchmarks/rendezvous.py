@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -168,6 +169,7 @@ def play_part(count: int, port: int, first: int, step: int) -> None:
 
 
 def torchs(count: int) -> float | None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of each lost connection
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend

@@ -6,6 +6,7 @@ import math
 from collections import Counter, OrderedDict
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -116,6 +117,21 @@ def test_a_number_that_is_none_is_still_that() -> None:
     assert math.isnan(found[0])
     assert found[1] == -math.inf
     assert math.copysign(1, found[2]) == -1
+
+
+class OnSecond(torch.Tensor):
+    device = torch.device("cuda", 1)
+
+
+def test_each_device_is_waited_for_that_something_is_copied_from() -> None:
+    layout = lay_out([torch.ones(3), torch.ones(2), torch.ones(0)])
+    here, there, empty = layout.tensors
+    other = attrs.evolve(layout, tensors=(here, there.as_subclass(OnSecond), empty))
+    buffer, waited = torch.zeros(layout.size, dtype=torch.uint8), list[torch.device]()
+    fill(other, buffer, waited.append)
+    assert waited == [torch.device("cuda", 1)]
+    fill(layout, buffer, waited.append)
+    assert len(waited) == 1
 
 
 def test_views_follow_the_pack_and_copies_do_not() -> None:

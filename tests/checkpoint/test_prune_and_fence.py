@@ -27,7 +27,9 @@ def test_the_last_good_one_and_the_newest_few_always_stay(
     chosen = select(health.items(), retention, just)
     assert sorted([*chosen.kept, *chosen.deleted]) == sorted(health)
     good = [step for step in health if health[step] is Health.GOOD]
-    usable = sorted(step for step in health if health[step] is not Health.BAD)
+    usable = sorted(s for s in health if health[s] in (Health.GOOD, Health.UNKNOWN))
+    unread = {step for step in health if health[step] is Health.UNREAD}
+    assert unread <= set(chosen.kept)
     if chosen.deleted:
         assert max(good) in chosen.kept
     else:
@@ -37,7 +39,7 @@ def test_the_last_good_one_and_the_newest_few_always_stay(
         assert {step for step in usable if step % retention.every == 0} <= set(chosen.kept)
     assert just not in chosen.deleted
     if good:
-        wanted = {*usable[-retention.last :], max(good), just}
+        wanted = {*usable[-retention.last :], max(good), just, *unread}
         assert all(
             step in wanted or (retention.every and step % retention.every == 0)
             for step in chosen.kept

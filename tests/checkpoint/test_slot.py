@@ -112,6 +112,19 @@ def test_what_was_made_after_the_step_that_is_gone_back_to_is_given_up() -> None
     assert given_up([old, late, new], 2, "state", 4) == (late,)
 
 
+def test_of_what_was_made_before_it_as_many_stay_as_are_kept_while_another_is_made() -> None:
+    whole = [found(1, n, n) for n in (3, 4, 5)]
+    assert set(given_up(whole, 2, "state", 5)) == {whole[0], whole[1]}
+    assert set(given_up(whole, 2, "state", 4)) == {whole[0], whole[2]}
+    # What was gone back behind counts no more, and does not take the place of what does.
+    assert given_up([found(1, 9, 7), found(2, 1, 5)], 3, "state", 8) == (found(1, 9, 7),)
+    parts = [found(1, n, n, part=part, parts=2) for n in (3, 4, 5) for part in (0, 1)]
+    assert {one.record.step for one in given_up(parts, 2, "state", 5)} == {3}
+    # Of each node that gave replicas as many.
+    replicas = [found(1, n, n, owner="1") for n in (4, 5)]
+    assert set(given_up([*whole, *replicas], 2, "state", 5)) == {*whole[:2], replicas[0]}
+
+
 def test_of_each_worker_the_newest_is_given_away() -> None:
     mine = [found(3, n, n, part=part, parts=2) for n in (1, 2) for part in (0, 1)]
     assert {(one.record.part, one.record.step) for one in newest_of_each(mine)} == {(0, 2), (1, 2)}

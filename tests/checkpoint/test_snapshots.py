@@ -20,12 +20,17 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.checkpoint.shards import localize
 from elasticlib.checkpoint.slot import Record
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 from elasticlib.errors import CheckpointError
+from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
+from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers.spec import Script, WorkerGroup, WorkerSpec
 
 
 class Agent:
@@ -236,6 +241,51 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
     # Also in one life.
     second.snapshot(2, state(2))
     assert steps(second) == [2]
+
+
+@pytest.mark.parametrize(("parts", "most"), [(1, 2), (2, 4)])
+def test_a_restart_needs_no_more_memory_than_the_pages_say(
+    agent: Agent, parts: int, most: int
+) -> None:
+    in_use: list[int] = []
+
+    def look() -> float:
+        in_use.append(len(agent.files()))
+        return 0.0
+
+    first = agent.worker(1, parts=parts)
+    for step in range(1, 6):
+        first.snapshot(step, state(step))
+    for era in (2, 3):
+        worker = agent.worker(era, parts=parts, clock=look)
+        newest = steps(worker)[0]
+        worker.go_on_from(newest)
+        assert steps(worker)[0] == newest
+        for step in range(newest + 1, newest + 5):
+            worker.snapshot(step, state(step))
+    assert max(in_use) == most
+
+
+def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: Agent) -> None:
+    spec = WorkerSpec(Script("train.py"))
+    group = WorkerGroup(spec, (), "run", 2, 0, 1, "127.0.0.1", 1, attempt=2)
+    seat = deal_seats([Node("n", "h", "127.0.0.1", 1)])[0]
+    info = RendezvousInfo("run", 2, seat, BootstrapStoreInfo("127.0.0.1", 1))
+    agent.worker(1).snapshot(1, state(1))
+    (agent.folder / "2").mkdir()
+    record = Record("state", 9, 9, 1, "run", 1)
+    for owner in ("", "1"):
+        slots = memory.Slots(agent.folder / "1", owner)
+        with contextlib.suppress(ZeroDivisionError), slots.writing(record):
+            raise ZeroDivisionError
+        slots.close()
+    assert len(list(agent.folder.glob("1/*.*"))) == 3
+    keeper = SnapshotKeeper(lambda number: agent.folder / str(number))
+    with memory.Slots(agent.folder / "1").writing(record):
+        keeper.begin(info, group)
+        # One stood still in the middle of it, and goes on.
+        assert len(list(agent.folder.glob("1/*.*"))) == 2
+    assert sorted(one.record.step for one in memory.look(agent.folder)) == [1, 9]
 
 
 def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:

@@ -85,6 +85,8 @@ def test_averaged_over_the_ranks_the_gradient_is_that_of_one_process(world, most
         ((0, 1), "need global_batch >= 1, got 0"),
         ((1, 0), "need world_size >= 1, got 0"),
         ((1, 1, 0), "need max_micro_batch >= 1, got 0"),
+        ((8.0, 1), "global_batch is 8.0, must be an integer"),
+        ((8, 1, 2.0), "max_micro_batch is 2.0, must be an integer"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(numbers, sentence):

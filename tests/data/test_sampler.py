@@ -190,6 +190,20 @@ def test_advance_stops_at_the_end_and_never_goes_back():
         sampler.advance(-2)
 
 
+def test_a_count_from_a_tensor_is_kept_as_an_integer_and_what_is_none_is_refused():
+    sampler = ElasticDistributedSampler(range(10), 2, 0, seed=torch.tensor(1), start_index=True)
+    sampler.set_epoch(torch.tensor([3]))
+    sampler.advance(torch.tensor(4))
+    state = sampler.state_dict()
+    assert state == {**state, "seed": 1, "epoch": 3, "consumed": 5}
+    ElasticDistributedSampler(range(10), 2, 0, seed=1).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"count is 2\.0, must be an integer"):
+        sampler.advance(2.0)
+    with pytest.raises(ConfigError, match=r"epoch is 4\.0, must be an integer"):
+        sampler.set_epoch(4.0)
+    assert sampler.state_dict() == state
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -232,6 +246,8 @@ def test_a_state_of_before_goes_on_in_torchs_order():
         ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice', must be feistel or randperm"),
         ({"start_index": 11}, "need 0 <= start_index <= 10 samples, got 11"),
         ({"start_index": -1}, "need 0 <= start_index <= 10 samples, got -1"),
+        ({"start_index": 1.0}, "start_index is 1.0, must be an integer"),
+        ({"seed": 0.5}, "seed is 0.5, must be an integer"),
         ({"tail": "cut"}, "tail is 'cut'"),
         ({"tail": ""}, "tail is ''"),
         ({"tail": "pad", "drop_last": True}, "drop_last=True means tail='drop', got tail='pad'"),

@@ -58,6 +58,22 @@ def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_p
     assert survey(prefix).exactly_once(18)
 
 
+def test_of_two_launches_side_by_side_the_one_counts_whose_state_is_taken(tmp_path):
+    """One goes on alone while the other begins anew from an old checkpoint; then they meet."""
+    prefix = tmp_path / "run"
+    for launch, generation, world, resumed, steps in (
+        ("first", 1, 2, 0, range(1, 3)),
+        ("first", 2, 1, 2, range(3, 10)),
+        ("second", 1, 1, 4, range(5, 7)),
+        ("second", 2, 2, 8, range(9, 12)),
+    ):
+        began = {"first": 5, "second": 7}[launch]
+        play(prefix, generation, world, resumed, steps, launch=launch, clock=lambda at=began: at)
+    told = survey(prefix)
+    assert (told.steps, told.redone) == (11, 3)
+    assert told.exactly_once(22)
+
+
 def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 1, 0, range(1, 4))

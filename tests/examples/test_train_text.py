@@ -89,6 +89,7 @@ def alone(monkeypatch, capfd):
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_ranks_with_less_than_others_or_nothing_change_no_gradient(tmp_path, alone):
     """Of 4 samples rank 0 of 3 has two, of the last 1 the others have none."""
     folders = [tmp_path / "one", tmp_path / "three"]

@@ -15,7 +15,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.examples.watched_job import JobStuck, WatchedJob
 from elasticlib.observe.history import JobState, Why
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 PROGRAM = str(PROGRAMS / "context_worker.py")
 

@@ -155,13 +155,15 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     long = ("--drain-grace", "600", "--shutdown-timeout", "600")
     agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
     workers = [place["pid"] for place in job.settled(2)]
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
+    holds = [job.folder / f"hold.{rank}" for rank in range(2)]
+    for hold in holds:
+        hold.touch()
     agent.signal(signal.SIGTERM)
     agent.says("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
     agent.says("told to save and still there, sending SIGTERM: pid")
-    os.kill(workers[0], signal.SIGCONT)
+    until("one worker to hear it", (job.folder / "heard.0").exists)
+    holds[0].unlink()
     until("one worker to end", lambda: not alive(workers[0]), save.bound)
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
     agent.signal(signal.SIGINT)

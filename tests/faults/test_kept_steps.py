@@ -122,6 +122,7 @@ def kill_a_worker(node: Node, dice: random.Random) -> None:
     os.kill(dice.choice(until("workers to kill", lambda: workers_of(node))), signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
     calm, storm = Run(job, "calm", 2), Run(job, "storm", 2)
@@ -171,6 +172,7 @@ class Nodes:
         return node
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(job: Job) -> None:
     """Worlds of one to five ranks, over which five logical workers are dealt."""

@@ -19,14 +19,17 @@ def flags(endpoint: str, nodes: str, *more: str) -> tuple[str, ...]:
 def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
     endpoint = job.store()
     conf = ("--rdzv-conf", "last_call_timeout=0.5")
-    first = job.run("a", *flags(endpoint, "1:2", *conf))
+    first = job.run("a", *flags(endpoint, "1:3", *conf))
     generation = generation_of(job.settled(1))
-    second = job.run("b", *flags(endpoint, "1:2", *conf))
+    second = job.run("b", *flags(endpoint, "1:3", *conf))
     places = job.settled(2, after=generation)
     check_one_world(places)
     assert [place["node"] for place in places] == ["a", "b"]
     job.finish()
     assert (first.exit_code(), second.exit_code()) == (0, 0)
+    # The first was left to train until the last call was over.
+    told = [{event.kind: event.at for event in events} for events in job.events()]
+    assert told[0]["stopping"] - told[1]["rendezvous.began"] >= 0.5
 
 
 def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:

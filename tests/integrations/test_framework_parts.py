@@ -49,6 +49,44 @@ def test_a_trainer_without_a_folder_of_its_own_is_refused_in_a_sentence(tmp_path
             trainer.fit(BoringModel())
 
 
+@pytest.mark.parametrize("divided_by", [1, 2])
+def test_lightnings_loss_is_told_as_the_module_returned_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided_by: int
+) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    import elasticlib.integrations.lightning as ours
+
+    class Model(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found = super().training_step(batch, batch_idx)
+            returned.append(float(found["loss"]))
+            return found
+
+    returned: list[float] = []
+    told: list[tuple[int, float]] = []
+    agent = SimpleNamespace(starting=lambda: None, should_stop=lambda: None)
+    agent.step = lambda step, loss: told.append((step, loss))
+    monkeypatch.setattr(ours, "context", lambda: agent)
+    lightning.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        accumulate_grad_batches=divided_by,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        limit_val_batches=0,
+        callbacks=[
+            lightning.callbacks.ModelCheckpoint(tmp_path, save_last=True),
+            ours.ElasticCallback(),
+        ],
+    ).fit(Model())
+    assert len(returned) == 3 * divided_by
+    assert [step for step, _ in told] == [1, 2, 3]
+    assert [loss for _, loss in told] == pytest.approx(returned[divided_by - 1 :: divided_by])
+
+
 def test_a_checkpoint_whose_save_was_killed_is_passed_over(tmp_path: Path) -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
     from elasticlib.integrations.transformers import newest_checkpoint
@@ -64,19 +102,39 @@ def test_a_checkpoint_whose_save_was_killed_is_passed_over(tmp_path: Path) -> No
     assert utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
 
 
+class Told:
+    """What an agent would hear; it asks for a drain after the second step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.at = 0
+        self.losses: dict[int, float] = {}
+        self.logged: dict[int, float] = {}
+        self.saved_at: list[int] = []
+        self.evaluated: list[int] = []
+
+    def starting(self) -> None: ...
+
+    def saved(self, step: int) -> None: ...
+
+    def step(self, step: int, loss: float | None = None) -> None:
+        self.at = step
+        if loss is not None:
+            self.losses[step] = loss
+
+    def should_stop(self) -> str | None:
+        return "drain" if self.at == 2 else None
+
+
 @pytest.fixture
-def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Trainer that was asked to stop after its second step, and counts what it did then."""
+def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Of a Trainer that was asked to stop after its second step: what it did then."""
     transformers = pytest.importorskip("transformers")
     import torch
 
     import elasticlib.integrations.transformers as ours
 
-    told = SimpleNamespace(at=0, saved_at=[], evaluated=[], folder=tmp_path / "kept")
-    told.starting = lambda: None
-    told.step = lambda step: setattr(told, "at", step)
-    told.saved = lambda _: None
-    told.should_stop = lambda: "drain" if told.at == 2 else None
+    told = Told(tmp_path / "kept")
     monkeypatch.setattr(ours, "context", lambda: told)
 
     class Model(torch.nn.Module):
@@ -102,26 +160,34 @@ def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         per_device_train_batch_size=2,
         eval_strategy="epoch",
         save_strategy="epoch",
+        logging_steps=1,
         report_to=[],
         disable_tqdm=True,
     )
     data = [{"x": torch.ones(1) * i, "labels": torch.ones(1)} for i in range(16)]
-    transformers.Trainer(
+    trainer = transformers.Trainer(
         Model(),
         arguments,
         train_dataset=data,
         eval_dataset=data,
         callbacks=[Counts(), ours.ElasticCallback()],
-    ).train()
+    )
+    trainer.train()
+    told.logged = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     return told
 
 
-def test_a_trainer_that_stops_saves_once_and_evaluates_nothing(stopped_trainer: Any) -> None:
+def test_a_trainer_that_stops_saves_once_and_evaluates_nothing(stopped_trainer: Told) -> None:
     assert (stopped_trainer.saved_at, stopped_trainer.evaluated) == ([2], [])
 
 
+def test_a_trainers_loss_is_told_as_it_is_logged(stopped_trainer: Told) -> None:
+    assert stopped_trainer.losses == stopped_trainer.logged
+    assert list(stopped_trainer.losses) == [1, 2]
+
+
 def test_a_checkpoint_that_was_torn_as_it_was_saved_again_is_passed_over(
-    stopped_trainer: Any,
+    stopped_trainer: Told,
 ) -> None:
     from elasticlib.integrations.transformers import newest_checkpoint
 

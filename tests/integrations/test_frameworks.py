@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from framework_jobs import BATCH, SAMPLES, SAVE_EVERY, STEPS, FrameworkJob, said, undisturbed
-from jobs import Job
+from jobs import Job, Node, until
 
 NAMES = ("lightning", "transformers", "accelerate", "torchdata")
 NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
@@ -78,12 +78,16 @@ def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
     framework.hold.write_text("7")
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", framework.job.store(), "--max-restarts", "2")
     meet += ("--rdzv-conf", "last_call_timeout=0.5")
-    nodes = {name: framework.start(name, *meet) for name in "ab"}
+    resize = "resize: the workers have"
+    nodes: dict[str, Node] = {name: framework.start(name, *meet) for name in "ab"}
     framework.trains(7, world=2)
+    # The second, where one of them has begun without the other.
+    together = max(line["generation"] for line in framework.lines())
     nodes["b"].kill()
-    framework.resumes(generation=2)
+    framework.resumes(generation=together + 1)
+    resizes = nodes["a"].text.count(resize)
     nodes["c"] = framework.start("c", *meet)
-    nodes["a"].says("resize: the workers have")
+    until(resize, lambda: nodes["a"].text.count(resize) > resizes)
     framework.hold.unlink()
     framework.trains(8, world=2)
     for name in "ac":

@@ -81,7 +81,7 @@ REFUSED = [
     ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint has no meaning beside"),
     ("--standalone --rdzv-backend file SCRIPT", "--standalone is one node"),
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
-    ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id names the job"),
+    ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id is a name of 1 to 256 bytes, got ''"),
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
     ("--nproc-per-node many SCRIPT", "a backend that torch was given, got 'many'"),
     ("--nproc-per-node gpu SCRIPT", "sees no GPU on this machine; it sees no accelerator and"),
@@ -136,6 +136,21 @@ REFUSED = [
         "--rdzv-backend etcd-v2 --rdzv-endpoint h --rdzv-conf cacert=a,ca_cert=b SCRIPT",
         "ca_cert in two spellings",
     ),
+    ("--rdzv-id \udcff SCRIPT", r"--rdzv-id is a name in UTF-8, got '\udcff'"),
+    ("--rdzv-conf launch=\udcff SCRIPT", "--rdzv-conf launch is a name in UTF-8"),
+    ("--nnodes 2 --rdzv-endpoint http://h:1 SCRIPT", "got 'http://h:1'"),
+    ("--nnodes 2 --rdzv-endpoint .svc:1 SCRIPT", "parts between dots, of 1 to 63"),
+    ("--nnodes 2 --rdzv-backend etcd --rdzv-endpoint a..b:1 --rdzv-id j SCRIPT", "'a..b'"),
+    ("--nnodes 2 --rdzv-endpoint 0:1 SCRIPT", "the other nodes reach, got 0"),
+    ("--nnodes 1:2 --rdzv-endpoint [0::0]:1 SCRIPT", "the other nodes reach, got 0::0"),
+    ("--nnodes 2 --node-rank 0 --master-addr 0.0 SCRIPT", "the other nodes reach, got 0.0"),
+    ("--nnodes 2 --node-rank 0 --master-addr h:1 SCRIPT", "--master-addr is a name or an address"),
+    ("--nnodes 2 --rdzv-endpoint h:1 --local-addr 0.0.0.0 SCRIPT", "--local-addr is an address"),
+    ("--nnodes 2 --rdzv-endpoint h:1 --local-addr h:1 SCRIPT", "without a port, got 'h:1'"),
+    ("--nnodes 2 --rdzv-endpoint h:1 --local-addr .h SCRIPT", "parts between dots"),
+    ("--nnodes ² --node-rank 0 --rdzv-endpoint a:1 SCRIPT", "--nnodes is N or MIN:MAX, got '²'"),
+    (f"--rdzv-conf keep_alive_max_attempt={'9' * 5000} SCRIPT", "whole number from 2"),
+    (f"--observe-port {'9' * 5000} SCRIPT", "a port up to 65535"),
     ("-m --no-python x", "give one of them"),
     ("-m --run-path x", "--run-path a script by its path: give one of them"),
     ("no-such-script.py", "no script 'no-such-script.py' here"),
@@ -221,6 +236,18 @@ def test_what_is_no_number_is_refused_with_exit_code_2_and_the_flag(
         main([*line.split(), script])
     assert ended.value.code == 2
     assert f"argument {line.split()[0]}" in capsys.readouterr().err
+
+
+def test_a_key_is_given_once_however_it_is_spaced(script: str) -> None:
+    with pytest.raises(ConfigError, match="each key once"):
+        parse(["--rdzv-endpoint", "h:1", "--rdzv-conf", "launch=a, launch =b", script])
+
+
+def test_one_nodes_own_address_may_be_the_wildcard(script: str) -> None:
+    flags = ["--nnodes", "1", "--node-rank", "0", "--master-port", "7", "--master-addr"]
+    found = {host: parse([*flags, host, script])[0].rdzv_endpoint for host in ("0", "0::0")}
+    assert found == {"0": "127.0.0.1:7", "0::0": "[::1]:7"}
+    assert parse(["--standalone", "--local-addr", "0.0.0.0", script])[0].alone
 
 
 def test_what_a_job_may_lose_is_read(script: str) -> None:

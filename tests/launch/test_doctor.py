@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -15,10 +17,11 @@ from hosts import Cluster
 from jobs import WITHOUT_TORCH, Job
 
 from elasticlib import TcpStoreServer
-from elasticlib.launch import diagnosis, network_diagnosis
-from elasticlib.launch.checks import Finding
+from elasticlib.held_folder import FolderLock
+from elasticlib.launch import diagnosis, network_diagnosis, tcp_place
+from elasticlib.launch.checks import Finding, dial
+from elasticlib.launch.commands import main
 from elasticlib.launch.doctor_command import taken
-from elasticlib.workers import held_folder
 
 COMMAND = (sys.executable, "-m", "elasticlib.launch.commands", "doctor")
 
@@ -29,51 +32,169 @@ def one(findings: Iterator[Finding], check: str) -> Finding:
 
 
 def test_an_endpoint_tells_our_store_from_another_server_from_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(network_diagnosis, "CONNECT_SECONDS", 0.5)
-
     def reach(port: int, secret: bytes | None = None) -> Finding:
         return one(network_diagnosis.look_at_endpoint("127.0.0.1", port, secret), "reach")
 
     with TcpStoreServer("127.0.0.1", 0, job="mine").start() as server:
         found = reach(server.port)
         assert (found.good, "an elasticlib store" in found.sentence) == (True, True)
+        found = reach(server.port, b"s" * 32)
+        assert (found.good, "unset ELASTICLIB_SECRET" in found.sentence) == (False, True)
         port = server.port
     with TcpStoreServer("127.0.0.1", 0, job="mine", secret=b"s" * 32).start() as server:
         found = reach(server.port)
-        assert (found.good, "asks for a shared secret" in found.sentence) == (True, True)
+        assert (found.good, "asks for a shared secret" in found.sentence) == (False, True)
+        assert "in ELASTICLIB_SECRET or by --secret-file" in found.sentence
+        assert [reach(server.port, one * 32).good for one in (b"t", b"s")] == [False, True]
     found = reach(port)
     assert (found.good, "this node would serve the store" in found.sentence) == (True, True)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
+        patch.setattr(network_diagnosis, "CONNECT_SECONDS", 0.5)
         found = reach(silent.getsockname()[1])
         assert (found.good, "give another port" in found.sentence) == (False, True)
+        assert found.sentence.endswith("or is it the place of another --rdzv-backend?")
+        assert main(["status", "--timeout", "0.2", f"127.0.0.1:{silent.getsockname()[1]}"]) == 4
+        assert "handshake, within 0.2 s; is it the place of another" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as rude:
         port = rude.getsockname()[1]
 
         def answer() -> None:
-            for _ in range(2):
+            for _ in range(3):
                 connection, _ = rude.accept()
                 with connection:
                     connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
                     connection.settimeout(5)
-                    connection.recv(100)
+                    with contextlib.suppress(OSError):
+                        connection.recv(100)
 
         thread = threading.Thread(target=answer)
         thread.start()
         found = reach(port)
+        assert main(["status", f"127.0.0.1:{port}"]) == 4
+        assert "; is it the place of another --rdzv-backend?" in capsys.readouterr().err
         thread.join(10)
         assert (found.good, "give another port" in found.sentence) == (False, True), found
+        assert found.sentence.endswith("or is it the place of another --rdzv-backend?")
 
 
-def test_names_and_interfaces_that_are_not_there_are_bad() -> None:
+def test_a_machines_own_name_is_asked_at_the_address_at_which_the_store_is_served(
+    own_name: str,
+) -> None:
+    with TcpStoreServer("127.0.0.1", 0).start() as server:
+        found = one(network_diagnosis.look_at_endpoint(own_name, server.port, None), "reach")
+        assert dial(tcp_place.resolve(own_name, server.port), server.port, 1) == "127.0.0.1"
+    assert (found.good, f"an elasticlib store answers at {own_name}" in found.sentence) == (
+        True,
+        True,
+    )
+
+
+def test_of_a_names_addresses_the_one_that_answers_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert dial(["127.0.1.1", "127.0.0.1"], port, 1) == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        dial(["127.0.1.1", "127.0.0.1"], port, 1)
+
+
+def test_a_name_that_means_nothing_is_bad() -> None:
     [found] = network_diagnosis.look_at_endpoint("no-such-host.invalid", 1, None)
     assert (found.check, found.good) == ("resolve", False)
-    asked = {"GLOO_SOCKET_IFNAME": "nosuch0", "NCCL_SOCKET_IFNAME": "lo"}
-    findings = list(network_diagnosis.look_at_interfaces(asked, None))
-    told = {finding.sentence.partition(":")[0]: finding.good for finding in findings}
-    assert told["GLOO_SOCKET_IFNAME=nosuch0"] is False
-    assert told["NCCL_SOCKET_IFNAME=lo"] is True
+
+
+@pytest.mark.parametrize(
+    ("asked", "good"),
+    [
+        *(("NCCL=lo", True), ("NCCL=l,docker0", True), ("NCCL=docker", False)),
+        *(("NCCL==lo", True), ("NCCL==l", False), ("NCCL==nope,lo", True)),
+        *(("NCCL=^docker0", True), ("NCCL=^lo", True), ("NCCL=^lo,eth", False)),
+        *(("NCCL=^=lo,eth", True), ("NCCL=^=lo,eth0", False), ("NCCL=eth0:4000", True)),
+        # As torch 2.13 says to each of them, with or without "Unable to find address for".
+        *(("GLOO=lo", True), ("GLOO=lo,eth0", True), ("GLOO=lo,", True), ("GLOO=eth", False)),
+        *(("GLOO==lo", False), ("GLOO=lo,nope", False), ("GLOO=^docker0", False)),
+        *(("GLOO=lo,,eth0", False), ("GLOO=lo, eth0", False)),
+        *(("TP=eth0", True), ("TP=lo,eth0", False), ("TP==lo", False)),
+    ],
+)
+def test_interfaces_are_named_as_their_readers_take_them(
+    asked: str, good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    reader, _, text = asked.partition("=")
+    given = {f"{reader}_SOCKET_IFNAME": text}
+    found = next(network_diagnosis.look_at_interfaces(given, None))
+    assert found.sentence.startswith(f"{reader}_SOCKET_IFNAME={text}: there is ")
+    assert (found.good, "; there are lo, eth0" in found.sentence) == (good, not good), found
+
+
+@pytest.mark.parametrize(
+    ("ignored", "good", "sentence"),
+    [
+        ((), True, "none that elasticrun heeds is ignored or blocked"),
+        ((signal.SIGCHLD,), None, "elasticrun sets that right"),
+        ((signal.SIGINT, signal.SIGCHLD), None, "elasticrun will not hear SIGINT"),
+        ((signal.SIGTERM, signal.SIGHUP), False, "elasticrun will not hear SIGTERM, SIGHUP"),
+        ((signal.SIGQUIT,), None, "elasticrun will not hear SIGQUIT"),
+    ],
+)
+def test_a_signal_that_is_ignored_on_entry_stays_so_and_is_told(
+    ignored: tuple[signal.Signals, ...], good: bool | None, sentence: str
+) -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        found = one(diagnosis.look_at_signals(), "signals")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (found.good, found.sentence.endswith(sentence)) == (good, True), found
+
+
+def test_a_signal_that_is_blocked_is_bad_unless_it_is_sigchld() -> None:
+    told = (signal.SIGCHLD, signal.SIGQUIT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, told[:1])
+    try:
+        assert one(diagnosis.look_at_signals(), "signals").good is True
+        signal.pthread_sigmask(signal.SIG_BLOCK, told)
+        found = one(diagnosis.look_at_signals(), "signals")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert (found.good, found.sentence.startswith("SIGQUIT blocked:")) == (False, True), found
+
+
+@pytest.mark.parametrize(
+    ("membership", "memory", "pids", "names"),
+    [
+        ("0::/slurm/job/step\n", "", "", ("memory.max", "pids.max")),
+        (
+            "9:pids:/slurm/job/step\n4:memory:/slurm/job/step\n0::/\n",
+            "memory",
+            "pids",
+            ("memory.limit_in_bytes", "pids.max"),
+        ),
+    ],
+)
+def test_a_limit_of_a_cgroup_above_ones_own_is_found(
+    tmp_path: Path, membership: str, memory: str, pids: str, names: tuple[str, str]
+) -> None:
+    told, mount = tmp_path / "cgroup", tmp_path / "mount"
+    told.write_text(membership)
+    for controller, folder, name in zip(("memory", "pids"), (memory, pids), names, strict=True):
+
+        def least(controller: str = controller, name: str = name) -> int | None:
+            return diagnosis.limit_of_group(controller, name, membership=told, mount=mount)
+
+        group = mount / folder / "slurm/job/step"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / name).write_text("max\n")
+        assert least() is None
+        # In a container the mount's top is its own group.
+        (mount / folder / name).write_text("3000\n")
+        assert least() == 3000
+        (group.parent / name).write_text("2000\n")
+        (group / name).write_text("2500\n")
+        assert least() == 2000
 
 
 def test_locks_are_tried_and_the_file_system_is_named(tmp_path: Path) -> None:
@@ -103,9 +224,9 @@ def test_what_a_dead_job_left_in_memory_is_told_and_what_a_living_one_uses_is_no
     assert found.good is None
     assert found.sentence.endswith(str(left))
     # An agent's lock does, wherever its processes are to be seen.
-    lock = held_folder.hold(left)
+    lock = FolderLock(left)
     assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers").good is True
-    held_folder.let_go(lock)
+    lock.close()
     found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
     assert found.good is False
     assert found.sentence.endswith(f"left by jobs that are gone: rm -r {left}")
@@ -138,6 +259,11 @@ def test_a_look_that_hangs_or_breaks_is_said_to_and_holds_up_no_other() -> None:
     assert [(one.check, one.good) for one in found] == [("a", None), ("b", None), ("c", True)]
     assert "0.3 s" in found[0].sentence
     assert "OSError: no" in found[1].sentence
+
+
+def test_a_secret_that_cannot_be_read_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--secret-file", "/no/such"]) == 2
+    assert "--secret-file '/no/such' cannot be read" in capsys.readouterr().err
 
 
 def test_little_or_no_shared_memory_is_told(tmp_path: Path) -> None:

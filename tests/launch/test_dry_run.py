@@ -140,6 +140,34 @@ def test_what_would_fail_is_found_and_is_in_the_exit_code(
     assert words in bad[0][2]
 
 
+def test_a_machines_own_name_is_tried_where_its_store_would_be_served(
+    script: str, capsys: pytest.CaptureFixture[str], own_name: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"{own_name}:{taken.getsockname()[1]}"
+        _, rows = dry(capsys, "--nnodes", "2", "--rdzv-endpoint", place, script)
+    assert "somebody answers there" in rows["meeting place"][2]
+
+
+def test_a_secret_is_said_to_be_asked_for_where_it_is(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--nnodes", "2", "--rdzv-id", "j", "--rdzv-endpoint")
+    monkeypatch.setenv("ELASTICLIB_SECRET", "s")
+    _, rows = dry(capsys, *flags, "127.0.0.1:1", script)
+    assert rows["secret"] == ["ok", "secret", "nodes must prove to know it"]
+    file = (*flags, str(tmp_path / "store"), "--rdzv-backend", "file", script)
+    _, rows = dry(capsys, *file)
+    assert rows["secret"][0] == "note"
+    assert rows["secret"][2] == "nobody is asked for the secret: it is not for file"
+    monkeypatch.setenv("ELASTICLIB_SECRET", "")
+    _, rows = dry(capsys, *file)
+    assert rows["secret"][0] == "BAD"
+    monkeypatch.delenv("ELASTICLIB_SECRET")
+    _, rows = dry(capsys, *file)
+    assert "secret" not in rows
+
+
 @pytest.mark.parametrize(
     ("variable", "words"),
     [

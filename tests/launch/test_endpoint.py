@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.endpoint import join_endpoint, split_endpoint
+from elasticlib.endpoint import is_wildcard, join_endpoint, split_endpoint
 from elasticlib.errors import ConfigError
 
 hosts = st.sampled_from(["node7", "127.0.0.1", "::1", "fe80::1%eth0", "a.b.c"])
@@ -26,8 +26,30 @@ def test_a_port_may_be_left_out_where_one_is_the_default(text: str, place: tuple
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":5", "h:", "h:x", "h:65536", "[::1", "[::1]5", "h:-1", "[]:1"]
+    "text",
+    [
+        *("", ":5", "h:", "h:x", "h:65536", "[::1", "[::1]5", "h:-1", "[]:1", "h:²"),
+        *("h:" + "9" * 5000, "http://h:1", "h::1", "h:1:1", "[h]:1", "[h:1]:1", "[127.0.0.1]:1"),
+    ],
 )
 def test_what_is_no_endpoint_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         split_endpoint(text)
+
+
+@pytest.mark.parametrize("host", [".svc", "a..b", "h" * 64, "h" * 64 + ".svc", "h\udcff"])
+def test_what_no_resolver_takes_for_a_name_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="an endpoint's host is a name of parts between dots"):
+        split_endpoint(f"{host}:1")
+
+
+@pytest.mark.parametrize("host", ["h.", "h_1.svc", "h" * 63, "straße.de", "10.0.0.1"])
+def test_what_a_resolver_takes_is_left_to_it(host: str) -> None:
+    assert split_endpoint(f"{host}:1") == (host, 1)
+
+
+def test_the_wildcard_address_is_known_in_all_of_its_spellings() -> None:
+    spellings = "0.0.0.0 0 00 0x0 0.0 0.0X00.0 00.0.0.0 :: 0::0 ::0:0 ::ffff:0.0.0.0 ::%lo"
+    assert [host for host in spellings.split() if not is_wildcard(host)] == []
+    others = "0.0.0.1 10 127.0.0.1 ::1 h0 0x 0. ::ffff:10.0.0.1 0.0.0.0.0 localhost"
+    assert [host for host in others.split() if is_wildcard(host)] == []

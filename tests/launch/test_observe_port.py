@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributions import install, path_with
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 
 from elasticlib import LaunchConfig, Script
@@ -27,6 +29,16 @@ from elasticlib.launch.observed import Observed
 pytestmark = pytest.mark.faults
 TALKER = str(PROGRAMS / "talking_worker.py")
 FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
+STUCK = """
+import os
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+class Stuck(DefaultLogsSpecs):
+    def reify(self, envs):
+        if envs[0]["TORCHELASTIC_RESTART_COUNT"] == "1":
+            open(os.environ["GATE"]).read()  # until somebody writes there
+        return super().reify(envs)
+"""
 
 
 def get(address: str, path: str) -> tuple[int, str]:
@@ -83,13 +95,40 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     assert agent.exit_code() == 0
 
 
+@pytest.mark.long
+def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job) -> None:
+    folder = install(
+        job.folder / "site", "stuck", STUCK, group="torchrun.logs_specs", stuck="stuck:Stuck"
+    )
+    gate = job.folder / "gate"
+    os.mkfifo(gate)
+    output = ("--logs-specs", "stuck", "--log-dir", str(job.folder / "logs"))
+    agent = job.start(
+        "a",
+        *job.agent(*FLAGS, *output, "--observe-port", "0", "--max-restarts", "1", program=TALKER),
+        PYTHONPATH=path_with(folder),
+        GATE=str(gate),
+    )
+    address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
+    (job.folder / "fail.1").touch()
+    until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
+    assert "the agent's loop has not turned for" in get(address, "/healthz")[1]
+    gate.write_text("go on")
+    until("the restarted workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
+    job.finish()
+    assert agent.exit_code() == 0
+
+
 def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
     with socket.create_server(("0.0.0.0", 0)) as free:
         port = str(free.getsockname()[1])
     agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=port)
-    agent.says(rf"observed at http://0\.0\.0\.0:{port}/healthz, /")
+    agent.says(rf"observed at http://\S+:{port}/healthz, /")
     for path in ("/", "/healthz"):
         assert get(f"127.0.0.2:{port}", path)[0] == 200
+        if socket.has_dualstack_ipv6():
+            assert get(f"[::1]:{port}", path)[0] == 200
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
     agent.signal(signal.SIGTERM)
@@ -149,6 +188,6 @@ def test_ports_are_read_with_and_without_a_host() -> None:
     assert LaunchConfig(observe_port="[::1]:9400").observe_port == "[::1]:9400"
     assert LaunchConfig().observe_port is None
     found = health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"})
-    assert found == ("0.0.0.0", 8080)
+    assert found == ("::", 8080)
     assert health_port({}) is None
     assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0"}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -14,22 +15,25 @@ import pytest
 
 from elasticlib.clock import wall
 from elasticlib.errors import StoreUnavailable
-from elasticlib.launch import status_command
+from elasticlib.launch import reach, status_command
 from elasticlib.launch.chosen_ranks import MOST, ranks_of
 from elasticlib.launch.commands import main
 from elasticlib.launch.status_command import _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
+from elasticlib.observe.records import RunRecord
+from elasticlib.observe.standing import NodeStanding, after
 from elasticlib.observe.status import JobStatus, NodeStatus
 from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
 
 
-def written(folder: Path, *more: tuple[str, dict[str, Any]]) -> str:
+def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) -> str:
     """A folder with the events of a run that nobody runs any more."""
-    began = {"host": "h", "pid": 1, "slots": 1, "settings": {"rdzv_backend": "tcp"}}
+    settings = {"rdzv_backend": "tcp", **settings}
+    began = {"host": "h", "pid": 1, "slots": 1, "settings": settings}
     kinds = (
         ("run.began", began),
         ("generation.began", {**GENERATION, "cause": "the job starts"}),
@@ -60,6 +64,17 @@ def test_a_run_that_is_over_is_told_from_its_events(
     assert "why: rank 0 raised" in said
 
 
+def test_of_a_run_that_is_over_the_tables_tell_what_its_head_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ("steps", {"step": 41, "per_second": 2.0, "silent": 0.1})
+    went = ("worker.ended", {"rank": 0, "local_rank": 0, "name": "pid 2"})
+    assert main(["status", written(tmp_path, steps, went, ENDED)]) == 1
+    head, nodes = capsys.readouterr().out.split("\n\n")
+    assert "step 41, steps/s 2, checkpoint 40" in head
+    assert nodes.splitlines()[1].split() == ["0", "h", "FAILED", "-", "0", "41", "2", "-"]
+
+
 def test_who_has_read_enough_of_it_is_not_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +83,46 @@ def test_who_has_read_enough_of_it_is_not_an_error(
     with os.fdopen(writes, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         assert main(["status", "--json", written(tmp_path, ENDED)]) == 0
+
+
+def test_events_that_cannot_be_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(written(tmp_path, ENDED))
+    path, text = folder / "events.jsonl", (folder / "events.jsonl").read_bytes()
+    line = text.splitlines()[0] + b"\n"
+    far = line.replace(b'"at":0.0', b'"at":-1e999').replace(b'"wall":', b'"wall":-1e999, "w":')
+    path.write_bytes(far + text.rpartition(b"\n")[0] + b"\n" + far)
+    assert main(["status", str(folder)]) == 1
+    assert "job: FAILED\n  as its events tell, the last of 1 min 0 s ago" in capsys.readouterr().out
+    path.write_bytes(far)
+    assert main(["status", str(folder)]) == 4
+
+
+@pytest.mark.parametrize("watch", [[], ["--watch"]])
+def test_of_a_run_that_is_over_each_file_is_read_once(
+    watch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded: list[str] = []
+
+    def counted(standing: NodeStanding, event: Event) -> NodeStanding:
+        folded.append(event.kind)
+        return after(standing, event)
+
+    monkeypatch.setattr(reach, "after", counted)
+    assert main(["status", *watch, written(tmp_path, ENDED)]) == 1
+    assert len(folded) == len(set(folded)) == 5
+
+
+def test_text_that_no_terminal_can_show_is_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "cannot tokenise 'half \ud83d a pair' of donn\udce9es.bin"
+    ended = ("run.ended", {"state": "failed", "reason": reason, "exit_code": 1})
+    folder, shown = written(tmp_path, ended), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8"))
+    assert main(["status", folder]) == 1
+    assert b"'half \\ud83d a pair' of donn\\udce9es.bin" in shown.getvalue()
 
 
 def test_why_nobody_answers_is_said_where_only_its_events_tell(
@@ -80,13 +135,47 @@ def test_why_nobody_answers_is_said_where_only_its_events_tell(
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_whose_node_has_not_joined_yet_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "store").mkdir()
+    settings = {"rdzv_backend": "file", "rdzv_endpoint": str(tmp_path / "store")}
+    facts = {"host": "h", "pid": 1, "slots": 1, "settings": settings}
+    with contextlib.closing(RunRecord("job")) as record:
+        record.events.write_bytes(
+            encode(Event("run.began", "job", "n", 0, wall(), 1.0, None, facts))
+        )
+        assert main(["status"]) == 3
+        said = capsys.readouterr()
+        assert said.err == ""
+        assert "job: RENDEZVOUS\n  it is starting, as its events tell, the last of" in said.out
+        assert "joining" in said.out
+    assert main(["status"]) == 4
+    assert "no job 'job' is there (yet)" in capsys.readouterr().err
+
+
 def test_a_run_that_nobody_runs_any_more_has_no_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["status", "--json", written(tmp_path)]) == 4
+    steps = {"step": 41, "per_second": 2.0, "silent": 0.1}
+    assert main(["status", "--json", written(tmp_path, ("steps", steps))]) == 4
     said = json.loads(capsys.readouterr().out)
     assert (said["state"], said["source"], said["exit_code"]) == (None, "events", 4)
     assert said["age"] >= 60
+    assert (said["step"], said["per_second"]) == (41, 2.0)
+    assert [node["answers"] for node in said["nodes"]] == [False]
+
+
+def test_a_secret_that_cannot_be_read_is_blamed_on_who_named_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conf = f"secret_file={tmp_path}/gone"
+    run = written(tmp_path, rdzv_endpoint="127.0.0.1:1", rdzv_conf=conf)
+    assert main(["status", run]) == 4
+    assert "secret_file of the run's --rdzv-conf" in capsys.readouterr().err
+    assert main(["status", "--secret-file", f"{tmp_path}/no", run]) == 2
+    assert f"--secret-file '{tmp_path}/no' cannot be read" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

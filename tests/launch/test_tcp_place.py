@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.tcp_place import TcpMeetingPlace, outward_address
+from elasticlib.launch.tcp_place import TcpMeetingPlace, is_ours, outward_address, resolve
 from elasticlib.stores.server import TcpStoreServer
 from elasticlib.stores.tcp import TcpStore
 
@@ -42,3 +43,27 @@ def test_a_kernel_without_ipv6_hosts_and_dials_at_the_other_addresses_of_a_name(
     with server, store, TcpStore("localhost", port, job="job", connect_timeout=5.0) as other:
         assert other.set("key", b"value") == store.get("key")
     assert outward_address()
+
+
+def test_a_link_local_address_keeps_the_scope_without_which_it_means_nothing() -> None:
+    link = next((name for _, name in socket.if_nameindex() if link_local(name)), None)
+    if link is None:
+        pytest.skip("no interface here has a link-local address")
+    address = f"{link_local(link)}%{link}"
+    assert resolve(address, 1) == [address]
+    assert is_ours(address)
+    with TcpStoreServer(address, 0, job="job") as server:
+        assert server.host == address
+        with TcpStore(server.host, server.port, job="job") as store:
+            store.set("key", b"")
+            assert store.local_address == address
+
+
+def link_local(interface: str) -> str:
+    """The link-local address of an interface; empty where it has none."""
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return ""
+    found = [bytes.fromhex(row[0]) for row in rows if row[5] == interface]
+    return next((socket.inet_ntop(socket.AF_INET6, a) for a in found if a[:2] == b"\xfe\x80"), "")

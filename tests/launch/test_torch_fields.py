@@ -110,7 +110,7 @@ def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
 def test_an_empty_run_id_is_a_new_one_for_a_node_alone_and_refused_for_others() -> None:
     drawn = {LaunchConfig(run_id="").run_id for _ in range(2)}
     assert len(drawn) == 2
-    with pytest.raises(ConfigError, match="--rdzv-id names the job"):
+    with pytest.raises(ConfigError, match="--rdzv-id is a name of 1 to 256 bytes"):
         LaunchConfig(1, 2, run_id="", rdzv_endpoint="node0")
 
 

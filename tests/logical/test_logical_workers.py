@@ -18,6 +18,7 @@ from torch import nn
 
 from elasticlib import LogicalWorkers
 from elasticlib.errors import ConfigError, NotReproducible, StateMismatch
+from elasticlib.logical.seeds import seed_of
 
 PROGRAM = str(Path(__file__).parent.parent / "programs" / "logical_training.py")
 LAST = 5
@@ -319,6 +320,17 @@ def test_counts_that_cannot_be_are_refused():
             LogicalWorkers(nn.Linear(1, 1), **settings)
     with pytest.raises(ConfigError, match="need step >= 0, got -1"):
         next(LogicalWorkers(nn.Linear(1, 1), 2).step(-1))
+
+
+def test_a_step_that_is_a_tensor_seeds_as_its_number_and_what_is_no_integer_is_refused():
+    logical = LogicalWorkers(nn.Linear(1, 1), torch.tensor(2), seed=torch.tensor(1))
+    assert next(logical.step(torch.tensor(3))).seed == seed_of(1, 3, 0, "model")
+    LogicalWorkers(nn.Linear(1, 1), 2, seed=1).load_state_dict(logical.state_dict())
+    for settings in ({"count": 2.0}, {"count": 2, "seed": 0.0}):
+        with pytest.raises(ConfigError, match="must be an integer"):
+            LogicalWorkers(nn.Linear(1, 1), **settings)
+    with pytest.raises(ConfigError, match=r"step is 4\.0, must be an integer"):
+        next(logical.step(4.0))
 
 
 def test_a_state_of_other_settings_or_another_machine_is_refused():

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elasticlib.observe.event import Event, encode
-from elasticlib.observe.kept_logs import NodeLogs, Tail, with_neighbours
+from elasticlib.observe.kept_logs import Neighbours, NodeLogs, Tail
 
 
 def test_lines_come_once_whole_and_the_rest_at_the_end(tmp_path: Path) -> None:
@@ -89,5 +89,51 @@ def test_nodes_that_ran_together_in_a_shared_folder_are_shown_and_earlier_ones_n
     node("job_b", "job", 10.0, 20.0)
     node("other_d", "other", 10.0, 20.0)
     newest = node("job_c", "job", 12.0, 30.0)
-    found = with_neighbours([NodeLogs(newest)])
+    found = Neighbours().beside([NodeLogs(newest)])
     assert [one.folder.name for one in found] == ["job_b", "job_c"]
+
+
+def test_jobs_that_were_given_no_id_are_told_apart_by_their_endpoints(tmp_path: Path) -> None:
+    def node(name: str, endpoint: str) -> Path:
+        first = {"host": "elsewhere", "logs": "x", "settings": {"rdzv_endpoint": endpoint}}
+        return events(tmp_path / name, "none", (1.0, "run.began", first), (9.0, "saved", {}))
+
+    node("none_a", "host:1")
+    mine = node("none_b", "host:2")
+    node("none_c", "host:2")
+    found = Neighbours().beside([NodeLogs(mine)])
+    assert [one.folder.name for one in found] == ["none_b", "none_c"]
+
+
+def test_another_jobs_file_is_told_by_its_first_line_and_not_looked_at_again(
+    tmp_path: Path,
+) -> None:
+    began = (1.0, "run.began", {"host": "elsewhere", "logs": "x"})
+    mine = events(tmp_path / "job_a", "job", began)
+    other = events(tmp_path / "other_b", "other", began)
+    with other.open("ab") as file:
+        file.write(mine.read_bytes())  # who reads on takes it for this job's
+    neighbours = Neighbours()
+    (found,) = neighbours.beside([NodeLogs(mine)])
+    other.write_bytes(mine.read_bytes())
+    assert neighbours.beside([found]) == [found]
+    late = events(tmp_path / "job_c", "job", began)
+    assert [one.events for one in neighbours.beside([found])] == [mine, late]
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("run.began", {"host": None, "pid": [1], "logs": 7}),
+        ("generation.began", {"ranks": 5, "attempt": []}),
+        ("generation.began", {"ranks": ["a", "b"], "attempt": None}),
+    ],
+)
+def test_facts_of_another_type_than_theirs_were_not_told(
+    kind: str, facts: dict[str, Any], tmp_path: Path
+) -> None:
+    node = NodeLogs(events(tmp_path / "job_a", "job", (1.0, kind, facts)))
+    assert node.over is False
+    assert [(one.number, one.first, one.last) for one in node.attempts] == [(0, 0, 0)] * (
+        kind == "generation.began"
+    )

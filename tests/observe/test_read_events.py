@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from told_runs import Agent
 
 import elasticlib
 from elasticlib.errors import ConfigError, NoSuchRun
+from elasticlib.observe import read_events
 from elasticlib.observe.event import LONGEST, encode
 from elasticlib.observe.read_events import EventsFile, read_files, read_history
 
@@ -24,6 +27,23 @@ def test_a_line_that_a_crash_cut_is_not_read_and_not_counted(tmp_path: Path) -> 
     assert [event.kind for event in file] == ["run.began", "rendezvous.began", "generation.began"]
     assert (file.unread, file.cut) == (0, True)
     assert read_files([path]).unread == 0
+
+
+def test_of_a_line_that_is_being_written_the_rest_is_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    text, passed_over = b"".join(lines()), read_events._passed_over
+    path.write_bytes(text[:-7])
+
+    def written_meanwhile(file: BinaryIO) -> bool:
+        path.write_bytes(text)
+        return passed_over(file)
+
+    monkeypatch.setattr(read_events, "_passed_over", written_meanwhile)
+    file = EventsFile(path)
+    assert len(list(file)) == 3
+    assert (file.unread, file.cut) == (0, True)
 
 
 def test_lines_that_are_no_events_are_counted_and_the_others_read(tmp_path: Path) -> None:
@@ -62,3 +82,10 @@ def test_a_folder_of_the_logs_of_several_nodes_is_one_history(tmp_path: Path) ->
     assert len(read_history(tmp_path / "n1").nodes) == 1
     with pytest.raises(NoSuchRun):
         read_history(tmp_path / "n3")
+
+
+def test_a_file_that_is_named_twice_is_one_agents(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(lines()))
+    (link := tmp_path / "link.jsonl").symlink_to(path)
+    assert len(read_files([path, link, os.path.relpath(path)]).nodes) == 1

@@ -8,7 +8,9 @@ import attrs
 import pytest
 from told_runs import WALL, Agent, files
 
+from elasticlib.observe.event import decode, encode
 from elasticlib.observe.history import History, JobState, Why
+from elasticlib.observe.page.page import fragment
 from elasticlib.observe.reading import history_of
 
 
@@ -46,6 +48,55 @@ def test_goodput_is_the_time_of_steps_that_count() -> None:
     assert history.goodput == near((5 + (25 - 14) - 1.9) / 25.1)
 
 
+def crash_loop() -> Agent:
+    """Two generations end before their first step, one of them after it has taken up a state."""
+    one = Agent("n1").launch(0.0).begin(1.0, 1).fail(601.0, "OOM").stop(601.0, 602.0)
+    one.begin(603.0, 2, restarts=1, cause="n1: OOM").restore(605.0, 0, 1.5)
+    one.fail(703.0, "OOM").stop(703.0, 704.0)
+    one.begin(705.0, 3, restarts=2, cause="n1: OOM").train(715.0, 1).steps(800.0, 86, 1.0)
+    return one
+
+
+def test_a_generation_that_ends_before_a_step_was_a_start_from_end_to_end() -> None:
+    history = history_of(files(crash_loop()))
+    assert [(g.cost.start, g.cost.restore) for g in history.generations] == [
+        (near(600), None),
+        (near(98.5), near(1.5)),
+        (near(10), None),
+    ]
+    phases = sum(generation.cost.seconds for generation in history.generations)
+    assert (phases, history.lost) == (near(715), near(715))
+
+
+def test_where_no_steps_are_told_nobody_knows_what_was_a_start() -> None:
+    history = history_of({"cut": [e for e in crash_loop().events if "step" not in e.facts]})
+    assert [generation.cost.start for generation in history.generations] == [None] * 3
+    assert history.lost is None
+
+
+def given_notice(saved: int) -> History:
+    """100 steps in 10 s, notice, and 300 more until the workers are gone; then on from `saved`."""
+    one = Agent("n1").launch(0.0).begin(1.0, 1).train(2.0, 1).steps(11.9, 100, 10.0)
+    one.tell(12.0, "stopping", why="resize", seconds=60.0)
+    one.tell(42.0, "stopped", seconds=30.0, left="").steps(42.0, 400, 10.0)
+    one.tell(42.0, "rendezvous.began", why="n2 joined", planned=True)
+    one.begin(43.0, 2, cause="n2 joined").train(44.0, saved + 1).steps(84.0, saved + 400, 10.0)
+    return history_of(files(one))
+
+
+def test_steps_that_are_done_after_a_notice_and_saved_are_not_lost() -> None:
+    history = given_notice(400)
+    first, second = history.generations
+    assert (first.ended, second.cost.stop, second.cost.redone) == (near(42), near(0), 0)
+    assert history.lost == near(2 + 2)
+
+
+def test_steps_that_are_done_after_a_notice_and_not_saved_are_lost_where_they_are_redone() -> None:
+    history = given_notice(100)
+    assert history.generations[1].cost.redone == 300
+    assert history.lost == pytest.approx(2 + 2 + 30, abs=0.2)
+
+
 def test_what_is_told_once_stands_in_the_history() -> None:
     history = history_of(files(one_failure()))
     assert (history.run, history.wall, history.state) == ("job", near(WALL), JobState.SUCCEEDED)
@@ -80,8 +131,8 @@ def pair(**clocks: float) -> History:
     return history_of(files(two, one))
 
 
-@pytest.mark.parametrize("ahead", [-60.0, 0.0, 60.0])
-def test_a_node_whose_wall_clock_is_a_minute_off_lands_right(ahead: float) -> None:
+@pytest.mark.parametrize("ahead", [-60.0, 0.0, 60.0, 7 * 3600.0, -1e8])
+def test_a_node_whose_wall_clock_is_off_lands_right(ahead: float) -> None:
     history = pair(ahead=ahead)
     assert {(stay.node, stay.generation): stay.began for stay in history.stays} == {
         ("n1", 1): near(2.0),
@@ -93,6 +144,19 @@ def test_a_node_whose_wall_clock_is_a_minute_off_lands_right(ahead: float) -> No
     assert [generation.nodes for generation in history.generations] == [2, 2]
     cost = history.generations[1].cost
     assert (cost.stop, cost.rendezvous) == (near(2.0), near(1.0)), "the slowest node's stop"
+
+
+@pytest.mark.parametrize(("lasted", "launches"), [(100.5, 1), (110.0, 2)])
+def test_clocks_that_are_hours_apart_part_what_did_not_last_as_long(
+    lasted: float, launches: int
+) -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2).train(2.0, 1).steps(100.0, 99)
+    two = Agent("n2", ahead=7200.0).launch(0.0).begin(1.0, 1, rank=1, nodes=2).train(2.0, 1)
+    one.succeed(101.0)
+    two.steps(100.0, 99).succeed(1.0 + lasted)
+    history = history_of(files(one, two))
+    assert len(history.generations) == launches
+    assert (history.until < 200) == (launches == 1)
 
 
 def test_nodes_that_share_no_generation_are_laid_by_their_wall_clocks() -> None:
@@ -119,6 +183,17 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
     assert quick.generations[1].cost.detect == near(1.0), "it was not silent before it spoke"
     alone = history_of(files(one))
     assert alone.generations[1].cost.detect is None, "nobody here knows of its silence"
+
+
+def test_a_spare_that_was_a_member_waits_in_silence_and_is_not_lost_while_the_job_runs() -> None:
+    one, two = Agent("n1").launch(0.0), Agent("n2").launch(0.0)
+    for rank, agent in enumerate((one, two)):
+        agent.begin(1.0, 1, rank=rank, nodes=2).train(2.0, 1).steps(9.0, 71).stop(15.0, 15.5)
+    one.begin(16.0, 2, cause="n2 left").train(17.0, 72).steps(30.0, 200)
+    running = history_of(files(one, two))
+    assert [node.lost for node in running.nodes] == [False, False]
+    over = history_of(files(one.succeed(40.0), two))
+    assert [node.lost for node in over.nodes] == [False, True]
 
 
 def lost(*, steps: bool) -> History:
@@ -255,6 +330,42 @@ def test_a_week_is_thinned_and_says_so() -> None:
     assert (history.paces[0].step, history.paces[-1].step, history.saved) == (1, 20_000, 20_000)
     gaps = {b.step - a.step for a, b in zip(history.paces, history.paces[1:-1], strict=False)}
     assert len(gaps) == 1, "evenly"
+
+
+def test_many_marks_of_one_kind_leave_out_none_of_another_and_are_counted() -> None:
+    """Two workers end again and again, always in the same order; both nodes tell of each step
+    that is saved, and twice."""
+    one, two = Agent("n1").launch(0.0), Agent("n2").launch(0.0)
+    for rank, agent in enumerate((one, two)):
+        agent.begin(1.0, 1, rank=rank, nodes=2)
+        for at in range(2, 604):
+            agent.tell(at, "saved", step=at - at % 2)
+    for at in range(2, 2004):
+        for place in (0, 1) if at % 4 == 0 else ():
+            one.tell(at, "worker.ended", place, local_rank=place, code=1, ok=False, how="code 1")
+        one.tell(at, "failure", reason="rank 0 exited").tell(at, "restored", step=at, source="disk")
+    history = history_of(files(one, two))
+    assert (history.failures, history.kept) == (2002, {"saved": 301})
+    kinds = {kind: [m for m in history.marks if m.kind == kind] for kind in ("failure", "restored")}
+    assert [len(marks) for marks in kinds.values()] == [1002, 1002]
+    assert {m.rank for m in history.marks if m.kind == "worker.ended"} == {0, 1}
+    words = fragment(history)
+    assert "Checkpoints: 301" in words
+    assert "2,002 failures, those alike but for numbers together; of so many, 1,002 " in words
+
+
+@pytest.mark.parametrize("numbers", [0, 2])
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_loss_that_is_no_number_any_more_is_told_of(odd: str, numbers: int) -> None:
+    one = Agent("n1").launch(0.0).begin(1.0, 1).train(2.0, 1)
+    for step in (1, 2, 3, 4):
+        loss = 1e30 if step <= numbers else float(odd)
+        one.tell(10.0 * step, "steps", step=step, per_second=1.0, silent=0.0, loss=loss)
+    words = fragment(history_of({"0": [decode(encode(event)) for event in one.events]}))
+    assert (
+        f"{4 - numbers} values that are no finite number left out; the first is {odd} at step "
+        in words
+    )
 
 
 @pytest.mark.parametrize("change", [{"at": 1e308}, {"wall": -1e308}, {"generation": 10**400}])

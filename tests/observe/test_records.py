@@ -14,9 +14,10 @@ from jobs import forget_own_records, until
 
 from elasticlib.clock import wall
 from elasticlib.errors import NoSuchRun
+from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.records import NEW, NEW_SECONDS, RecordedJournal, RunRecord, remove_old
-from elasticlib.observe.runs import EVENTS, LOCK, find_runs, is_living, known_runs
+from elasticlib.observe.runs import EVENTS, find_runs, is_living, known_runs
 
 
 def recorded(
@@ -239,6 +240,23 @@ def test_what_lives_goes_on(tmp_path: Path) -> None:
     assert names(find_runs("job", folder=tmp_path)) == [later.name]
 
 
+def test_a_short_run_that_is_over_does_not_hide_one_that_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    living = RunRecord("none", folder=tmp_path)
+    told = {"settings": {"rdzv_endpoint": "a:1"}}
+    event = Event("run.began", "none", "n", 0, 100.0, 1.0, facts=told)
+    living.events.write_bytes(encode(event))
+    short = [recorded(tmp_path, run, 500.0, 600.0, "a:2") for run in ("none", "other")]
+    assert names(find_runs("", folder=tmp_path)) == [living.path.name]
+    assert names(find_runs("none", folder=tmp_path)) == [living.path.name]
+    taken = "the newest that runs is taken, which meets at a:1"
+    assert f"{taken}; the others are found as {short[0].name}" in caplog.text
+    assert names(find_runs("other", folder=tmp_path)) == [short[1].name]
+    living.close()
+    assert names(find_runs("none", folder=tmp_path)) == [short[0].name]
+
+
 def test_what_is_not_there_is_answered_with_what_is(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with pytest.raises(NoSuchRun, match=f"no run of this user is known in {runs}"):
@@ -273,3 +291,14 @@ def test_a_pipe_or_noise_in_place_of_events_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "far" / EVENTS).write_bytes(far)
     found = {known.events.parent.name: known.run for known in known_runs(folder=tmp_path)}
     assert found == {"noise": "", "deep": "", "far": ""}
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(NoSuchRun, match=f"{tmp_path} cannot be read: Permission denied"):
+        find_runs(tmp_path, folder=tmp_path / "runs")

@@ -277,6 +277,15 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
         assert one.total == pytest.approx(one.generation.cost.seconds)
 
 
+def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
+    first = Generation(1, Why.START, "", 2.0, 30.0, 1, 1, 0, trained=10.0, cost=Cost(start=8.0))
+    history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
+    words = told(history)
+    assert "Time lost 1 min 20 s" in words
+    assert "1 min 20 s were not spent on steps that count: 1 start and 0 recoveries; " in words
+    assert "; 1 min 12 s of that belong to neither." in words
+
+
 def test_a_failure_has_the_generation_and_the_ranks_that_others_tell_of() -> None:
     """An agent tells of its failure without a rank, after its workers' ends."""
     marks = (

@@ -82,3 +82,21 @@ def test_a_look_adds_the_snapshot_that_all_workers_have_kept() -> None:
     beats = {0: Beat(snapshot=97, attached=True), 1: Beat(snapshot=96, attached=True)}
     assert seen(last, beats, 13.0).snapshot == 96
     assert seen(last, {0: Beat(attached=True)}, 13.0).snapshot == 60
+
+
+def test_facts_of_another_type_than_theirs_were_not_told() -> None:
+    odd: dict[str, Any] = {
+        "generation": 1,
+        **{"node_rank": "zero", "nodes": None, "world": [2], "restarts": True, "cause": 7},
+    }
+    *_, last = told(
+        ("run.began", {"host": None, "pid": [1], "slots": None}),
+        ("generation.began", odd),
+        ("worker.began", {"rank": 0, "local_rank": None, "name": {}}),
+        ("saved", {"step": True}),
+        ("steps", {"step": "9", "per_second": []}),
+    )
+    (worker,) = last.workers
+    assert (last.host, last.pid, last.slots, last.node_rank, last.nodes) == ("", 0, 0, None, 0)
+    assert (last.world, last.restarts, last.reason, last.saved, last.step) == (0, 0, "", None, None)
+    assert (worker.local_rank, worker.name) == (0, "")

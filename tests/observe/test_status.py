@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import attrs
 import pytest
@@ -11,7 +12,7 @@ from elasticlib.observe.history import JobState
 from elasticlib.observe.question import Answer, Stacks
 from elasticlib.observe.same_stacks import grouped, told
 from elasticlib.observe.standing import NodeStanding, WorkerStanding
-from elasticlib.observe.status import JobStatus, JobView, NodeStatus, status_of
+from elasticlib.observe.status import JobStatus, JobView, NodeStatus, status_of, status_of_records
 from elasticlib.observe.status_words import (
     EXIT_CODES,
     FIELDS,
@@ -125,6 +126,16 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     assert "not answering: h2" in text
 
 
+def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
+    def places(document: Document) -> list[str]:
+        found = status_of(view(document, live=3))
+        assert found is not None
+        return [row[0] for row in node_table(found)[1]]
+
+    assert places(Document(Limits(2, 3))) == ["joining"] * 3
+    assert places(SETTLED) == ["0", "1", "spare"]
+
+
 def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
     found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
     assert found is not None
@@ -145,13 +156,15 @@ def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
         (S.FAILED, 9.0, 1),
         *((between, None, 3) for between in JobState if not between.over and between != S.RUNNING),
         (S.RUNNING, 9.0, 4),
+        (S.RENDEZVOUS, 9.0, 3),
         (None, None, 4),
         (S.STOPPED, None, 5),
         (S.PREEMPTED, 9.0, 5),
     ],
 )
 def test_scripts_can_go_by_the_exit_code(state: JobState, age: float | None, code: int) -> None:
-    assert exit_code(JobStatus("job", state, age=age)) == code
+    generation = int(state is S.RUNNING)
+    assert exit_code(JobStatus("job", state, age=age, generation=generation)) == code
     assert code in EXIT_CODES
 
 
@@ -201,3 +214,62 @@ def test_who_does_not_show_its_stacks_is_named() -> None:
     assert "h0: rank 4 (pid 9) is no Python program that elasticlib started" in said
     assert "h1 does not answer" in said
     assert "no node that answered has a worker of rank 6" in said
+
+
+def standing(node: str, generation: int, rank: int | None, state: JobState, **more: Any) -> Answer:
+    told = NodeStanding("job", node, state=state, generation=generation, node_rank=rank)
+    return Answer(1, attrs.evolve(told, **more), 60.0, 90.0)
+
+
+def told_by(*answers: Answer, lives: bool = False) -> JobStatus:
+    nodes = [
+        NodeStatus(one.standing.node, "h", one.standing.node_rank, 1, lives=lives, answer=one)
+        for one in answers
+    ]
+    return status_of_records("job", nodes, age=9.0)
+
+
+def test_of_a_job_only_its_members_steps_count() -> None:
+    worker = WorkerStanding(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
+    more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
+    spare = standing("id2", 1, 1, S.RESTARTING, **more)
+    asked = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
+    found = status_of(attrs.evolve(asked, answers={**asked.answers, "id2": spare}))
+    assert found is not None
+    assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)
+    assert found.nodes[2].rank is None
+    assert [row[0] for row in rank_table(found)[1]] == ["0", "1", "2", "3"]
+    written = told_by(attrs.evolve(spare), standing("id0", 2, 0, S.RUNNING, step=5000))
+    assert (written.step, written.snapshot, written.saved) == (5000, None, 90)
+    assert [(node.node, node.rank) for node in written.nodes] == [("id0", 0), ("id2", None)]
+
+
+AWAY = "this node's workers failed and the job goes on without it (3 of 3)"
+
+
+@pytest.mark.parametrize(
+    ("told", "want"),
+    [
+        ([(1, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
+        ([(2, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
+        ([(2, S.RUNNING), (2, S.FAILED)], S.FAILED),
+        ([(1, S.RUNNING), (2, S.PREEMPTED)], S.PREEMPTED),
+        ([(1, S.SUCCEEDED), (2, S.RUNNING)], None),
+        ([(1, S.FAILED), (2, S.FAILED)], S.FAILED),
+    ],
+)
+def test_one_members_end_is_the_jobs_where_files_alone_tell(
+    told: list[tuple[int, JobState]], want: JobState | None
+) -> None:
+    answers = [
+        standing(f"id{n}", generation, n, state) for n, (generation, state) in enumerate(told)
+    ]
+    assert told_by(*answers).state is want
+
+
+def test_a_node_that_was_sent_away_says_nothing_of_the_jobs_end() -> None:
+    away = standing("id0", 2, 0, S.FAILED, reason=AWAY)
+    assert told_by(away, standing("id1", 2, 1, S.RUNNING)).state is None
+    ended = told_by(away, standing("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
+    assert (ended.state, ended.reason) == (S.FAILED, "rank 1 raised")
+    assert told_by(away).state is S.FAILED

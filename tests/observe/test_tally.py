@@ -54,6 +54,25 @@ def test_it_comes_to_what_the_history_of_the_same_events_tells() -> None:
     assert 8 in [generation.number for generation in sums.dearest], "the stop that took long"
 
 
+def crashes(*, steps: bool) -> Agent:
+    one, at = Agent("n1").launch(0.0), 1.0
+    for number in range(1, 4):
+        one.begin(at, number, restarts=number - 1, cause="n1: OOM").fail(at + 60, "OOM")
+        one.stop(at + 60, at + 61)
+        at += 62
+    one.begin(at, 4, restarts=3, cause="n1: OOM")
+    return one.train(at + 3, 1).steps(at + 13, 11, 1.0) if steps else one.fail(at + 3, "OOM")
+
+
+def test_what_ends_before_its_first_step_was_lost_where_steps_are_told() -> None:
+    sums = tallied(crashes(steps=True).events)
+    assert sums.goodput is not None
+    assert sums.lost.seconds == pytest.approx(sums.seconds * (1 - sums.goodput))
+    assert sums.lost.start == pytest.approx(3 * 60 + 3)
+    assert [generation.cost.start for generation in sums.dearest] == pytest.approx([60, 60, 3])
+    assert tallied(crashes(steps=False).events).lost.start is None
+
+
 def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
     def kept(generations: int) -> int:
         tally = Tally()

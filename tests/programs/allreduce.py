@@ -17,7 +17,7 @@ import torch.distributed as dist
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     place = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     # torchrun, which the benchmarks run beside ours, counts restarts alone.
     place["ELASTICLIB_GENERATION"] = os.environ.get(

@@ -3,7 +3,8 @@
 `saving_worker.py FOLDER SECONDS`. It is asked by a file FOLDER/notice.NODE.GENERATION, or by
 SIGTERM, and then works for SECONDS and leaves FOLDER/saved.GENERATION.RANK, with a word on whether
 its child still lives. Its place, in the shape of the fault worker's, names in `saved` what was
-there when it began. Without being asked it ends when FOLDER/finish is there.
+there when it began. Without being asked it ends when FOLDER/finish is there. While there is a
+FOLDER/hold.RANK it does nothing, but for FOLDER/heard.RANK, which says that SIGTERM has come.
 """
 
 import json
@@ -32,8 +33,12 @@ def main() -> None:
     (folder / f"{name}.part").write_text(json.dumps(place))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
     notice = folder / f"notice.{node}.{generation}"
+    hold = folder / f"hold.{rank}"
     while not (folder / "finish").exists():
-        if asked or notice.exists():
+        if hold.exists():
+            if asked:
+                (folder / f"heard.{rank}").touch()
+        elif asked or notice.exists():
             (folder / f"saving.{generation}.{rank}").touch()
             end = time.monotonic() + seconds
             while time.monotonic() < end:

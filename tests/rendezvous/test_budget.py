@@ -72,7 +72,8 @@ def test_a_member_that_drains_ends_the_generation_on_purpose() -> None:
 def test_the_next_generation_waits_until_who_drains_has_saved_and_is_without_it() -> None:
     opened = written(settled(A, B), A, drained(B))
     waits = next_of(opened, *waiting(A), drained(B))
-    assert (waits.write, waits.reason) == (None, "b to stop the workers of generation 1")
+    assert waits.write is None
+    assert waits.reason == "waiting for b to stop the workers of generation 1"
     on = written(opened, *waiting(A))
     assert (on.phase, on.members, on.restarts) == (Phase.SETTLED, tuple(waiting(A)), 0)
     assert not on.planned

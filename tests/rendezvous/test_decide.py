@@ -99,7 +99,7 @@ def test_survivors_regroup_without_a_last_call_and_without_a_charge() -> None:
 def test_nobody_is_left_out_while_it_stops_its_workers() -> None:
     decision = decide(view(reopen(settled(A, B), "x"), waiting(A), B))
     assert decision.write is None
-    assert decision.reason == "b to stop the workers of generation 1"
+    assert decision.reason == "waiting for b to stop the workers of generation 1"
 
 
 def test_a_failure_is_charged_when_all_members_are_still_there() -> None:

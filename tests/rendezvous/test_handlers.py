@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
@@ -73,6 +75,24 @@ def test_two_nodes_meet_in_one_generation_at_one_open_port(cluster: Cluster) -> 
     assert one.bootstrap_store_info == two.bootstrap_store_info
     place = one.bootstrap_store_info
     socket.create_connection((place.master_addr, place.master_port), 5).close()
+
+
+def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "elasticlib.rendezvous")
+    handlers = [cluster.node(name, Limits(2, 2)) for name in ("a", "b")]
+    # They look at the store while their agents get themselves ready.
+    assert not any(handler.is_closed() for handler in handlers)
+    for future in [cluster.join(handler) for handler in handlers]:
+        future.result(20)
+    assert "the store has not answered" not in caplog.text
+    assert handlers[0].report_failure("exit code 1")
+    for future in [cluster.join(handler) for handler in handlers]:
+        with pytest.raises(RendezvousClosed):
+            future.result(20)
+    time.sleep(2 * TIMING.refresh)
+    assert "the job has failed" not in caplog.text
 
 
 def test_a_newcomer_makes_the_next_generation_for_all(cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
+from jobs import alive
 
 from elasticlib.observe.event import Event
 
@@ -21,7 +22,7 @@ from .board import Rank, View
 from .campaign import WHERE, Fault
 from .job import EXCEPTION, EXIT, SEGFAULT, SLOW
 from .nodes import LEASE
-from .stage import Stage, alive, now
+from .stage import Stage, now
 
 
 class NoEffect(Exception):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import jobs
+
 from elasticlib.observe.event import Event, decode
 
 from .proxy import Proxies, Proxy
@@ -45,14 +47,9 @@ class SoakFailed(Exception):
 
 def until(what: str, look: Callable[[], Found | None], seconds: float = 60.0) -> Found:
     """The first thing that `look` finds; SoakFailed names what was awaited."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            raise SoakFailed(f"not within {seconds:g} s: {what}")
-        time.sleep(0.004)
+    found = jobs.until(what, look, seconds, failure=SoakFailed)
+    assert found is not None
+    return found
 
 
 class NodeProcess:
@@ -99,9 +96,10 @@ class NodeProcess:
             with path.open("rb") as file:
                 file.seek(self._read)
                 for line in file:
-                    if line.endswith(b"\n"):
-                        self._read += len(line)
-                        yield decode(line)
+                    if not line.endswith(b"\n"):
+                        break  # a part of one that is being written, whose rest may come next
+                    self._read += len(line)
+                    yield decode(line)
 
     def forget_attempts(self, but: int = 3) -> None:
         """A log folder keeps a folder for each attempt; of a job like this one that is too many."""

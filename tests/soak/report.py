@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -48,7 +48,7 @@ def as_json(
     campaign: Campaign, told: Told, rates: Rates, wrong: Sequence[str], asides: Sequence[str]
 ) -> dict[str, Any]:
     """All of it, for programs."""
-    played = charged(told.played)
+    played, struck = told.played, charged(told.played)
     return {
         "seed": campaign.seed,
         "mix": dict(campaign.mix),
@@ -62,9 +62,9 @@ def as_json(
         "undisturbed_seconds": round(rates.calm, 3),
         "restarts": told.restarts,
         "missed": sum(len(played.missed) for played in told.played),
-        "struck": sum(played.struck for played in told.played),
-        "by_kind": {kind: _times(found) for kind, found in _by_kind(played).items()},
-        "all": _times(played),
+        "struck": sum(struck.values()),
+        "by_kind": {kind: _times(found, struck) for kind, found in _by_kind(played).items()},
+        "all": _times(played, struck),
         "footprint": told.samples,
         "wrong": list(wrong),
         "asides": list(asides),
@@ -72,14 +72,15 @@ def as_json(
     }
 
 
-def charged(played: Sequence[Played]) -> list[Played]:
-    """Each with the steps that it struck out: what a generation struck out is known when it is
-    over, one fault later at least, and belongs to the last fault that ended the one before it."""
-    found = [attrs.evolve(one, struck=0) for one in played]
-    for place, one in enumerate(played):
-        earlier = (n for n in range(place, -1, -1) if played[n].generation < one.generation)
-        owner = next(earlier, place)
-        found[owner] = attrs.evolve(found[owner], struck=found[owner].struck + one.struck)
+def charged(played: Sequence[Played]) -> dict[int, int]:
+    """The steps that each fault struck out, by its number: what a generation did not build on is
+    the cost of the last fault of those before it. (It is known when that generation is over, one
+    fault later at least, and beside what another, which that later fault began, has cost.)"""
+    found = dict.fromkeys((one.number for one in played), 0)
+    for generation, steps in ((g, s) for one in played for g, s in one.struck.items()):
+        owner = [one.number for one in played if one.generation < generation]
+        if owner:
+            found[owner[-1]] += steps
     return found
 
 
@@ -90,8 +91,9 @@ def _by_kind(played: Sequence[Played]) -> dict[str, list[Played]]:
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def _times(played: Sequence[Played]) -> dict[str, Any]:
+def _times(played: Sequence[Played], struck: Mapping[int, int]) -> dict[str, Any]:
     recoveries = [one.recovery for one in played if one.recovery is not None]
+    again = [struck[one.number] for one in played]
     columns = {
         "total": [r.total for r in recoveries],
         "pause": [r.pause for r in recoveries],
@@ -99,13 +101,15 @@ def _times(played: Sequence[Played]) -> dict[str, Any]:
     }
     return {
         "count": len(played),
-        "struck": sum(one.struck for one in played),
-        "most_struck": max((one.struck for one in played), default=0),
-        **{
-            name: {"p50": round(quantile(values, 0.5), 4), "p99": round(quantile(values, 0.99), 4)}
-            for name, values in columns.items()
-        },
+        "struck": sum(again),
+        "most_struck": max(again, default=0),
+        "struck_quantiles": _quantiles(again),
+        **{name: _quantiles(values) for name, values in columns.items()},
     }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {"p50": round(quantile(values, 0.5), 4), "p99": round(quantile(values, 0.99), 4)}
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -138,17 +142,21 @@ def as_markdown(found: dict[str, Any]) -> str:
         f"{100 * found['goodput']:.0f} %; {found['struck']} steps done again; torch "
         f"{found['versions']['torch']}, Python {found['versions']['python']}.",
         "",
-        "| fault | | " + " | ".join(_COLUMNS) + " | steps done again, most |",
-        "|---|---|" + "---|" * len(_COLUMNS) + "---|",
+        "| fault | times | training stood | " + " | ".join(PHASES) + " | steps again |",
+        "|---|---|---|" + "---|" * len(PHASES) + "---|",
     ]
     for kind, times in (*found["by_kind"].items(), ("all", found["all"])):
-        cells = [f"{times[n]['p50']:.2f} / {times[n]['p99']:.2f}" for n in _COLUMNS]
+        cells = [_cell(times[name]) for name in ("pause", *PHASES)]
+        again = "{p50} / {p99}".format_map(times["struck_quantiles"])
         what = KINDS[kind].what if kind in KINDS else "all"
-        lines.append(
-            f"| {what} | {times['count']} | " + " | ".join(cells) + f" | {times['most_struck']} |"
-        )
+        lines.append(f"| {what} | {times['count']} | {' | '.join(cells)} | {again} |")
     lines += ["", "Seconds, p50 / p99."]
     return "\n".join(lines) + "\n"
+
+
+def _cell(times: Mapping[str, float]) -> str:
+    """Nothing where there was no such phase."""
+    return f"{times['p50']:.2f} / {times['p99']:.2f}" if times["p99"] else ""
 
 
 def counts(played: Sequence[Played]) -> Counter[str]:

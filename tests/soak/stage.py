@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jobs import alive
+
 from elasticlib.checkpoint.folder import CheckpointFolder, open_place
 from elasticlib.observe.event import Event
 
@@ -143,13 +145,13 @@ class Stage:
                 for line in path.read_text().split("\n")[:-1]:
                     yield number, rank, json.loads(line)
 
-    def fold(self, before: int) -> int:
-        """Put all generations before this one into the ledger; how many steps were struck out.
-        Their files go, and so does what was left by nodes that are gone."""
-        struck = 0
+    def fold(self, before: int) -> dict[int, int]:
+        """Put all generations before this one into the ledger; how many steps each of them struck
+        out. Their files go, and so does what was left by nodes that are gone."""
+        struck = {}
         for generation in self.generations(self.ledger.newest + 1):
             if generation.number < before:
-                struck += self.ledger.fold(generation)
+                struck[generation.number] = self.ledger.fold(generation)
         for path in self.trace.iterdir():
             if int(path.name.split(".")[0]) < before:
                 path.unlink()
@@ -187,14 +189,6 @@ class Stage:
             return not any(alive(pid) for pid in pids)
 
         until(f"processes {sorted(pids)} to be gone", gone, seconds)
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def now() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ NEEDED = {"join": 1, "agent": 1, "corrupt": 2}
 @attrs.frozen
 class Played:
     """A fault that took effect. step: the one that was under way; late: by so many steps; world:
-    before it; struck: steps that were begun, and not built on. missed: what was seen instead when
-    it was tried before."""
+    before it. struck: steps that were begun and not built on, by the generation that did not, as
+    far as had come to light by then. missed: what was seen instead when it was tried before."""
 
     number: int
     kind: str
@@ -38,7 +38,7 @@ class Played:
     world: int
     generation: int
     shown: str
-    struck: int
+    struck: Mapping[int, int]
     missed: tuple[str, ...]
     recovery: Recovery | None
 
@@ -108,7 +108,7 @@ def _play(stage: Stage, number: int, fault: Fault, told: Told) -> Played:
             if len(missed) == TRIES:
                 told.wrong.append(f"fault {number} ({fault.kind}) took no effect: {missed}")
                 return Played(
-                    number, fault.kind, view.step, 0, len(view.ranks), view.generation, "", 0,
+                    number, fault.kind, view.step, 0, len(view.ranks), view.generation, "", {},
                     tuple(missed), None,
                 )  # fmt: skip
             continue

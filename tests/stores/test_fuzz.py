@@ -212,7 +212,9 @@ def test_the_longest_prefix_to_wait_for_is_that_of_a_key() -> None:
 SERVE = """
 import resource, sys
 from elasticlib.stores.server import TcpStoreServer
-limit = int(sys.argv[1])
+limit, before = map(int, sys.argv[1].split())
+if before:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, before))
 server = TcpStoreServer("127.0.0.1", 0, secret=sys.argv[2].encode() or None).start()
 if limit:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -222,9 +224,14 @@ sys.stdin.read()
 
 
 @contextmanager
-def served(log: Path, descriptors: int = 0, secret: str = "") -> Iterator[tuple[int, int]]:
-    """The pid and port of a server in a process of its own, whose memory can be measured."""
-    command = [sys.executable, "-c", SERVE, str(descriptors), secret]
+def served(
+    log: Path, descriptors: int = 0, secret: str = "", before: int = 0
+) -> Iterator[tuple[int, int]]:
+    """The pid and port of a server in a process of its own, whose memory can be measured.
+
+    descriptors: how many the process may have once it serves. before: the same, from the start.
+    """
+    command = [sys.executable, "-c", SERVE, f"{descriptors} {before}", secret]
     with (
         log.open("wb") as errors,
         subprocess.Popen(
@@ -290,6 +297,20 @@ def test_a_server_out_of_descriptors_serves_whom_it_has_and_others_when_it_can(
             stack.callback(entering.join)
         late.set("late", b"")
         good.refresh("lease", lease.version)
+
+
+@pytest.mark.parametrize("lowered", [False, True], ids=["from the start", "later"])
+def test_strangers_without_the_secret_leave_the_server_descriptors_and_clients_a_way_in(
+    tmp_path: Path, lowered: bool
+) -> None:
+    limits = {"descriptors": 48} if lowered else {"before": 48}
+    with served(tmp_path / "log", secret="secret", **limits) as (pid, port), ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10.0))
+        with TcpStore("127.0.0.1", port, secret=SECRET, timeout=5.0) as good:
+            good.set("key", b"")
+        # Half of them for connections, as that is fewer than a server spares otherwise.
+        assert lowered or len(list(Path(f"/proc/{pid}/fd").iterdir())) < 40
 
 
 def spend(seconds: float) -> None:

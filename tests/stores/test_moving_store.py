@@ -12,7 +12,7 @@ import pytest
 from jobs import until
 from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
 
-from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
+from elasticlib.errors import ConfigError, RendezvousMismatch, StoreRefused, StoreUnavailable
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.tcp_place import TcpMeetingPlace
 from elasticlib.stores.interface import Store
@@ -268,6 +268,8 @@ def test_elsewhere_is_every_place_but_this_and_what_is_not_taken_is_closed(world
     def refuse(found: Store, earlier: bool) -> bool:
         assert found.get("key") is None
         seen.append((found, earlier))
+        if earlier:
+            raise RendezvousMismatch("what stands there is of another version")
         return False
 
     assert not store.look_elsewhere(refuse)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
 from elasticlib.clock import monotonic
+from elasticlib.held_folder import is_held
 from elasticlib.workers.beat import TakenUp
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel
 from elasticlib.workers.channels import Channels
 from elasticlib.workers.context import Context
-from elasticlib.workers.held_folder import is_left
 from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
 from elasticlib.workers.shared_folder import SharedFolder
 
@@ -287,7 +287,7 @@ def test_their_folder_and_that_of_memory_are_held_as_long_as_they_are_in_use(
 ) -> None:
     memory = SharedFolder(lambda _: None, lambda _: None)
     held = [Path(channels.open(0)).parent, memory.era(0).parent]
-    assert [is_left(folder) for folder in held] == [False, False]
+    assert [is_held(folder) for folder in held] == [True, True]
     memory.remove()
     channels.close_all()
     assert not any(folder.exists() for folder in held)

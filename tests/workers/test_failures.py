@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -50,14 +49,6 @@ SCRIPTS = {
     ),
     "does not compile": "def",
 }
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    run.workers.close()
-    assert not run.workers.running()
 
 
 @pytest.fixture(scope="module")

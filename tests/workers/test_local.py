@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,6 @@ class Run:
     def file(self, name: str, local_rank: int = 0) -> str:
         (found,) = self.folder.glob(f"*/attempt_0/{local_rank}/{name}")
         return found.read_text()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    run.workers.close()
-    assert not run.workers.running()
 
 
 def shell(text: str) -> Command:
@@ -176,6 +168,18 @@ def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
     assert run.ends.empty()
     run.workers.kill()
     assert {run.end().signal for _ in range(3)} == {"SIGKILL"}
+
+
+def test_a_worker_that_stands_still_hears_that_it_is_to_stop(run: Run) -> None:
+    run.writing("1", "0").start(shell("trap 'echo heard; exit 5' TERM; echo $$; kill -STOP $$"))
+    poll(
+        lambda: any(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log")
+    )
+    stat = Path(f"/proc/{int(run.file('stdout.log'))}/stat")
+    poll(lambda: ") T " in stat.read_text())
+    run.workers.terminate()
+    assert run.end().returncode == 5
+    assert run.file("stdout.log").endswith("heard\n")
 
 
 def poll(condition: Callable[[], bool], seconds: float = 20.0) -> None:

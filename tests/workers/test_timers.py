@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import signal
 import subprocess
+import termios
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from jobs import alive, until
 
-from elasticlib.errors import ConfigError
+from elasticlib.clock import wall
+from elasticlib.errors import ConfigError, WorkerStartError
 from elasticlib.workers.guardian import Guardian
 from elasticlib.workers.timer_server import TimerServer
 from elasticlib.workers.timers import Timers
@@ -100,6 +104,36 @@ def test_only_processes_of_the_workers_sessions_are_signalled_and_nothing_is_lef
     assert not list(tmp_path.iterdir())
 
 
+def test_no_timer_of_one_worker_costs_another_its_own(guardian: Guardian) -> None:
+    mine, other = sleeper(), sleeper()
+    server = TimerServer("", guardian, lambda: [mine.pid, other.pid])
+    try:
+        server.open()
+        with open(server.path, "wb", buffering=0) as pipe:
+            pipe.write(line(2**70, "none", 0.0) + line(mine.pid, "odd", 0.0, 2**40))
+            for far in (float("inf"), wall() + 30 * 86400):
+                pipe.write(line(os.getpid(), "far", far))
+                wait_until_read(pipe.fileno())
+            # It has waited for the far one by now.
+            pipe.write(line(os.getpid(), "near", wall() + 60.0))
+            wait_until_read(pipe.fileno())
+            pipe.write(line(other.pid, "step", 0.0))
+            until("its end", lambda: not alive(other.pid))
+        assert alive(mine.pid)
+    finally:
+        server.close()
+        for process in (mine, other):
+            process.kill()
+            process.wait()
+
+
+def wait_until_read(pipe: int) -> None:
+    def left() -> int:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), "little")
+
+    until("the lines to be read", lambda: left() == 0)
+
+
 def test_a_pipe_that_another_listens_to_is_left_to_it(
     tmp_path: Path, guardian: Guardian, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +157,25 @@ def test_a_file_that_mktemp_has_made_is_nobodys(tmp_path: Path, guardian: Guardi
     server = TimerServer(str(path), guardian, list)
     server.open()
     assert (server.path, path.is_fifo()) == (str(path), True)
+    server.close()
+
+
+def test_who_cannot_listen_leaves_nothing_and_may_try_again(
+    guardian: Guardian, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = TimerServer("", guardian, list)
+    guardian.open()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(WorkerStartError, match="nobody would listen to the workers' timers"):
+            server.open()
+    assert len(os.listdir("/proc/self/fd")) == before
+    server.open()
+    assert Path(server.path).is_fifo()
     server.close()
 
 

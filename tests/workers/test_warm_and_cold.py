@@ -116,6 +116,7 @@ def python(runner: Runner, *args: str) -> Said:
     return runner.run(Command(sys.executable, ("-u", *args)))
 
 
+@pytest.mark.long
 def test_a_probe_finds_no_difference(warm: Runner, cold: Runner) -> None:
     args = ("a", "--b")
     expected = read(python(cold, PROBE, *args))

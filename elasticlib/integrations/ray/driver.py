@@ -56,7 +56,8 @@ def run_on(
     """
     run_id = str(uuid.uuid4()) if config.run_id == "none" else config.run_id
     secret = secrets.token_hex(32)
-    allow_descriptors(config.max_nodes + SPARE_DESCRIPTORS)
+    # As many again are the server's to spare, for all else that this process does.
+    allow_descriptors(config.max_nodes + 2 * SPARE_DESCRIPTORS)
     address = ray.util.get_node_ip_address()
     with TcpStoreServer(address, 0, job=run_id, secret=secret.encode()) as server:
         told = Told(

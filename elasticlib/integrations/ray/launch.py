@@ -34,7 +34,7 @@ class ray_launch:
             back.
         SignalException: it was stopped or drained.
         ConfigError: it cannot be started as configured.
-        ElasticError: it succeeded, and some of its values were lost.
+        ElasticError: an agent broke, or the job succeeded and some of its values were lost.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ def run_job(config: LaunchConfig, entrypoint: Entrypoint, options: RayOptions) -
 
     Raises:
         ConfigError: it cannot be started as configured, or there is no Ray.
+        ElasticError: an agent broke.
     """
     check(config)
     ray = find_ray()

@@ -149,7 +149,9 @@ def chart(course: Course, history: History) -> Markup:
     """A figure of its own; nothing where there is nothing to draw."""
     values = course.values
     if not values:
-        return Markup("")
+        # Of a loss that never was a number there is nothing to draw, and much to tell.
+        notes = _notes(course, power=False) if course.left_out else []
+        return element("figure", element("h3", course.name), *notes) if notes else Markup("")
     power = course.name == "Loss" and min(values) > 0 and max(values) > DECADES * min(values)
     if power:
         lines = tuple([(x, math.log10(y)) for x, y in line] for line in course.lines)

@@ -9,7 +9,7 @@ from ...clock import date_of
 from ..history import History, JobState
 from .curves import charts
 from .markup import Markup, cut, element, joined
-from .recoveries import recoveries, recovery_section
+from .recoveries import lost_seconds, recoveries, recovery_section
 from .signs import SIGNS, picture
 from .style import ROOT, page_style, style
 from .tables import failure_section, node_section, settings_section
@@ -100,16 +100,15 @@ def _figures(history: History) -> Markup:
     made = history.generations
     redone = sum(generation.cost.redone for generation in made)
     ways = recoveries(history)
-    lost = seconds_text(sum(one.total for one in ways)) if ways else "not told"
+    lost = seconds_text(lost_seconds(history)) if ways else "not told"
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
     sizes = list(dict.fromkeys(worlds))
     budget = "" if history.max_restarts is None else f"of {count_text(history.max_restarts)}"
-    failed = sum(mark.kind == "failure" for mark in history.marks)
     told = [
         ("Generations", count_text(len(made)), ""),
         ("Restarts", count_text(history.restarts), budget),
-        ("Failures", count_text(failed), "told by nodes"),
+        ("Failures", count_text(history.failures), "told by nodes"),
         ("Nodes", count_text(len(history.nodes)), _span(history)),
         ("Workers", _sizes(worlds), plural(len(sizes), "size") if len(sizes) > 4 else ""),
         ("Last step", count_text(max(steps)) if steps else "not told", ""),

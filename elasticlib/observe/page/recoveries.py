@@ -19,19 +19,15 @@ PHASES = {
     "detect": "until an agent knew of it",
     "stop": "until no worker was left",
     "rendezvous": "until the next generation was settled",
-    "start": "until the script asked for its state or made a step",
+    "start": "until the script asked for its state, made a step, or ended without one",
     "restore": "taking up the state",
     "redone": "steps done a second time",
 }
 BARS = 16
 """Recoveries with a bar of their own, at most."""
+LEAST = 0.005
+"""Seconds of an end, and between launches, that are worth a word."""
 HEIGHT = 20.0
-_AFTER = {
-    Why.START: "the start",
-    Why.FAILURE: "after a failure",
-    Why.LOSS: "after a loss",
-    Why.RESIZE: "a resize",
-}
 
 
 @attrs.frozen
@@ -65,6 +61,12 @@ def recoveries(history: History) -> list[Recovery]:
     return found
 
 
+def lost_seconds(history: History) -> float:
+    """All that was not spent on steps that count; where no steps are told, what is told of."""
+    told = sum(one.total for one in recoveries(history))
+    return told if history.lost is None else max(told, history.lost)
+
+
 def recovery_section(history: History) -> Markup:
     """All of it; nothing where nothing is known."""
     every = recoveries(history)
@@ -73,13 +75,16 @@ def recovery_section(history: History) -> Markup:
     longest = sorted(every, key=lambda one: -one.total)[:BARS]
     shown = [one for one in every if any(one is other for other in longest)]
     widest = max(one.total for one in shown) or 1.0
-    total = sum(one.total for one in every)
+    told, total = sum(one.total for one in every), lost_seconds(history)
     after = [one for one in every if one.generation.why is not Why.START]
     said = f"{seconds_text(total)} were not spent on steps that count: "
     said += f"{plural(len(every) - len(after), 'start')} and "
-    said += f"{plural(len(after), 'recovery', 'recoveries')}."
+    said += f"{plural(len(after), 'recovery', 'recoveries')}"
+    if total - told > LEAST:
+        said += f"; {seconds_text(total - told)} of that belong to neither"
+    said += "."
     if len(shown) < len(every):
-        rest = total - sum(one.total for one in shown)
+        rest = told - sum(one.total for one in shown)
         said += (
             f" The {len(shown)} longest are drawn; the other {count_text(len(every) - len(shown))}"
         )
@@ -122,7 +127,7 @@ def _swatch(name: str) -> Markup:
 
 def _bar(one: Recovery, widest: float) -> Markup:
     generation = one.generation
-    title = f"Generation {generation.number}, {_AFTER[generation.why]}"
+    title = f"Generation {generation.number}, {generation.why.words}"
     told = {name: _told(one, name) for name in one.seconds}
     parts, at = [], 0.0
     for name, seconds in one.seconds.items():

@@ -126,7 +126,7 @@ def _names(name: str, told: str) -> list[Markup]:
 
 
 def _counted(row: Row) -> str:
-    failures = sum(mark.kind == "failure" for mark in row.marks)
+    failures = max(row.story.failures, sum(mark.kind == "failure" for mark in row.marks))
     return f"{plural(failures, 'failure')}, " if failures else ""
 
 

@@ -95,7 +95,9 @@ def failure_section(history: History) -> Markup:
     for one in found:
         groups.setdefault(_DIGITS.sub("#", one.mark.words), []).append(one)
     most = sorted(groups.values(), key=lambda group: -len(group))
-    said = f"{plural(len(found), 'failure')}, those alike but for numbers together"
+    said = f"{plural(history.failures, 'failure')}, those alike but for numbers together"
+    if history.failures > len(found):
+        said += f"; of so many, {count_text(len(found))} evenly spread ones are counted here"
     if len(most) > REASONS:
         rest = sum(map(len, most[REASONS:]))
         said += f"; {plural(rest, 'failure')} for {len(most) - REASONS} rarer reasons not shown"

@@ -36,7 +36,7 @@ def timeline(history: History) -> Markup:
     if folded:
         lanes.append(_folded(folded, history, axis))
     kept = _kept(history.marks)
-    lanes += [_kept_lane(kind, marks, axis) for kind, marks in kept.items()]
+    lanes += [_kept_lane(kind, marks, history, axis) for kind, marks in kept.items()]
     lanes += _progress(history, axis)
     lanes.append(Lane("Time", foot(axis, time_ticks(axis.last), 0.5), 24.5, rules=None))
     faults = _faults(history, axis)
@@ -131,8 +131,9 @@ def _kept(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
     return {kind: list(steps.values()) for kind, steps in found.items() if steps}
 
 
-def _kept_lane(kind: str, marks: Sequence[Mark], axis: Axis) -> Lane:
-    words = f"{KEPT[kind]}: {count_text(len(marks))}"
+def _kept_lane(kind: str, marks: Sequence[Mark], history: History, axis: Axis) -> Lane:
+    many = max(len(marks), history.kept.get(kind, 0))
+    words = f"{KEPT[kind]}: {count_text(many)}"
     found = [left_words(words, 14)]
     for group in together(marks, lambda mark: axis(mark.at), KEPT_APART):
         steps = [count_text(mark.step or 0) for mark in group]

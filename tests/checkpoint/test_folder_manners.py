@@ -1,0 +1,88 @@
+"""What a folder of checkpoints does not pass over in silence, and whom it does not let in."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticlib import CheckpointManager, FileStore
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.disk import LOCK, LocalPlace
+from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.here import Here
+from elasticlib.checkpoint.prune import Retention
+from elasticlib.errors import CheckpointError, CheckpointRefused, StoreUnavailable
+from elasticlib.hard_lock import hard_lock
+
+
+def test_who_is_of_the_past_prunes_nothing_though_it_never_had_the_folder(tmp_path: Path) -> None:
+    places = (Here(run="r", launch="l", generation=number) for number in (1, 2))
+    old, new = (CheckpointManager(tmp_path, keep_last=1, here=place) for place in places)
+    new.claim()
+    (tmp_path / "step-0000000001").mkdir()
+    with pytest.raises(CheckpointRefused, match=r"was not pruned: .* is older"):
+        old.prune()
+    assert (tmp_path / "step-0000000001").exists()
+
+
+def test_what_is_pruned_by_hand_is_read_while_a_job_can_commit_there(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"a": step})
+    seen = []
+
+    def commit_meanwhile(_chunk: memoryview) -> None:
+        with hard_lock(str(tmp_path / LOCK)).acquire(timeout=0):
+            seen.append(True)
+
+    folder = CheckpointFolder(LocalPlace(tmp_path))
+    committer = Committer(folder, Writer("", "", 0, ""), Retention(last=1))
+    assert committer.prune(commit_meanwhile).deleted == (1,)
+    assert seen
+
+
+def _cut(folder: Path) -> None:
+    pack = next(folder.glob("*.pack"))
+    pack.write_bytes(pack.read_bytes()[:-1])
+
+
+def _without_the_manifests_end(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize("damage", [_cut, _without_the_manifests_end])
+def test_restore_says_why_it_went_past_what_cannot_even_be_offered(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"a": step})
+            manager.wait()
+    damage(tmp_path / "step-0000000002")
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore({"a": 0}) == 1
+        [why] = manager.restored.passed_over
+    assert "step-0000000002 is damaged: " in why
+    assert why in caplog.text
+
+
+def test_a_file_system_without_locks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with (
+        CheckpointManager(tmp_path / "checkpoints") as manager,
+        pytest.raises(CheckpointError, match="could not be"),
+    ):
+        manager.claim()
+    with FileStore(tmp_path / "store") as store, pytest.raises(StoreUnavailable, match="store"):
+        store.set("key", b"")

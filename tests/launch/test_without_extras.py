@@ -1,0 +1,125 @@
+"""rich, prometheus-client and matplotlib taken away: all else works, and who needs one names its
+extra."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, until
+from test_observe_port import TALKER, get
+
+pytestmark = pytest.mark.faults
+NO_EXTRAS = str(PROGRAMS / "no_extras")
+COMMAND = (sys.executable, "-m", "elasticlib.launch.commands")
+
+
+def environment(job: Job, *paths: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((NO_EXTRAS, *paths)),
+        "TMPDIR": str(job.shortcut),
+    }
+
+
+def said(job: Job, *arguments: str, code: int | None = 0) -> str:
+    """What a command says on both streams."""
+    done = subprocess.run(
+        (*COMMAND, *arguments),
+        env=environment(job, WITHOUT_TORCH),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert code in (None, done.returncode), done.stdout
+    return done.stdout
+
+
+def on_a_terminal(job: Job, *arguments: str) -> str:
+    """The same, where stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    try:
+        told = environment(job, WITHOUT_TORCH)
+        told.pop("NO_COLOR", None)
+        subprocess.run(
+            (*COMMAND, *arguments),
+            env=told,
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            timeout=60,
+            check=True,
+        )
+        return os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_job_and_each_command_about_it(job: Job) -> None:
+    flags = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
+    flags = (*flags, "--observe-port", "0", "--rdzv-id", "plain", "--log-dir", f"{job.folder}/logs")
+    agent = job.start(
+        "a",
+        *job.agent(*flags, "--redirects", "3", program=TALKER),
+        PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
+    )
+    address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    until("both workers", lambda: all((job.folder / f"talks.0.{n}").exists() for n in (0, 1)))
+    assert get(address, "/healthz") == (200, "RUNNING\n")
+    assert get(address, "/status.json")[0] == 200
+    code, words = get(address, "/metrics")
+    assert code == 501
+    assert "pip install 'elasticlib[metrics]'" in words
+    assert re.search(r"plain.*RUNNING", said(job, "status", "plain"))
+    assert re.search(r"talking_worker\.py.*in main", said(job, "stacks", "plain"))
+    assert "out 1 0" in said(job, "logs", "-r", "1", "plain")
+    # Whatever it finds on this machine.
+    assert "elasticlib" in said(job, "doctor", code=None)
+    job.finish()
+    assert agent.exit_code() == 0
+    assert "elasticlib report plain" in agent.text
+    shown = on_a_terminal(job, "status", "--watch", "plain")
+    assert "pip install 'elasticlib[ui]'" in shown
+    assert "SUCCEEDED" in shown
+    page = job.folder / "run.html"
+    said(job, "report", "plain", "-o", str(page))
+    assert "<svg" in page.read_text()
+    drawn = subprocess.run(
+        (sys.executable, "-c", DRAWN, str(page)),
+        env=environment(job),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    assert drawn.stdout.count("pip install 'elasticlib[plot]'") == 2
+
+
+DRAWN = """
+import importlib, pkgutil
+import elasticlib
+from elasticlib.errors import ConfigError
+from elasticlib.examples.drawn_runs import draw_crashes, draw_steps
+
+assert "<svg" in elasticlib.report("plain")._repr_html_()
+history = elasticlib.read_history("plain")
+for draw in (lambda: draw_steps(history), lambda: draw_crashes({"one": history})):
+    try:
+        draw()
+    except ConfigError as error:
+        print(error)
+# Who imports these needs the extras of frameworks, or has found rich.
+skipped = "integrations.", "examples.with_", "launch.status_table"
+for found in pkgutil.walk_packages(elasticlib.__path__, "elasticlib."):
+    name = found.name.partition(".")[2]
+    if not name.startswith(skipped) and not name.endswith("__main__"):
+        importlib.import_module(found.name)
+"""

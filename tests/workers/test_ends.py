@@ -1,0 +1,91 @@
+"""How the end of a worker is learnt where the machine, or who hosts the agent, makes it hard."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+
+import pytest
+from test_local import Run, poll, shell
+
+from elasticlib.errors import WorkerStartError
+from elasticlib.workers import session
+
+
+def refused(*_: object) -> int:
+    raise OSError(errno.ENOSYS, "as if the kernel, or a container, had none")
+
+
+def test_a_worker_is_not_taken_for_ended_where_it_can_only_be_looked_at(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    end = run.folder / "end"
+    # What it started is ended with it.
+    run.start(shell(f"sleep 600 & until [ -e {end} ]; do sleep 0.01; done; exit 3"))
+    (name,) = run.workers.running().values()
+    pid = int(name.removeprefix("pid "))
+    assert not session.ends_within(pid, 0.15)
+    assert run.ends.empty()
+    end.touch()
+    assert run.end().returncode == 3
+    assert session.members(pid) == []
+
+
+def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        assert not session.ends_within(process.pid, 0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        process.kill()
+        assert session.ends_within(process.pid, 20.0)
+        process.wait()
+    assert session.ends_within(process.pid, None)
+
+
+def test_a_worker_whose_exit_code_somebody_else_took_has_not_succeeded(run: Run) -> None:
+    run.start(shell("exit 0"))
+    (name,) = run.workers.running().values()
+    os.waitpid(int(name.removeprefix("pid ")), 0)
+    exit_ = run.end()
+    assert (exit_.ok, exit_.failed, exit_.returncode) == (False, True, 1)
+    assert "ended with an exit code that something else in the agent's" in exit_.describe()
+
+
+def unstartable(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(prefix):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize("prefix", ["worker-1-end", "worker-output"])
+def test_a_worker_that_no_thread_can_watch_is_not_left_and_the_start_can_be_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    run.writing("0", "3")
+    with monkeypatch.context() as patched:
+        unstartable(patched, prefix)
+        with pytest.raises(WorkerStartError, match=r"cannot watch the worker of rank \d: can't st"):
+            run.start(shell("exec sleep 600"), count=2)
+    # Those before it are stopped like any.
+    run.workers.kill()
+    poll(lambda: run.ends.qsize() == len(run.workers.running()))
+    while not run.ends.empty():
+        assert run.end().stopped
+    assert not run.workers.running()
+    run.start(shell("exit 0"), attempt=1)
+    assert run.end().ok
