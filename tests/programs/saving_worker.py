@@ -35,10 +35,12 @@ def main() -> None:
     notice = folder / f"notice.{node}.{generation}"
     hold = folder / f"hold.{rank}"
     while not (folder / "finish").exists():
-        if hold.exists():
+        # Whoever is asked after a hold was laid sees it: the hold is looked for last.
+        due = bool(asked) or notice.exists()
+        if due and hold.exists():
             if asked:
                 (folder / f"heard.{rank}").touch()
-        elif asked or notice.exists():
+        elif due:
             (folder / f"saving.{generation}.{rank}").touch()
             end = time.monotonic() + seconds
             while time.monotonic() < end:
