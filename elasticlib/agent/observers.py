@@ -93,6 +93,14 @@ class RendezvousObserver:
                 continue
 
 
+HEARD_SECONDS = 0.2
+"""Whoever hears signals waits no longer than this without a look.
+
+Python runs a handler when the main thread comes back from what it waits in, and a signal does not
+end that wait if it comes just before it, or if the kernel gives it to another thread.
+"""
+
+
 class SignalObserver:
     """Turns signals into events, and leaves alone those that were ignored on entry."""
 

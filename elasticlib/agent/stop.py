@@ -6,6 +6,7 @@ The ladder says by the time alone what is due; this does it, and says when it is
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import attrs
@@ -107,10 +108,10 @@ class GroupStop:
             self._hurried = True
             self._since -= self._ladder.left(self._clock() - self._since)
 
-    def left(self) -> float | None:
-        """Seconds until the next rung; None if nothing is being stopped."""
+    def left(self) -> float:
+        """Seconds until the next rung; infinite if nothing is being stopped."""
         if self._since is None:
-            return None
+            return math.inf
         return self._ladder.left(self._clock() - self._since)
 
     def climb(self) -> GroupStopped | None:

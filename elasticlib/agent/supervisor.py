@@ -30,7 +30,7 @@ from .agreed import Need
 from .agreement import Agreements
 from .hang_watch import HangWatch
 from .interface import Memory, NoMemory, RunResult
-from .observers import RendezvousObserver, SignalObserver
+from .observers import HEARD_SECONDS, RendezvousObserver, SignalObserver
 from .options import AgentOptions
 from .policy import (
     Action,
@@ -202,7 +202,7 @@ class Supervisor:
             self._react(stopped)
             return
         try:
-            news = self._inbox.get(timeout=self._stop.left())
+            news = self._inbox.get(timeout=min(HEARD_SECONDS, self._stop.left()))
         except queue.Empty:
             return
         if news.attempt in (None, self._attempt):

@@ -10,6 +10,7 @@ import enum
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -80,5 +81,7 @@ def _go_on(act: Act) -> NoReturn:
         os._exit(CODE)
     if act is Act.DIE:
         os.kill(os.getpid(), signal.SIGKILL)
+    # Not signal.pause: a signal that comes just before that runs no handler.
+    pause = threading.Event()
     while True:
-        signal.pause()
+        pause.wait(0.05)
