@@ -16,7 +16,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 help:
 	@echo "make demo       a training job that survives: half a minute"
 	@echo "make test       all tests but those of the next two and of notebooks, four at a time"
-	@echo "make test-long  the longest: the demo, README's lines, suites of pages that build something"
+	@echo "make test-long  the longest: jobs between hosts (network namespaces), the demo, README's lines"
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
@@ -40,7 +40,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "not long"
 
 test-long: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 2 -m long
+	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m long
 
 $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@echo "setting up $(VENV_INTEGRATIONS)"

@@ -85,6 +85,11 @@ LONG = (
 """Files that take the longest; each file is one process's, and what begins last should be short."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # Hosts of their own take a second a test to set up, and leases of several to lose.
+        if {"cluster", "job"} <= set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.long)
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))

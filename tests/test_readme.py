@@ -70,6 +70,7 @@ def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: s
     assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (2, 256)
 
 
+@pytest.mark.long
 def test_the_readmes_launcher_runs_the_readmes_script(folder: Path) -> None:
     (folder / "launch.py").write_text(PYTHON[1])
     done = run(folder, sys.executable, "launch.py")

@@ -209,6 +209,7 @@ def test_twenty_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
     assert sources(job) >= {"memory", "peer"}
 
 
+@pytest.mark.long
 def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) -> None:
     run = Run(job, "run", 1, "--save-every", "1000")
     place = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0")
