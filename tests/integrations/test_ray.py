@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -43,8 +42,11 @@ class Rays:
 
     def __init__(self, folder: str) -> None:
         self.mark = uuid.uuid4().hex
-        os.environ[MARK] = self.mark
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **SMALL}
+        # Ray notes its newest cluster in a folder that it makes for clusters of the usual one only.
+        os.environ.update({MARK: self.mark, "RAY_TMPDIR": folder})
+        own = f"{folder}/ray"
+        os.mkdir(own)
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": own, **SMALL}
         self._cluster = Cluster(True, head_node_args={**head, "_system_config": QUICK})
         self.address = self._cluster.address
         self.nodes: list[Any] = []
@@ -104,7 +106,7 @@ class Rays:
 
     def close(self) -> None:
         self._cluster.shutdown()
-        del os.environ[MARK]
+        del os.environ[MARK], os.environ["RAY_TMPDIR"]
         until("the cluster to be gone", lambda: not self.processes(), 30.0)
 
 
@@ -119,11 +121,10 @@ def environment(pid: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Rays]:
     # Short, as the paths of its sockets begin with it.
-    folder = tempfile.mkdtemp(prefix="ray")
-    rays = Rays(folder)
-    yield rays
-    rays.close()
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        rays = Rays(folder)
+        yield rays
+        rays.close()
 
 
 @pytest.fixture
