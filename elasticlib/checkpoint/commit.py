@@ -222,8 +222,13 @@ class Committer:
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
         rows = []
         for one in self._folder.found():
-            health = self._folder.health(one)
-            rows.append((one.step, Health.UNREAD if one.step in unread else health))
+            if one.unread or one.step in unread:
+                health = Health.UNREAD
+            elif one.manifest is None:
+                health = Health.BAD
+            else:
+                health = self._folder.health(one.manifest)
+            rows.append((one.step, health))
         return select(rows, self._retention, just)
 
     def _delete(self, step: int) -> None:

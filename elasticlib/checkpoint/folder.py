@@ -98,11 +98,8 @@ class CheckpointFolder:
         """Every byte of this checkpoint was written or checked here, and it is so."""
         self._known[manifest.step] = (manifest, health)
 
-    def health(self, found: Found | Manifest) -> Health:
-        """What is known of a checkpoint."""
-        manifest = found.manifest if isinstance(found, Found) else found
-        if manifest is None:
-            return Health.UNREAD if isinstance(found, Found) and found.unread else Health.BAD
+    def health(self, manifest: Manifest) -> Health:
+        """What is known of the checkpoint that this describes."""
         known, health = self._known.get(manifest.step, (None, Health.UNKNOWN))
         return health if known == manifest else Health.UNKNOWN
 
