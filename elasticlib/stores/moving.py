@@ -74,6 +74,7 @@ class MovingStore(Store):
         if hosted is not None:
             self._server, self._store = hosted
         self._heard_at = clock()
+        self._why_left = ""
         self._refused: set[int] = set()
 
     @property
@@ -168,8 +169,11 @@ class MovingStore(Store):
         try:
             self._greet(store)
             answer = question(store)
-        except (StoreUnavailable, StoreTimeout):
-            self._miss(store)
+        except (StoreUnavailable, StoreTimeout) as error:
+            if store is not self._store and not self._closed:
+                # Another thread has moved us; that our question ended with it says nothing.
+                raise StoreUnavailable(self._why_left) from error
+            self._miss(store, error)
             raise
         if store is self._store:
             self._heard_at = self._clock()
@@ -210,7 +214,7 @@ class MovingStore(Store):
                 return
         self._go_to(0)
 
-    def _miss(self, store: TcpStore) -> None:
+    def _miss(self, store: TcpStore, error: StoreUnavailable | StoreTimeout) -> None:
         with self._moving:
             away = self._clock() - self._heard_at
             stays = self._stays or away < self._patience
@@ -220,19 +224,25 @@ class MovingStore(Store):
             if there != self._at:
                 here, on = self._places[self._at].name, self._places[there].name
                 log.warning("no answer from %s for %.1f s: going on to %s", here, away, on)
-            self._go_to(there)
+            self._go_to(there, str(error))
 
-    def _go_to(self, number: int) -> None:
+    def _go_to(self, number: int, why: str = "") -> None:
         # Ours is the place only if nobody serves there, and no place serves two of ours.
-        self._settle(self._at, None)
+        self._settle(self._at, None, why=why)
         server = self._places[number].serve()
-        self._settle(number, self._places[number].reach(), server)
+        self._settle(number, self._places[number].reach(), server, why=why)
 
     def _settle(
-        self, number: int, store: TcpStore | None, server: TcpStoreServer | None = None
+        self,
+        number: int,
+        store: TcpStore | None,
+        server: TcpStoreServer | None = None,
+        *,
+        why: str = "",
     ) -> None:
-        """Be there, and leave where we were."""
+        """Be there, and leave where we were; why: for those who still ask there."""
         left = self._store, self._server
+        self._why_left = why or f"the store is now the one at {self._places[number].name}"
         if store is not None and number != self._at:
             log.info("the store is now the one at %s", self._places[number].name)
         self._at, self._store, self._server = number, store, server

@@ -1,13 +1,18 @@
-"""An etcd for all tests that change nothing of it, and one of its own for a test that does."""
+"""Etcds for tests that change nothing of theirs, and for those that do; and places of stores."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServer
+from jobs import until
+from places import World
 
 ROOMS = (f"/test/{number}" for number in itertools.count())
 
@@ -29,3 +34,17 @@ def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     """One that the test may kill."""
     with EtcdServer(tmp_path / "own") as server:
         yield server
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Of which no thread and no descriptor is left."""
+    before = _left()
+    with ExitStack() as stack:
+        yield World(stack)
+    # The receiver ends a moment after its last connection.
+    until("threads and descriptors to be gone", lambda: _left() == before, 5.0)
+
+
+def _left() -> tuple[int, int]:
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))

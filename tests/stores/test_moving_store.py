@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -20,21 +17,6 @@ from elasticlib.stores.moving import MovingStore, Place
 from elasticlib.stores.server import TcpStoreServer
 from elasticlib.stores.tcp import TcpStore
 from elasticlib.testing import ClientRecipe, StoreContract
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Of which no thread and no descriptor is left."""
-    before = _left()
-    with ExitStack() as stack:
-        yield World(stack)
-    # The receiver ends a moment after its last connection.
-    until("threads and descriptors to be gone", lambda: _left() == before, 5.0)
-
-
-def _left() -> tuple[int, int]:
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
 
 # -- the contract ------------------------------------------------------------------------------
 
@@ -340,57 +322,3 @@ def test_who_hosts_stays_where_it_is_however_long_its_server_is_silent(world: Wo
         world.misses(store, 0.0)
         world.misses(store, 10 * PATIENCE)
         assert (store.server, server.serving, one.served) == (server, True, [])
-
-
-# -- closing -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reaches", [1, 2], ids=["looking round", "connecting"])
-def test_closing_ends_a_thread_that_tries_to_connect(world: World, reaches: int) -> None:
-    one, two, _ = world.spots
-    one.connect_timeout = two.connect_timeout = 60.0
-    store = world.store(one.theirs(), two.ours())
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(store.get, "key")
-        for _ in range(reaches):
-            one.reaching.get(timeout=10.0)
-        store.close()
-        with pytest.raises(StoreUnavailable, match="closed"):
-            asking.result(10.0)
-    assert all(is_closed(found) for found in one.reached)
-
-
-def test_closing_waits_for_nobody_and_what_is_served_after_it_is_closed_too(
-    world: World,
-) -> None:
-    one, _, _ = world.spots
-    serving, closed = threading.Event(), threading.Event()
-
-    def serve_late() -> TcpStoreServer | None:
-        serving.set()
-        closed.wait(20.0)
-        return one.serve()
-
-    store = world.store(Place(one.endpoint, one.reach, serve_late))
-    with ThreadPoolExecutor(2) as pool:
-        asking = pool.submit(store.get, "key")
-        assert serving.wait(10.0)
-        try:
-            pool.submit(store.close).result(5.0)
-        finally:
-            closed.set()
-        with pytest.raises(StoreUnavailable, match="closed"):
-            asking.result(10.0)
-    assert [server.serving for server in one.served] == [False]
-
-
-def test_a_closed_store_goes_nowhere(world: World) -> None:
-    one, two, _ = world.spots
-    one.open()
-    two.open()
-    store = world.store(one.theirs(), two.theirs())
-    store.get("key")
-    store.close()
-    world.misses(store, 10 * PATIENCE)
-    assert not store.look_elsewhere(lambda _found, _earlier: True)
-    assert two.reached == []
