@@ -19,6 +19,17 @@ JOB = "moving"
 PATIENCE = 3.0
 
 
+class _Client(TcpStore):
+    """Gives up soon where nobody serves; where somebody does, not because the machine is busy."""
+
+    def __init__(self, spot: Spot) -> None:
+        self._spot, patience = spot, spot.connect_timeout
+        super().__init__(spot.host, spot.port, job=JOB, timeout=5.0, connect_timeout=patience)
+
+    def connect(self, timeout: float | None = None) -> None:
+        super().connect(10.0 if timeout is None and self._spot.is_served else timeout)
+
+
 class Spot:
     """A place at a port that nobody else gets, and the clients that reached for it."""
 
@@ -33,6 +44,11 @@ class Spot:
         self.reached: list[TcpStore] = []
         self.reaching: queue.SimpleQueue[TcpStore] = queue.SimpleQueue()
         self.served: list[TcpStoreServer] = []
+        self._opened: list[TcpStoreServer] = []
+
+    @property
+    def is_served(self) -> bool:
+        return any(server.serving for server in (*self.served, *self._opened))
 
     @property
     def endpoint(self) -> str:
@@ -40,8 +56,9 @@ class Spot:
 
     def open(self, job: str = JOB) -> TcpStoreServer:
         """Another node serves here."""
-        server = TcpStoreServer(self.host, self.port, job=job)
-        return self._stack.enter_context(server)
+        server = self._stack.enter_context(TcpStoreServer(self.host, self.port, job=job))
+        self._opened.append(server)
+        return server
 
     def theirs(self) -> Place:
         return Place(self.endpoint, self.reach, lambda: None)
@@ -50,8 +67,7 @@ class Spot:
         return Place(self.endpoint, self.reach, self.serve)
 
     def reach(self) -> TcpStore:
-        patience = self.connect_timeout
-        store = TcpStore(self.host, self.port, job=JOB, timeout=5.0, connect_timeout=patience)
+        store = _Client(self)
         self.reached.append(store)
         self.reaching.put(store)
         return store
