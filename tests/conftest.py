@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def kills(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def save_seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--save-seconds"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A job leaves its events where temporary files go: for the tests, a folder that goes, too."""
+    tmp_path_factory.getbasetemp()  # pytest's own stays, to be looked at
+    before = os.environ.get("TMPDIR")
+    # Short, as the paths of sockets begin with it.
+    with tempfile.TemporaryDirectory(prefix="el", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"], tempfile.tempdir = folder, None
+        yield
+    tempfile.tempdir = None
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(autouse=True)
