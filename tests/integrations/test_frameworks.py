@@ -77,11 +77,11 @@ def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
 ) -> None:
     framework.hold.write_text("7")
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", framework.job.store(), "--max-restarts", "2")
-    meet += ("--rdzv-conf", "last_call_timeout=0.5")
+    # Both begin together: who is alone at step 7 would be held there, and not stop for the other.
+    meet += ("--rdzv-conf", "last_call_timeout=60")
     resize = "resize: the workers have"
     nodes: dict[str, Node] = {name: framework.start(name, *meet) for name in "ab"}
     framework.trains(7, world=2)
-    # The second, where one of them has begun without the other.
     together = max(line["generation"] for line in framework.lines())
     nodes["b"].kill()
     framework.resumes(generation=together + 1)
