@@ -50,16 +50,12 @@ def save_seconds(request: pytest.FixtureRequest) -> float:
 def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A job leaves its events where temporary files go: for the tests, a folder that goes, too."""
     tmp_path_factory.getbasetemp()  # pytest's own stays, to be looked at
-    before = os.environ.get("TMPDIR")
     # Short, as the paths of sockets begin with it.
-    with tempfile.TemporaryDirectory(prefix="el", ignore_cleanup_errors=True) as folder:
-        os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    folder = tempfile.TemporaryDirectory(prefix="el", ignore_cleanup_errors=True)
+    with folder as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", path)
+        patch.setattr(tempfile, "tempdir", None)
         yield
-    tempfile.tempdir = None
-    if before is None:
-        del os.environ["TMPDIR"]
-    else:
-        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(autouse=True)

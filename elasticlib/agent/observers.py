@@ -18,6 +18,13 @@ from ..errors import describe
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 
+HEARD_SECONDS = 0.2
+"""Whoever hears signals waits no longer than this without a look.
+
+Python runs a handler when the main thread comes back from what it waits in, and a signal does not
+end that wait if it comes just before it, or if the kernel gives it to another thread.
+"""
+
 
 class RendezvousObserver:
     """Waits on a handler, which may block, for an agent, which must not.
@@ -91,14 +98,6 @@ class RendezvousObserver:
                 return self._asked.get(timeout=rest) if rest > 0 else self._asked.get_nowait()
             except queue.Empty:
                 continue
-
-
-HEARD_SECONDS = 0.2
-"""Whoever hears signals waits no longer than this without a look.
-
-Python runs a handler when the main thread comes back from what it waits in, and a signal does not
-end that wait if it comes just before it, or if the kernel gives it to another thread.
-"""
 
 
 class SignalObserver:

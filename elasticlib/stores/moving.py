@@ -74,7 +74,7 @@ class MovingStore(Store):
         if hosted is not None:
             self._server, self._store = hosted
         self._heard_at = clock()
-        self._why_left = ""
+        self._why_left = ""  # for those who still ask there
         self._refused: set[int] = set()
 
     @property
@@ -135,7 +135,7 @@ class MovingStore(Store):
                     log.debug("not at %s: %s", place.name, error)
                     accepted = False
                 if accepted:
-                    self._settle(number, found)
+                    self._prefer(number, found)
                     return True
                 found.close()
         return False
@@ -152,7 +152,7 @@ class MovingStore(Store):
             found = self._reached(self._at, self._places[self._at])
             if found is not None:
                 self._stays = False
-                self._settle(self._at, found)
+                self._prefer(self._at, found)
             return found is not None
 
     def close(self) -> None:
@@ -224,25 +224,24 @@ class MovingStore(Store):
             if there != self._at:
                 here, on = self._places[self._at].name, self._places[there].name
                 log.warning("no answer from %s for %.1f s: going on to %s", here, away, on)
-            self._go_to(there, str(error))
+            self._why_left = str(error)
+            self._go_to(there)
 
-    def _go_to(self, number: int, why: str = "") -> None:
+    def _prefer(self, number: int, found: TcpStore) -> None:
+        self._why_left = f"the store is now the one at {self._places[number].name}"
+        self._settle(number, found)
+
+    def _go_to(self, number: int) -> None:
         # Ours is the place only if nobody serves there, and no place serves two of ours.
-        self._settle(self._at, None, why=why)
+        self._settle(self._at, None)
         server = self._places[number].serve()
-        self._settle(number, self._places[number].reach(), server, why=why)
+        self._settle(number, self._places[number].reach(), server)
 
     def _settle(
-        self,
-        number: int,
-        store: TcpStore | None,
-        server: TcpStoreServer | None = None,
-        *,
-        why: str = "",
+        self, number: int, store: TcpStore | None, server: TcpStoreServer | None = None
     ) -> None:
-        """Be there, and leave where we were; why: for those who still ask there."""
+        """Be there, and leave where we were."""
         left = self._store, self._server
-        self._why_left = why or f"the store is now the one at {self._places[number].name}"
         if store is not None and number != self._at:
             log.info("the store is now the one at %s", self._places[number].name)
         self._at, self._store, self._server = number, store, server
