@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from processes import marked
 
 from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import KINDS, Event, decode
@@ -223,15 +224,7 @@ class Job:
 
     def processes(self) -> set[int]:
         """All living processes that descend from this job, whoever their parent is now."""
-        mark = f"{TAG}={self.tag}".encode()
-        found = set()
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                if mark in Path(f"/proc/{name}/environ").read_bytes():
-                    found.add(int(name))
-            except OSError:
-                continue
-        return found
+        return marked(TAG, self.tag)
 
     def gone(self, seconds: float = 10.0) -> None:
         """Waits until no process of the job is left."""

@@ -12,6 +12,7 @@ import nbclient
 import nbformat
 import pytest
 from jobs import TAG, until
+from processes import marked
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 FOLDERS = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
@@ -33,17 +34,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def processes(mark: Path) -> set[str]:
+def processes(mark: Path) -> set[int]:
     """All that a notebook has started, directly or not."""
-    tag = f"{TAG}={mark}".encode()
-    found = set()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if tag in environment.read_bytes().split(b"\0"):
-                found.add(environment.parent.name)
-        except OSError:
-            continue
-    return found
+    return marked(TAG, str(mark))
 
 
 def read(path: Path) -> Any:

@@ -11,15 +11,14 @@ import re
 import signal
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import ClassVar
 
 import attrs
 import pytest
 from jobs import PROGRAMS, Job, Node, until
+from processes import workers_of
 
 from elasticlib import CheckpointManager
-from elasticlib.examples.demo import children
 from elasticlib.examples.trace import survey
 
 pytestmark = pytest.mark.faults
@@ -107,19 +106,8 @@ def weights_of(node: Node, steps: int) -> str:
     return said[2]
 
 
-def workers_of(node: Node) -> list[int]:
-    """The pids of a node's workers, in the order of their ranks; none while it has none."""
-    for child in children(node.pid):
-        try:
-            if Path(f"/proc/{child}/comm").read_text().strip() == "worker-template":
-                return children(child)
-        except OSError:
-            continue
-    return []
-
-
 def kill_a_worker(node: Node, dice: random.Random) -> None:
-    os.kill(dice.choice(until("workers to kill", lambda: workers_of(node))), signal.SIGKILL)
+    os.kill(dice.choice(until("workers to kill", lambda: workers_of(node.pid))), signal.SIGKILL)
 
 
 @pytest.mark.long
@@ -162,7 +150,7 @@ class Nodes:
 
     def at_work(self) -> list[str]:
         """Those that have come so far as to have workers, from old to new."""
-        return [name for name, node in self.all.items() if workers_of(node)]
+        return [name for name, node in self.all.items() if workers_of(node.pid)]
 
     def replace(self, turn: int) -> Node:
         """Another node starts for the one that has been there for longest, which is returned."""

@@ -10,11 +10,11 @@ import re
 import signal
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of, until
+from processes import name_of
 
 from elasticlib.launch.commands import main
 
@@ -188,8 +188,7 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
     node = job.start("a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH)
 
     def became() -> bool:
-        names = [Path(f"/proc/{pid}/comm").read_text() for pid in job.processes()]
-        return "sleep\n" in names
+        return "sleep" in map(name_of, job.processes())
 
     until("the worker to be another program", became)
     shown, _ = told(job, "stacks")

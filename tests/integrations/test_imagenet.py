@@ -13,6 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 from jobs import Job, Node, until
+from processes import workers_of
 
 from elasticlib import CheckpointManager
 from elasticlib.examples.demo import children
@@ -82,14 +83,6 @@ class Run:
         assert {int(images) for _, _, images in scored} == {IMAGES // 4}
 
 
-def workers_of(node: Node) -> list[int]:
-    """The pids of a node's workers, by rank; none while it has none."""
-    for child in children(node.pid):
-        if Path(f"/proc/{child}/comm").read_text().strip() == "worker-template":
-            return children(child)
-    return []
-
-
 def test_a_run_that_lost_a_worker_has_used_each_image_once_and_ends_with_the_same_weights(
     job: Job, shapes: Path
 ) -> None:
@@ -99,7 +92,7 @@ def test_a_run_that_lost_a_worker_has_used_each_image_once_and_ends_with_the_sam
     node = storm.start(2)
     # Four steps past a snapshot's, so that some are done again.
     node.says(rf"epoch 1 step {STEPS_AN_EPOCH + 3} ")
-    victim = workers_of(node)[1]
+    victim = workers_of(node.pid)[1]
     loading = children(victim)
     os.kill(victim, signal.SIGKILL)
     assert node.exit_code() == 0, node.text
@@ -130,7 +123,7 @@ def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes
     run = Run(job, "run", shapes)
     node = run.start(2)
     node.says(r"epoch 0 step 2 ")
-    workers = workers_of(node)
+    workers = workers_of(node.pid)
     for loading in [child for worker in workers for child in children(worker)]:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.kill(loading, number)
@@ -151,7 +144,7 @@ def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none
     run = Run(job, "run", shapes)
     node = run.start(2)
     node.says(rf"epoch 0 step {STEPS_AN_EPOCH} ")
-    os.kill(until("workers", lambda: workers_of(node))[0], signal.SIGKILL)
+    os.kill(until("workers", lambda: workers_of(node.pid))[0], signal.SIGKILL)
     assert node.exit_code() == 0, node.text
     run.check_whole(node)
 

@@ -6,6 +6,7 @@ left, and takes what is added. Of a job that is over, however it ended, nothing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from jobs import WORKER, Job, Node, alive, check_one_world, generation_of, until
 from pages import blocks_of
+from processes import environment_of, marked
 
 pytest.importorskip("ray", reason="Ray is not installed here: make test-integrations has it")
 from ray.cluster_utils import Cluster
@@ -68,7 +70,7 @@ class Rays:
 
     def raylet_of(self, pid: int) -> int:
         """The raylet that started this process's actor, of which its environment tells."""
-        return int(environment(pid)["RAY_RAYLET_PID"])
+        return int(environment_of(pid)["RAY_RAYLET_PID"])
 
     def node_of(self, pid: int) -> Any:
         raylet = self.raylet_of(pid)
@@ -82,10 +84,10 @@ class Rays:
     def processes(self) -> dict[int, str]:
         """All that descend from the cluster, with their command lines."""
         found = {}
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            if environment(int(name)).get(MARK) == self.mark and alive(int(name)):
-                line = Path(f"/proc/{name}/cmdline")
-                found[int(name)] = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        for pid in filter(alive, marked(MARK, self.mark)):
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
         return found
 
     def ours(self) -> dict[int, str]:
@@ -108,14 +110,6 @@ class Rays:
         self._cluster.shutdown()
         del os.environ[MARK], os.environ["RAY_TMPDIR"]
         until("the cluster to be gone", lambda: not self.processes(), 30.0)
-
-
-def environment(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +148,7 @@ def said(driver: Node) -> Any:
 
 def memory_of(places: list[dict[str, Any]]) -> list[Path]:
     """The folders in shared memory of these workers' agents."""
-    return [Path(environment(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in places]
+    return [Path(environment_of(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in places]
 
 
 def gone(folders: list[Path]) -> None:

@@ -10,6 +10,8 @@ import time
 from getpass import getuser
 from pathlib import Path
 
+from processes import marked
+
 from elasticlib.observe.runs import KEPT, is_living, runs_folder
 
 from .campaign import MOST_NODES
@@ -73,16 +75,8 @@ def wrong_with(stage: Stage, calm: Calm) -> list[str]:
 
 def processes(tag: str) -> set[int]:
     """All that descend from the soak, whoever their parent is now, but for itself."""
-    mark = f"{TAG}={tag}".encode()
-    found = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                found.add(int(name))
-        except OSError:
-            continue
     # The parent has made the namespaces that this is in.
-    return found - {os.getpid(), os.getppid()}
+    return marked(TAG, tag) - {os.getpid(), os.getppid()}
 
 
 def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:

@@ -1,0 +1,58 @@
+"""Who descends from whom, told by a mark in the environment that a process was started with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from elasticlib.examples.demo import children
+
+EXEC_SECONDS = 1.0
+"""No process is in the middle of an exec for longer than this."""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What the process was started with; nothing for one that has ended or is not ours to see."""
+    pairs = _environment(pid).decode(errors="replace").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def marked(name: str, value: str) -> set[int]:
+    """All living processes started with the variable `name` of this value."""
+    mark = f"{name}={value}".encode()
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return {pid for pid in pids if mark in _environment(pid).split(b"\0")}
+
+
+def name_of(pid: int) -> str:
+    """What the process calls itself; nothing once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def workers_of(agent: int) -> list[int]:
+    """The pids of the workers of an agent, in the order of their ranks; none while it has none."""
+    with contextlib.suppress(OSError):
+        for child in children(agent):
+            if name_of(child) == "worker-template":
+                return children(child)
+    return []
+
+
+def _environment(pid: int) -> bytes:
+    # In the middle of an exec the kernel shows none, and Popen comes back before its end.
+    deadline = time.monotonic() + EXEC_SECONDS
+    while True:
+        try:
+            found = Path(f"/proc/{pid}/environ").read_bytes()
+            # Whoever has ended, and the kernel's threads, have no program: this fails.
+            os.readlink(f"/proc/{pid}/exe")
+        except OSError:
+            return b""
+        if found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.001)
