@@ -57,9 +57,11 @@ class NodeStatus:
     @property
     def state(self) -> str:
         """A word for it."""
-        if self.answer is not None:
-            return self.answer.standing.state.value
-        return "no answer" if self.lives else "gone"
+        if self.standing is None:
+            return "no answer" if self.lives else "gone"
+        # What it told last may be older than its end, where it had no time to tell of that.
+        told = self.standing.state
+        return told.value if self.lives or told.over else "gone"
 
 
 @attrs.frozen

@@ -11,6 +11,7 @@ from told_runs import WALL, Agent, files
 from elasticlib.observe.event import decode, encode
 from elasticlib.observe.history import History, JobState, Why
 from elasticlib.observe.page.page import fragment
+from elasticlib.observe.page.rows import rows
 from elasticlib.observe.reading import history_of
 
 
@@ -179,6 +180,8 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
     assert history.state is JobState.SUCCEEDED
     (gone,) = (stay for stay in history.stays if stay.node == "n2")
     assert gone.ended == near(10.0)
+    (_, row), _ = rows(history)
+    assert row.gone == near(10.0), "what it told last is older"
     quick = history_of({"one": one.events, "two": two.tell(14.0, "saved", step=70).events})
     assert quick.generations[1].cost.detect == near(1.0), "it was not silent before it spoke"
     alone = history_of(files(one))

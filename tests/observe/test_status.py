@@ -273,3 +273,10 @@ def test_a_node_that_was_sent_away_says_nothing_of_the_jobs_end() -> None:
     ended = told_by(away, standing("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
     assert (ended.state, ended.reason) == (S.FAILED, "rank 1 raised")
     assert told_by(away).state is S.FAILED
+
+
+def test_a_node_that_has_gone_without_a_word_is_not_shown_in_the_state_it_told_last() -> None:
+    nodes = told_by(standing("id0", 2, 0, S.PREEMPTED), standing("id1", 1, 1, S.RUNNING)).nodes
+    assert [node.state for node in nodes] == ["PREEMPTED", "gone"]
+    (here,) = told_by(standing("id0", 1, 0, S.RUNNING), lives=True).nodes
+    assert here.state == "RUNNING"

@@ -51,8 +51,11 @@ class Row:
 
     @property
     def gone(self) -> float | None:
-        """When it fell silent, if it left without a word."""
-        return self.story.seen if self.story.lost else None
+        """When the others went on without it, if it left without a word."""
+        if not self.story.lost:
+            return None
+        ends = (stay.ended for stay in self.stays if stay.ended is not None)
+        return max([self.story.seen, *ends])
 
     @property
     def signs(self) -> set[str]:
@@ -101,7 +104,9 @@ def row_lane(row: Row, history: History, axis: Axis) -> Lane:
     if story.folder:
         told += f", logs in {story.folder}"
     ended = history.until if story.end is None else story.end.at
-    if row.gone is not None or (story.end is None and history.state.over):
+    if row.gone is not None:
+        ended = row.gone
+    elif story.end is None and history.state.over:
         ended = story.seen
     end_words = _end_words(row, history.state.over)
     found = [
