@@ -18,6 +18,7 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 LAYER_0 = {"errors.py", "clock.py", "hard_lock.py", "held_folder.py", "_version.py"}
 PURE = {
     "endpoint.py",
+    "visible.py",
     "whole.py",
     "launch/observe_flags.py",
     "launch/settings.py",

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from ..visible import visible
 from .error_file import failure_record as failure_record
 from .error_file import read_failure as read_failure
 from .error_file import shorten
@@ -128,7 +129,8 @@ class WorkerExit:
         """One sentence: who, how, and why if known; of the first where it followed another."""
         if self.after is not None:
             return f"{self.after.describe()}; that of rank {self.rank} followed"
-        why = shorten(self.message or last_words(self.tail, self.returncode), LONGEST_WORDS)
+        words = self.message or last_words(self.tail, self.returncode)
+        why = visible(shorten(words, LONGEST_WORDS))
         said = f": {why}" if why else ""
         who = f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid})"
         return f"{who} {self.how}{said}"

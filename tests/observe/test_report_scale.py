@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elasticlib.observe.page.markup import element, visible
+from elasticlib.observe.page.markup import element
 from elasticlib.observe.page.scale import (
     WIDTHS,
     Axis,
@@ -21,6 +21,7 @@ from elasticlib.observe.page.scale import (
     value_ticks,
 )
 from elasticlib.observe.page.wording import part_text, rate_text, seconds_text, spans_text
+from elasticlib.visible import visible
 
 labels = st.lists(
     st.builds(

@@ -197,6 +197,8 @@ def test_an_exit_tells_a_signal_from_a_code_and_gives_the_cause() -> None:
     )
     described = WorkerExit(1, 3, 77, 1, message="ValueError: no").describe()
     assert described == "worker of rank 3 (local 1, pid 77) exited with code 1: ValueError: no"
+    coloured = WorkerExit(1, 3, 77, 1, message="ValueError: \x1b[31mno\x1b[0m\a \udcff").describe()
+    assert coloured.endswith("ValueError: no\\x07 \\udcff"), "a terminal is not to obey it"
 
 
 def test_an_error_file_has_torchs_shape() -> None:

@@ -7,32 +7,17 @@ around it is made visible instead.
 from __future__ import annotations
 
 import html
-import re
+
+from ...visible import visible
 
 VOID = frozenset({"meta"})
 SHAPES = frozenset({"circle", "line", "path", "rect"})
-_COLOURS = re.compile("\x1b\\[[0-9;]*m")
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff"
-    # What turns the direction of the text around it, and breaks lines.
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)
 
 
 class Markup(str):
     """Text that is markup already."""
 
     __slots__ = ()
-
-
-def visible(value: str) -> str:
-    """The same without a terminal's colours, and with control characters written out."""
-    plain = _COLOURS.sub("", value.replace("\r\n", "\n"))
-    return _HIDDEN.sub(lambda found: _sign(ord(found[0])), plain)
-
-
-def _sign(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def cut(value: str, most: int) -> str:

@@ -1,0 +1,22 @@
+"""Text of others, such as an exception's, made fit to stand in a line or on a page of ours."""
+
+from __future__ import annotations
+
+import re
+
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff"
+    # What turns the direction of the text around it, and breaks lines.
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
+
+
+def visible(value: str) -> str:
+    """The same without a terminal's colours, and with control characters written out."""
+    plain = _COLOURS.sub("", value.replace("\r\n", "\n"))
+    return _HIDDEN.sub(lambda found: _sign(ord(found[0])), plain)
+
+
+def _sign(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
