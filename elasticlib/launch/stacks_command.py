@@ -10,10 +10,11 @@ from typing import Any
 from ..errors import ConfigError, ElasticError, NoSuchRun, StoreError
 from ..observe.question import What
 from ..observe.same_stacks import told
+from ..observe.status import JobView
 from ..observe.status_words import NOBODY
 from ..rendezvous.asking import Asker
 from .chosen_ranks import ranks_of
-from .reach import add_reach, find_target, reached
+from .reach import Target, add_reach, find_target, reached, recorded
 
 TIMEOUT = 5.0
 """Seconds: a worker that writes nothing is waited for on its node."""
@@ -39,16 +40,7 @@ def add_stacks(commands: Any) -> None:
 
 def _stacks(chosen: argparse.Namespace) -> int:
     try:
-        target = find_target(chosen)
-        with reached(target, chosen) as (store, run_id):
-            asker = Asker(store, run_id)
-            try:
-                view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
-            finally:
-                with contextlib.suppress(StoreError):
-                    asker.close()
-        if not view.live:
-            raise NoSuchRun(f"no node of {run_id!r} lives")
+        view = _asked(find_target(chosen), chosen)
         print("\n".join(told(view, chosen.ranks)))
     except ConfigError as error:
         return _fail(2, error)
@@ -59,6 +51,31 @@ def _stacks(chosen: argparse.Namespace) -> int:
     if not view.answers:
         return NOBODY
     return int(len(view.answers) < len(view.live))
+
+
+def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
+    """What the nodes show.
+
+    Raises:
+        NoSuchRun: none of them lives. StoreError: they could not be asked.
+    """
+    try:
+        with reached(target, chosen) as (store, run_id):
+            asker = Asker(store, run_id)
+            try:
+                view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
+            finally:
+                with contextlib.suppress(StoreError):
+                    asker.close()
+    except StoreError as error:
+        last = recorded(target)
+        if last is None or last.state is None or not last.state.over:
+            raise
+        over = f"{target.run_id!r} is over ({last.state.value}): no worker of it is left"
+        raise NoSuchRun(over) from error
+    if not view.live:
+        raise NoSuchRun(f"no node of {run_id!r} lives")
+    return view
 
 
 def _fail(code: int, error: Exception) -> int:

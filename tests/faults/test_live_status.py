@@ -169,7 +169,7 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     node.signal(signal.SIGTERM)
     node.exit_code()
     assert status(job, code=5)["state"] == "STOPPED"
-    assert "no agent lives here that served the store" in told(job, "stacks", code=4)[1]
+    assert "is over (STOPPED): no worker of it is left" in told(job, "stacks", code=4)[1]
 
 
 BECOMES = """
