@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 pytest_plugins = ["jobs", "hosts"]
 
@@ -19,6 +20,10 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         usual = signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL
         signal.signal(_number, usual)
+
+# An example that takes its time on a busy machine is no fault; a test as a whole has its bound.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

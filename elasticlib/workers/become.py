@@ -26,6 +26,7 @@ import types
 from typing import Any, NoReturn
 
 from . import hooks, stacks
+from .turns import end_within
 
 UNFLUSHED = 120
 FLUSH_SECONDS = 2.0
@@ -194,7 +195,7 @@ def end(code: int) -> NoReturn:
     # A thread that goes on may hold what these take, and nobody waits for it any more.
     flushing = threading.Thread(target=_flush_files, daemon=True)
     flushing.start()
-    flushing.join(FLUSH_SECONDS)
+    end_within([flushing], FLUSH_SECONDS)
     if code == _INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -42,12 +42,12 @@ def write_failure(error_file: str, error: BaseException, trace: str, thread: str
     return record
 
 
-def replace(error_file: str, record: bytes) -> None:
+def replace(path: str, record: bytes) -> None:
     """Raises OSError; what stood there then still does."""
-    aside = f"{error_file}.part"
+    aside = f"{path}.part"
     with open(aside, "wb") as file:
         file.write(record)
-    os.replace(aside, error_file)
+    os.replace(aside, path)
 
 
 def record(error: BaseException) -> None:
@@ -107,8 +107,8 @@ class Recorder:
     def _leave(self, error: BaseException) -> None:
         code = getattr(error, "code", None)
         if isinstance(code, int) and code & 0xFF and os.getpid() == self._pid:
-            with contextlib.suppress(OSError), open(self._file + EXIT, "wb") as file:
-                file.write(b"%d" % (code & 0xFF))
+            with contextlib.suppress(OSError):
+                replace(self._file + EXIT, b"%d" % (code & 0xFF))
 
     def _hear(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

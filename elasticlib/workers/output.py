@@ -26,6 +26,7 @@ from .output_plan import OutputPlan
 from .places import Places
 from .spec import Worker
 from .streams import Streams
+from .turns import end_within
 from .warm import Warm
 
 log = logging.getLogger("elasticlib.workers")
@@ -138,10 +139,7 @@ class Output:
         still. The thread goes on after these seconds, for all streams together, and this worker
         is waited for no longer. Returns whether all is done.
         """
-        deadline = monotonic() + seconds
-        for pump in self._pumps:
-            pump.join(max(0.0, deadline - monotonic()))
-        return not any(pump.is_alive() for pump in self._pumps)
+        return end_within(self._pumps, seconds)
 
     def drain(self, deadline: float) -> None:
         """Before this process ends: wait for what a slow console has not taken yet."""
@@ -224,7 +222,8 @@ class _Pump(threading.Thread):
                 chunk = os.read(number, CHUNK)
                 for sink in self._sinks:
                     sink.take(chunk)
-                self._busy = False
+                # At the end there is still what `_finish` passes on, such as half a line.
+                self._busy = not chunk
                 if not chunk:
                     break
         self._finish()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jobs import until
 
 from elasticlib import (
     BootstrapStoreInfo,
@@ -101,19 +102,15 @@ class Supervised:
         return self.result
 
     def poll(self, name: str) -> None:
-        waiting = threading.Event()
-        for _ in range(3000):
-            if (self.folder / name).exists():
-                return
-            waiting.wait(0.01)
-        raise AssertionError(f"no {name} in time")
+        until(name, (self.folder / name).exists)
 
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     yield Supervised(tmp_path)
-    assert threading.active_count() == before
+    # Who told of a worker's end ends a moment later.
+    until("its threads to end", lambda: set(threading.enumerate()) <= before)
 
 
 def test_success_is_a_result(supervised: Supervised) -> None:

@@ -48,6 +48,9 @@ ASTRAY = {
 
 WRONG = {what: [{"world": 3, "until": 1, "astray": what}] for what in ASTRAY}
 
+# Of the training, which belongs to whichever test comes first.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -57,7 +60,7 @@ def trained(tmp_path_factory):
         input=json.dumps(JOBS | WRONG),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]

@@ -55,7 +55,7 @@ def test_the_pages_program_ends_alike_with_a_resize_and_without(tmp_path: Path) 
         [sys.executable, RANKS, str(folder)],
         input=json.dumps(jobs),
         text=True,
-        timeout=60,
+        timeout=110,
         check=True,
     )
     resized, undisturbed = (

@@ -305,7 +305,7 @@ def test_a_console_that_stands_still_loses_nothing_in_the_end(
     reading, writing = os.pipe()
     with open(reading, "rb") as reader, open(writing, "w") as console:
         monkeypatch.setattr(sys, "stdout", console)
-        run.writing("0", "1").start(shell("seq 1 10000"))
+        run.writing("0", "1").start(shell("seq 1 10000; printf half"))
         assert run.end().ok
         # The loop has its worker back, and nobody has read yet.
         closing = threading.Thread(target=run.workers.close)
@@ -322,4 +322,4 @@ def test_a_console_that_stands_still_loses_nothing_in_the_end(
         monkeypatch.undo()
     assert waited
     lines = text.decode().replace("[role0]:", "").splitlines()
-    assert lines == [str(number) for number in range(1, 10001)]
+    assert lines == [*(str(number) for number in range(1, 10001)), "half"]

@@ -216,7 +216,7 @@ def test_megabytes_pass_through_a_tee_whole(
 def test_the_guardian_ends_what_is_listed_when_its_pipe_ends(run: Run) -> None:
     run.start(shell("trap '' TERM; while :; do sleep 1; done"))
     (name,) = run.workers.running().values()
-    guardian = Guardian()
+    guardian = Guardian(patience=30.0)
     guardian.add(int(name.removeprefix("pid ")))
     guardian.close()
     assert run.end().signal == "SIGKILL"
@@ -233,7 +233,7 @@ def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
 def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
     run.start(shell("while :; do sleep 1; done"))
     (name,) = run.workers.running().values()
-    guardian = Guardian()
+    guardian = Guardian(patience=30.0)
     guardian.add(int(name.removeprefix("pid ")))
     assert guardian._process is not None
     guardian._process.send_signal(signal.SIGKILL)

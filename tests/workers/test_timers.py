@@ -93,6 +93,8 @@ def test_only_processes_of_the_workers_sessions_are_signalled_and_nothing_is_lef
             until("its end", lambda: not alive(mine.pid))
         assert mine.wait() == -signal.SIGKILL
         assert alive(other.pid)
+        # It is told once the signal has been sent.
+        until("a word of it", lambda: caplog.records)
         assert [record.message for record in caplog.records] == [
             f"pid {mine.pid} is sent signal 9, as it asked to be when its timer 'step' ran out"
         ]

@@ -176,7 +176,8 @@ ENDS = {
     "has a thread that never ends": "r, w = os.pipe()\nf = open(w, 'w')\n"
     "threading.Thread(target=f.write, args=('x' * 10**6,), daemon=True).start()\n"
     "os.read(r, 1)\nprint('done')",
-    "has a thread": "threading.Timer(0.05, print, ('thread',)).start()\nprint('main')",
+    "has a thread": "t = lambda: (threading.main_thread().join(), print('thread'))\n"
+    "threading.Thread(target=t).start()\nprint('main')",
 }
 
 
