@@ -33,7 +33,7 @@ def server() -> Iterator[TcpStoreServer]:
 
 
 def dial(server: TcpStoreServer) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=5.0)
+    return socket.create_connection((server.host, server.port), timeout=20.0)
 
 
 def ask(connection: socket.socket, frame: Frame) -> Frame:

@@ -35,7 +35,7 @@ def server() -> Iterator[TcpStoreServer]:
 
 
 def dial(server: TcpStoreServer) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=5.0)
+    return socket.create_connection((server.host, server.port), timeout=20.0)
 
 
 def until_closed(connection: socket.socket) -> list[Frame]:
