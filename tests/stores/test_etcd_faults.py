@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import EtcdServer, needs_etcd
+from etcd_server import EtcdServer, held_port, needs_etcd
 from jobs import until
 
 from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
@@ -23,11 +23,6 @@ from elasticlib.stores.interface import ABSENT
 from elasticlib.testing.store_process import ClientRecipe, said
 
 pytestmark = needs_etcd
-
-
-def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextmanager
@@ -176,8 +171,9 @@ def test_the_next_endpoint_is_taken_when_the_first_is_dead(
     etcd: EtcdServer, room: str, dead: str
 ) -> None:
     with ExitStack() as stack:
-        first = {"refusing": free_endpoint(), "unknown": "no.such.host.invalid:1"}.get(dead)
-        first = first or stack.enter_context(listening())
+        refusing = stack.enter_context(held_port()).getsockname()
+        first = {"refusing": "{}:{}".format(*refusing), "unknown": "no.such.host.invalid:1"}
+        first = first.get(dead) or stack.enter_context(listening())
         # A silent one takes half of it.
         timeout = 4.0 if dead == "silent" else 30.0
         store = EtcdStore(f"{first},{etcd.endpoint}", prefix=room, timeout=timeout)
