@@ -16,7 +16,9 @@ from typing import Any, cast
 
 import attrs
 
-from ..stores.interface import ABSENT, Store
+from ..clock import monotonic
+from ..errors import LeaseLost
+from ..stores.interface import ABSENT, Entry, Store
 
 # The child finds modules where we do, also those of the test that describes the client.
 _BOOT = f"""
@@ -66,6 +68,22 @@ def increment(store: Store, key: str, times: int) -> None:
             if outcome.won:
                 break
             entry = outcome.entry
+
+
+def keeps(owner: Store, lease: Entry, watcher: Store, ttl: float) -> bool:
+    """Refresh a lease for four times its ttl, in which nothing is to become of it; False if it
+    ended as this machine stood still for so long that nobody could refresh it."""
+    for _ in range(16):
+        began = monotonic()
+        ended = watcher.wait(lease.key, after=lease.version, timeout=ttl / 4)
+        try:
+            owner.refresh(lease.key, lease.version)
+        except LeaseLost:
+            ended = True
+        if ended:
+            assert monotonic() - began > 0.7 * ttl, "a lease that was refreshed has changed"
+            return False
+    return True
 
 
 def said(process: subprocess.Popen[str]) -> str:
