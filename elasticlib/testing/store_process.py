@@ -70,20 +70,23 @@ def increment(store: Store, key: str, times: int) -> None:
             entry = outcome.entry
 
 
-def keeps(owner: Store, lease: Entry, watcher: Store, ttl: float) -> bool:
-    """Refresh a lease for four times its ttl, in which nothing is to become of it; False if it
+def kept_lease(owner: Store, watcher: Store, key: str, ttl: float) -> Entry | None:
+    """A lease that was refreshed for four times its ttl, in which nothing became of it; None if it
     ended as this machine stood still for so long that nobody could refresh it."""
+    spoken = monotonic()
+    lease = owner.set(key, b"mine", ttl=ttl)
     for _ in range(16):
-        began = monotonic()
-        ended = watcher.wait(lease.key, after=lease.version, timeout=ttl / 4)
+        ended = watcher.wait(key, after=lease.version, timeout=ttl / 4)
+        speaking = monotonic()
         try:
-            owner.refresh(lease.key, lease.version)
+            owner.refresh(key, lease.version)
         except LeaseLost:
             ended = True
         if ended:
-            assert monotonic() - began > 0.7 * ttl, "a lease that was refreshed has changed"
-            return False
-    return True
+            assert monotonic() - spoken > 0.7 * ttl, "a lease that was refreshed has changed"
+            return None
+        spoken = speaking
+    return lease
 
 
 def said(process: subprocess.Popen[str]) -> str:
