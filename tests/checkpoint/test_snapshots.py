@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -206,11 +207,13 @@ def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for step in range(1, 150):
-        worker.snapshot(step, state(step, 50_000))
-    over.set()
-    reader.join(10)
-    assert seen
+    try:
+        until("the reader to have begun", lambda: seen)
+        for step in range(1, 150):
+            worker.snapshot(step, state(step, 50_000))
+    finally:
+        over.set()
+        reader.join(10)
     assert all(whole for _, whole in seen)
 
 

@@ -106,9 +106,15 @@ def test_who_does_not_answer_is_named_and_not_waited_for_longer(
     theirs, ours = stores
     settled(theirs)
     with answering(theirs, *NODES[:2], look_every=0.05):
-        status = status_of(Asker(ours, "job").ask(What.STANDING, 0.5))
-    assert status is not None
-    assert [node.host for node in status.silent] == ["h2"]
+        asker = Asker(ours, "job")
+
+        def silent() -> list[str]:
+            status = status_of(asker.ask(What.STANDING, 0.5))
+            assert status is not None
+            return [node.host for node in status.silent]
+
+        # A busy machine may need more than one question.
+        until("all others to answer", lambda: silent() == ["h2"])
 
 
 @pytest.fixture
@@ -169,7 +175,10 @@ def test_a_wrong_answer_is_none(served: tuple[TcpStoreServer, TcpStore]) -> None
         (question,) = store.list(KEYS.questions).entries
         asked = question.key.removeprefix(KEYS.questions)
         store.set(f"{KEYS.answers}{asked}/id2", json.dumps({"v": 1}).encode())
-        assert {*asker.ask(What.STANDING, 0.3).answers} == {"id0", "id1"}
+        until(
+            "the others' answers alone",
+            lambda: {*asker.ask(What.STANDING, 0.3).answers} == {"id0", "id1"},
+        )
 
 
 def test_the_node_that_leads_is_not_woken_by_what_people_ask(
@@ -210,7 +219,7 @@ def test_the_jobs_of_a_store_are_found_without_their_names(
 def test_an_answerer_lives_through_a_store_that_goes_away() -> None:
     with TcpStoreServer("127.0.0.1", 0) as server:
         port = server.port
-        store = TcpStore("127.0.0.1", port, connect_timeout=0.2)
+        store = TcpStore("127.0.0.1", port, connect_timeout=20.0)
         with answering(store, *NODES):
             settled(store)
             assert len(Asker(store, "job").ask(What.STANDING, 20.0).answers) == 3

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
 import pytest
+from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
@@ -157,7 +158,7 @@ def test_success_is_known_when_all_are_done_and_a_late_joiner_hears_of_it(
 
 def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2))
-    handler._timing = attrs.evolve(TIMING, join=0.3)
+    handler._timing = attrs.evolve(TIMING, join=1.0)
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
 
@@ -166,9 +167,10 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
     first, spare = cluster.node("a", Limits(1, 1)), cluster.node("b", Limits(1, 1))
     cluster.join(first).result(20)
     spare._timing = attrs.evolve(TIMING, join=0.1)
+    assert not spare.is_closed()  # it has seen by now that a generation stands
     waiting = cluster.join(spare)
+    until("the spare to be counted", lambda: first.num_nodes_waiting() == 1)
     assert first.wait_for_change(0.5) is None
-    assert first.num_nodes_waiting() == 1
     assert not waiting.done()
     first.shutdown()
     assert waiting.result(20).generation == 2
@@ -199,14 +201,14 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
     with Searched() as store:
         handler = DynamicRendezvousHandler(store, "run", node, Limits(1, 1), timing=timing)
         joining = cluster.join(handler)
-        assert searching.wait(5.0)
+        assert searching.wait(20.0)
         began = monotonic()
         assert not handler.shutdown()
         assert monotonic() - began < 10.0
         with pytest.raises(RendezvousClosed):
-            joining.result(5.0)
+            joining.result(20.0)
         found.set()
-        assert handler.shutdown()
+        until("it to have left", handler.shutdown)
         assert store.list("").entries == ()
 
 

@@ -146,8 +146,11 @@ SYMPTOMS = (AssertionError, FutureTimeout, ConnectionError, RendezvousClosed, py
 
 
 class Contract(StoreRendezvousContract):
-    patience = 1.5
     moment = 0.1
+
+
+class Hasty(Contract):
+    patience = 1.5
 
 
 class Place:
@@ -172,8 +175,7 @@ class Place:
         return handler
 
 
-def play(claim: str, make: MakeHandler, examples: int = 50) -> None:
-    contract = Contract()
+def play(contract: Contract, claim: str, make: MakeHandler, examples: int) -> None:
     contract.examples = examples
     test = getattr(contract, claim)
     if "history" in claim:
@@ -209,11 +211,11 @@ def test_the_contract_finds(
     claim: str,
 ) -> None:
     with pytest.raises(SYMPTOMS):
-        play(claim, open_place(fault))
+        play(Hasty(), claim, open_place(fault), examples=50)
 
 
 @pytest.mark.parametrize("claim", sorted({claim for _, claim in FAULTS}))
 def test_and_finds_none_in_a_handler_that_has_none(
     open_place: Callable[..., MakeHandler], claim: str
 ) -> None:
-    play(claim, open_place(DynamicRendezvousHandler), examples=5)
+    play(Contract(), claim, open_place(DynamicRendezvousHandler), examples=5)

@@ -27,7 +27,7 @@ class _Client(TcpStore):
         super().__init__(spot.host, spot.port, job=JOB, timeout=5.0, connect_timeout=patience)
 
     def connect(self, timeout: float | None = None) -> None:
-        super().connect(10.0 if timeout is None and self._spot.is_served else timeout)
+        super().connect(10.0 if self._spot.is_served else timeout)
 
 
 class Spot:
@@ -70,6 +70,12 @@ class Spot:
         store = _Client(self)
         self.reached.append(store)
         self.reaching.put(store)
+        return store
+
+    def joined(self) -> TcpStore:
+        """A client of what is served here, which has connected."""
+        store = self.reach()
+        store.connect()
         return store
 
     def serve(self) -> TcpStoreServer | None:

@@ -43,7 +43,7 @@ class TestEtcdStore(StoreContract):
 def test_the_constructor_reaches_for_nothing() -> None:
     before = threading.active_count()
     store = EtcdStore("no.such.host.invalid:1")
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # of another test, one may just have ended
     store.close()
 
 
@@ -129,7 +129,7 @@ def test_many_ranges_are_watched_with_few_threads(etcd: EtcdServer, room: str) -
         for number in range(20):
             assert store.wait(f"{number}/", after=version, timeout=0.01) is False
         until("unused watches to end", lambda: threading.active_count() <= before + 8, 10.0)
-    until("all watches to end", lambda: threading.active_count() == before, 10.0)
+    until("all watches to end", lambda: threading.active_count() <= before, 10.0)
 
 
 def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:

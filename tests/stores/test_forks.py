@@ -199,6 +199,7 @@ def test_a_servers_end_is_seen_though_its_child_lives_on() -> None:
     with script(SERVING, "127.0.0.1", 0) as process:
         port = int(said(process))
         with TcpStore("127.0.0.1", port, timeout=20.0, connect_timeout=0.5) as store:
+            store.connect(20.0)
             store.set("key", b"")
             version = store.list("").version
             process.kill()

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,25 +76,36 @@ ATTACKS = st.one_of(
 @contextmanager
 def stranger(server: TcpStoreServer, secret: bytes | None, known: bool) -> Iterator[socket.socket]:
     """A connection that nobody checks before it is sent; with `known`, past its handshake."""
-    with socket.create_connection((server.host, server.port), timeout=10.0) as connection:
-        if known:
-            connection.sendall(HELLO)
-            answer = answered(connection)
-            if secret is not None:
-                nonce = "0" * 64
-                exchange = Exchange(answer.fields["nonce"], nonce, "")
-                fields = {"nonce": nonce, "proof": prove(secret, Role.CLIENT, exchange)}
-                connection.sendall(encode(Frame("response", 0, fields)))
-                answer = answered(connection)
-            assert answer.op == "welcome"
-        yield connection
+    for _ in range(20):
+        with socket.create_connection((server.host, server.port), timeout=10.0) as connection:
+            try:
+                if known:
+                    shake_hands(connection, secret)
+            except ConnectionError:
+                continue  # on a busy machine, not in time
+            yield connection
+            return
+    raise AssertionError("not let in, in twenty attempts")
+
+
+def shake_hands(connection: socket.socket, secret: bytes | None) -> None:
+    connection.sendall(HELLO)
+    answer = answered(connection)
+    if secret is not None:
+        nonce = "0" * 64
+        exchange = Exchange(answer.fields["nonce"], nonce, "")
+        fields = {"nonce": nonce, "proof": prove(secret, Role.CLIENT, exchange)}
+        connection.sendall(encode(Frame("response", 0, fields)))
+        answer = answered(connection)
+    assert answer.op == "welcome"
 
 
 def answered(connection: socket.socket) -> Frame:
     reader = FrameReader()
     while True:
         data = connection.recv(65536)
-        assert data, "the server ended the connection"
+        if not data:
+            raise ConnectionResetError("the server ended the connection")
         if found := reader.feed(data):
             return found[0]
 
@@ -151,21 +163,25 @@ def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
 def test_a_byte_now_and_then_does_not_prolong_the_handshake(
     secret: bytes | None, begun: bool
 ) -> None:
+    # Time enough to be challenged, where that is to come first.
+    limits = attrs.evolve(LIMITS, handshake_seconds=2.0) if begun else LIMITS
     with (
-        TcpStoreServer("127.0.0.1", 0, limits=LIMITS, secret=secret) as server,
+        TcpStoreServer("127.0.0.1", 0, limits=limits, secret=secret) as server,
         TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
-        stranger(server, secret, known=False) as slow,
+        ExitStack() as stack,
     ):
         good.connect()
         start = monotonic()
+        slow = stack.enter_context(stranger(server, secret, known=False))
         if begun:
             slow.sendall(HELLO)
             assert answered(slow).op == "challenge"
         # A length that leaves room for bytes without end.
         slow.sendall(struct.pack(">II", HANDSHAKE_BYTES, HANDSHAKE_BYTES - 4))
-        while not select.select([slow], [], [], 0.02)[0]:
-            slow.sendall(b"x")
-            assert monotonic() - start < 5.0, "the server still listens"
+        with suppress(ConnectionError):  # it ends between a look and a byte
+            while not select.select([slow], [], [], 0.02)[0]:
+                slow.sendall(b"x")
+                assert monotonic() - start < 8.0, "the server still listens"
         read_to_the_end(slow)
         good.set("key", b"")
         assert server.clients == 1
@@ -307,7 +323,7 @@ def test_strangers_without_the_secret_leave_the_server_descriptors_and_clients_a
     with served(tmp_path / "log", secret="secret", **limits) as (pid, port), ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10.0))
-        with TcpStore("127.0.0.1", port, secret=SECRET, timeout=5.0) as good:
+        with TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good:
             good.set("key", b"")
         # Half of them for connections, as that is fewer than a server spares otherwise.
         assert lowered or len(list(Path(f"/proc/{pid}/fd").iterdir())) < 40

@@ -68,7 +68,7 @@ def test_a_simulated_owner_that_dies_takes_its_leases_along() -> None:
 def test_the_constructor_starts_no_thread() -> None:
     before = threading.active_count()
     MemoryStore().set("lease", b"", ttl=1.0)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # of another test, one may just have ended
 
 
 def test_its_limits_are_kept() -> None:

@@ -139,7 +139,7 @@ def test_the_first_node_hosts_where_its_place_is(world: World) -> None:
     entry = store.set("key", b"value")
     assert [server.address for server in one.served] == [one.endpoint]
     assert (store.server, two.served) == (one.served[0], [])
-    with one.reach() as other:
+    with one.joined() as other:
         assert other.get("key") == entry
 
 
@@ -148,7 +148,7 @@ def test_at_first_it_goes_where_it_is_served_though_another_place_comes_before(
 ) -> None:
     one, two, _ = world.spots
     two.open()
-    with two.reach() as writer:
+    with two.joined() as writer:
         written = writer.set("key", b"value")
     store = world.store(one.ours(), two.ours())
     assert store.get("key") == written
@@ -280,7 +280,7 @@ def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_
     two.open()
     three.open()
     looked = len(three.reached)
-    with two.reach() as writer:
+    with two.joined() as writer:
         entry = writer.set("key", b"value")
     assert store.look_elsewhere(lambda found, _earlier: found.get("key") == entry)
     assert store.get("key") == entry
@@ -300,8 +300,7 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
         entry = store.set("key", b"value")
         assert not store.follow()  # nobody serves there
         two.open()
-        with one.reach() as other:
-            other.connect()
+        with one.joined() as other:
             assert not store.follow()
             assert other.get("key") == entry
         until("the other to be gone", lambda: server.clients == 1)

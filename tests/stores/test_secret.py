@@ -33,7 +33,7 @@ def server() -> Iterator[TcpStoreServer]:
 
 
 def dial(server: TcpStoreServer) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=5.0)
+    return socket.create_connection((server.host, server.port), timeout=20.0)
 
 
 def ask(connection: socket.socket, frame: Frame) -> Frame:
@@ -186,7 +186,7 @@ def test_no_operation_is_heard_before_the_proof(server: TcpStoreServer, begin: l
 
 
 def test_a_client_that_stops_at_the_challenge_is_dropped_in_time() -> None:
-    limits = ServerLimits(handshake_seconds=0.3)
+    limits = ServerLimits(handshake_seconds=1.5)
     with (
         TcpStoreServer("127.0.0.1", 0, secret=SECRET, limits=limits) as server,
         dial(server) as connection,

@@ -59,7 +59,8 @@ def free_port() -> int:
 def test_the_constructor_reaches_for_nothing() -> None:
     before = threading.active_count()
     store = TcpStore("no.such.host.invalid", 1)
-    assert (store.local_address, threading.active_count()) == (None, before)
+    assert store.local_address is None
+    assert threading.active_count() <= before  # of another test, one may just have ended
     store.close()
 
 
@@ -117,14 +118,18 @@ def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
 
 
 def test_what_takes_the_connection_and_says_nothing_is_named_with_the_seconds() -> None:
-    named = pytest.raises(StoreTimeout, match=r"but not the handshake, within 0\.2 s")
+    # The seconds are those that were left for it.
+    named = pytest.raises(StoreTimeout, match=r"but not the handshake, within 0\.[12]\d* s")
     with answering() as port, TcpStore("127.0.0.1", port, connect_timeout=0.2) as store, named:
         store.get("key")
 
 
 def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
     welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": None}))
-    with answering(welcome) as port, TcpStore("127.0.0.1", port, timeout=0.2) as store:
+    with (
+        answering(welcome) as port,
+        TcpStore("127.0.0.1", port, timeout=0.2, connect_timeout=20.0) as store,
+    ):
         with pytest.raises(StoreTimeout, match=rf":{port} did not answer get within 0\.2 s"):
             store.get("key")
         with pytest.raises(StoreTimeout, match=rf":{port} did not answer wait within 0\.3 s"):
@@ -137,7 +142,10 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
 def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
     welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": None}))
     named = pytest.raises((StoreRefused, StoreTimeout), match=r"127\.0\.0\.1:\d+")
-    with answering(welcome, answer) as port, TcpStore("127.0.0.1", port, timeout=0.3) as store:
+    with (
+        answering(welcome, answer) as port,
+        TcpStore("127.0.0.1", port, timeout=0.3, connect_timeout=20.0) as store,
+    ):
         store.connect()
         with named:
             store.get("key")
