@@ -4,7 +4,7 @@
 nobody before all ranks are in it. Rank 0 writes the steps done to FOLDER/steps and, when it saves,
 FOLDER/checkpoint, from which the next generation goes on; where they stop each leaves
 FOLDER/stopped.GENERATION.RANK. They end with success some steps after FOLDER/finish is there. A
-rank that is to hang does so once, in that step.
+rank that is to hang does so once, in that step. Rank 0 saves once more where there is FOLDER/save.
 """
 
 import json
@@ -101,7 +101,9 @@ def main() -> None:
             save()
             write(folder / f"stopped.{generation}.{rank}", said)
             return
-        if every and step % every == every - 1:
+        asked = rank == 0 and (folder / "save").exists()
+        if asked or (every and step % every == every - 1):
+            (folder / "save").unlink(missing_ok=True)
             save()
         step += 1
 
