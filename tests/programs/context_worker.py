@@ -81,6 +81,7 @@ def main() -> None:
             write(checkpoint, step)
         context.saved(step)
 
+    context.starting()
     while not (ranks.finish and step >= ranks.finish):
         time.sleep(random.uniform(0.0, 0.004))
         if hang == [str(rank), str(step)] and not (folder / "hung").exists():
