@@ -61,6 +61,20 @@ def option(name: str, default: str) -> str:
     return words[words.index(name) + 1] if name in words else default
 
 
+def hang_once(folder: Path) -> None:
+    if not (folder / "hung").exists():
+        (folder / "hung").touch()
+        time.sleep(600)
+
+
+def asked_to_save(folder: Path) -> bool:
+    """Once for each time."""
+    asked = (folder / "save").exists()
+    if asked:
+        (folder / "save").unlink()
+    return asked
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
@@ -84,9 +98,8 @@ def main() -> None:
     context.starting()
     while not (ranks.finish and step >= ranks.finish):
         time.sleep(random.uniform(0.0, 0.004))
-        if hang == [str(rank), str(step)] and not (folder / "hung").exists():
-            (folder / "hung").touch()
-            time.sleep(600)
+        if hang == [str(rank), str(step)]:
+            hang_once(folder)
         ranks.together(step)
         if rank == 0:
             with (folder / "steps").open("a") as file:
@@ -102,9 +115,7 @@ def main() -> None:
             save()
             write(folder / f"stopped.{generation}.{rank}", said)
             return
-        asked = rank == 0 and (folder / "save").exists()
-        if asked or (every and step % every == every - 1):
-            (folder / "save").unlink(missing_ok=True)
+        if (every and step % every == every - 1) or (rank == 0 and asked_to_save(folder)):
             save()
         step += 1
 
