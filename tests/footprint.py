@@ -1,7 +1,9 @@
-"""What an agent and the processes that serve it hold of the kernel, to be compared over time."""
+"""What an agent and the processes that serve it hold of the kernel, to be compared over time; what
+goes while it is counted is not there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -13,20 +15,24 @@ def children(pid: int) -> list[int]:
     """Of all its threads; zombies included."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (task / "children").read_text().split()]
     return sorted(found)
 
 
 def _is_zombie(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "Z"
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _descriptors(pid: int) -> Counter[str]:
     held: Counter[str] = Counter()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        target = os.readlink(f"/proc/{pid}/fd/{name}")
-        held["sockets" if target.startswith("socket:") else "other descriptors"] += 1
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            held["sockets" if target.startswith("socket:") else "other descriptors"] += 1
     return held
 
 
@@ -37,7 +43,8 @@ def _mapped(pid: int) -> Counter[str]:
     paths = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines}
     ours = {Path(path).parent for path in paths if path.startswith(SHARED_MEMORY)}
     for folder in ours:
-        held["files in shared memory"] += len(list(folder.iterdir())) if folder.exists() else 0
+        with contextlib.suppress(OSError):
+            held["files in shared memory"] += len(list(folder.iterdir()))
     return held
 
 
@@ -54,5 +61,11 @@ def footprint(agent: int) -> Counter[str]:
     """Counts of all kinds, for the agent (0) and its children: the guardian and the template."""
     held: Counter[str] = Counter()
     for place, pid in enumerate((agent, *children(agent))):
-        held.update({f"{kind} of {place}": count for kind, count in _one(pid).items()})
+        try:
+            found = _one(pid)
+        except OSError:
+            if pid == agent:
+                raise
+            continue
+        held.update({f"{kind} of {place}": count for kind, count in found.items()})
     return held

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,7 @@ class Job:
         self.shortcut = Path(tempfile.gettempdir()) / f"job-{self.tag[:8]}"
         self.shortcut.symlink_to(self.temporary)
         self.nodes: list[Node] = []
+        self._held = contextlib.ExitStack()
 
     def start(self, name: str, *command: str, **extra: str) -> Node:
         node = Node(self, name, list(command), extra)
@@ -177,10 +179,18 @@ class Job:
             flags = ("--start-method=spawn", *flags)
         return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
-    def store(self, *flags: str) -> str:
+    def hold_port(self) -> int:
+        """One that the kernel gives to nobody else until the job is closed, so that a server may
+        come back to it."""
+        holder = self._held.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        return int(holder.getsockname()[1])
+
+    def store(self, *flags: str, at: int = 0) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
         command = (sys.executable, "-m", "elasticlib.launch.commands")
-        node = self.start("store", *command, "store", "--bind", "127.0.0.1:0", *flags)
+        node = self.start("store", *command, "store", "--bind", f"127.0.0.1:{at}", *flags)
         return node.says(r"(127\.0\.0\.1:\d+)").group(1)
 
     def places(self, generation: int) -> list[dict[str, Any]]:
@@ -249,6 +259,7 @@ class Job:
             except ProcessLookupError:
                 continue
         self.shortcut.unlink(missing_ok=True)
+        self._held.close()
 
 
 @pytest.fixture

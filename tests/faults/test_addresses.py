@@ -47,7 +47,7 @@ def test_a_host_whose_own_name_is_loopback_to_itself_serves_the_others(
     flags = ("--nnodes", "3", "--rdzv-endpoint", f"h1:{PORT}", *QUICK)
     order = hosts if first == "the named host" else hosts[::-1]
     nodes = [host.run(*flags) for host in order]
-    places = cluster.job.settled(3, seconds=15.0)
+    places = cluster.job.settled(3, seconds=30.0)
     check_one_world(places)
     cluster.check_reachable(places)
     cluster.job.finish()
@@ -84,7 +84,7 @@ def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted
         node.says("the store is away, trying for 600 s")
     for host in hosts:
         host.know({"train-0.train": hosts[0].address})
-    check_one_world(cluster.job.settled(2, seconds=15.0))
+    check_one_world(cluster.job.settled(2, seconds=30.0))
     assert "this node hosts the store" in nodes[0].text
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -102,7 +102,7 @@ def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Clu
     nodes[0].says("hosts the store at train-0.train:29500 once the name means it")
     for host in hosts:
         host.know({"train-0.train": hosts[0].address})
-    check_one_world(cluster.job.settled(2, seconds=15.0))
+    check_one_world(cluster.job.settled(2, seconds=30.0))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -128,7 +128,7 @@ def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to
         node.says("this node hosts the store")
     hosts[1].know({"train-0.train": hosts[0].address})
     nodes[1].says("goes to the store there")
-    check_one_world(cluster.job.settled(2, seconds=15.0))
+    check_one_world(cluster.job.settled(2, seconds=30.0))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 

@@ -128,11 +128,14 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     # As Slurm does: to the agent, its guardian and template, the workers and their children.
     reached = job.processes()
     assert len(reached) == 7
+    slow = job.folder / "slow"
+    slow.touch()
     for pid in reached:
         os.kill(pid, signal.SIGUSR2)
     for rank in range(2):
         until("both to save", (job.folder / f"saving.1.{rank}").exists)
     assert job.processes() == reached
+    slow.unlink()
     assert agent.exit_code(save.bound) == 75
     assert [saved(job, 1, rank) for rank in range(2)] == [{"child": True, "asked": []}] * 2
 
@@ -218,11 +221,16 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
 
 def test_quick_failures_are_held_back_and_a_signal_is_heard_meanwhile(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "9", "--no-python")
-    agent = elasticrun(job, "a", *flags, "sh", "-c", "exit 3")
-    agent.says(r"the last 4 generations failed soon after they began: the restart waits for \d")
-    agent.signal(signal.SIGTERM)
-    assert agent.exit_code() == 128 + signal.SIGTERM
-    assert len(re.findall(r"elasticrun: generation \d", agent.text)) == 4
+
+    def stopped_meanwhile() -> bool:
+        agent = elasticrun(job, f"agent{len(job.nodes)}", *flags, "sh", "-c", "exit 3")
+        agent.says(r"the last 4 generations failed soon after they began: the restart waits for \d")
+        agent.signal(signal.SIGTERM)
+        assert agent.exit_code() == 128 + signal.SIGTERM
+        return len(re.findall(r"elasticrun: generation \d", agent.text)) == 4
+
+    # The wait, of half a second and more, may be over before the signal is sent.
+    until("a signal during the wait", stopped_meanwhile)
 
 
 SPACES = ("unshare", "--pid", "--fork", "--mount-proc")

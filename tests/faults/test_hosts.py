@@ -67,13 +67,14 @@ def test_a4_a_host_whose_agent_and_worker_were_killed_is_left_behind(
 
 
 def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster: Cluster) -> None:
-    flags = (*cluster.meet("tcp"), "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.3")
+    conf = ("--rdzv-conf", "keep_alive_interval=6,last_call_timeout=0.3")
+    flags = (*cluster.meet("tcp"), "--nnodes", "1:2", *conf)
     nodes = {host.name: host.run(*flags) for host in cluster.grow(2)}
     before = cluster.job.settled(2)
     nodes.pop(before[0]["node"]).kill()
     killed_at = time.monotonic()
     (place,) = cluster.job.settled(1, after=generation_of(before))
-    assert time.monotonic() - killed_at < 3.0, "its lease alone ends after 5 s"
+    assert time.monotonic() - killed_at < 15.0, "its lease alone ends after 30 s"
     assert place["node"] == before[1]["node"]
     cluster.job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
@@ -84,12 +85,12 @@ def test_a4_the_power_loss_of_a_host_is_noticed_within_its_lease(
     cluster: Cluster, backend: str
 ) -> None:
     flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3")
-    _lose_a_host(cluster, flags, within=2 * LEASE + 3.0)
+    _lose_a_host(cluster, flags, within=2 * LEASE + 8.0)
 
 
 def test_a4_the_power_loss_of_a_host_is_noticed_within_the_usual_lease(cluster: Cluster) -> None:
     flags = (*cluster.meet("tcp"), "--nnodes", "2:3", "--rdzv-conf", "last_call_timeout=0.3")
-    _lose_a_host(cluster, flags, within=10.0, hosts=3)
+    _lose_a_host(cluster, flags, within=15.0, hosts=3)
 
 
 def _lose_a_host(
@@ -163,7 +164,7 @@ def test_a20_a_host_that_waits_for_others_leaves_when_it_is_asked_to(
     asked_at = time.monotonic()
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
-    assert time.monotonic() - asked_at < 2.0
+    assert time.monotonic() - asked_at < 4.5
     assert "STOPPED: received SIGTERM" in agent.text
     assert "Traceback" not in agent.text
     # It left the rendezvous too: nobody counts it among those that are here.

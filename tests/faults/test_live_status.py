@@ -22,6 +22,8 @@ pytestmark = pytest.mark.faults
 
 STEPS = str(PROGRAMS / "context_worker.py")
 SHORT = ("--rdzv-conf", "last_call_timeout=0.3")
+PATIENT = ("--timeout", "30")
+"""Of a question that all answer, which is over as soon as they have."""
 SPAWN = ("--start-method", "spawn", *SHORT)
 
 
@@ -44,9 +46,20 @@ def told(job: Job, *arguments: str, code: int | None = 0) -> tuple[str, str]:
 
 
 def status(job: Job, *arguments: str, code: int | None = 0) -> dict[str, Any]:
-    out, _ = told(job, "status", "--json", *arguments, code=code)
+    out, _ = told(job, "status", "--json", *PATIENT, *arguments, code=code)
     found: dict[str, Any] = json.loads(out)
     return found
+
+
+def at_work(job: Job, *arguments: str) -> dict[str, Any]:
+    """The status once all workers are told of: one may be at work before its agent says so."""
+
+    def look() -> dict[str, Any] | None:
+        found = status(job, *arguments)
+        begun = sum(len(node["workers"]) for node in found["nodes"])
+        return found if begun == found["world"] else None
+
+    return until("all workers in the status", look)
 
 
 def stepping(job: Job, name: str, *flags: str) -> Node:
@@ -60,11 +73,13 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
 ) -> None:
     endpoint = job.store() if backend == "tcp" else str(job.folder / "meeting")
     meet = ("--nnodes", "2", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
-    flags = (*meet, "--rdzv-id", "the job", "--max-restarts", "2")
+    # Whoever stands still keeps its lease for as long as that is looked at.
+    lease = ("--rdzv-conf", "keep_alive_interval=4")
+    flags = (*meet, "--rdzv-id", "the job", "--max-restarts", "2", *lease)
     nodes = [stepping(job, name, *flags) for name in "ab"]
     places = job.settled(2)
     place = ("--rdzv-backend", backend, endpoint)
-    found = status(job, *place)
+    found = at_work(job, *place)
     assert (found["run"], found["state"], found["source"]) == ("the job", "RUNNING", "nodes")
     assert (found["generation"], found["world"], found["max_restarts"]) == (1, 2, 2)
     assert [node["rank"] for node in found["nodes"]] == [0, 1]
@@ -77,16 +92,19 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
     assert again["per_second"] > 0
     if backend == "tcp":
         os.kill(nodes[1].pid, signal.SIGSTOP)
-        still = status(job, "--timeout", "0.5", "the job")
-        assert [node["answers"] for node in still["nodes"]] == [
-            node["pid"] != nodes[1].pid for node in found["nodes"]
-        ]
+        up = [node["pid"] != nodes[1].pid for node in found["nodes"]]
+        still = until("the other's answer", lambda: _answered_by(up, job))
         assert still["state"] == "RUNNING"
         os.kill(nodes[1].pid, signal.SIGCONT)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     over = status(job, "the job")
     assert (over["state"], over["exit_code"]) == ("SUCCEEDED", 0)
+
+
+def _answered_by(up: list[bool], job: Job) -> dict[str, Any] | None:
+    found = status(job, "--timeout", "0.5", "the job", code=None)
+    return found if [node["answers"] for node in found["nodes"]] == up else None
 
 
 def _past(step: int, found: dict[str, Any]) -> dict[str, Any] | None:
@@ -110,7 +128,7 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
     known = ("--secret-file", str(secret), meet[3])
     waits = until("a node", lambda: _waits(job, *known))
     assert waits["nodes"][0]["state"] == "RENDEZVOUS"
-    _, refused = told(job, "status", meet[3], code=4)
+    _, refused = told(job, "status", *PATIENT, meet[3], code=4)
     assert "secret" in refused
     nodes.append(job.run("b", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="b"))
     first = job.settled(2)
@@ -125,9 +143,25 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
 
 
 def _waits(job: Job, *place: str) -> dict[str, Any] | None:
-    out, _ = told(job, "status", "--json", *place, code=None)
+    out, _ = told(job, "status", "--json", *PATIENT, *place, code=None)
     found: dict[str, Any] | None = json.loads(out) if out else None
     return found if found and found["state"] == "WAITING" else None
+
+
+def stacks(job: Job, *patterns: str, ranks: tuple[str, ...] = ()) -> str:
+    """What they are once all of this is there: a rank may be on its way, or slow to write."""
+    shown = ""
+
+    def look() -> bool:
+        nonlocal shown
+        shown, _ = told(job, "stacks", *PATIENT, *ranks)
+        return all(re.search(pattern, shown) for pattern in patterns)
+
+    try:
+        until(f"stacks with {patterns}", look)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{shown}") from None
+    return shown
 
 
 SLEEPS = """
@@ -155,16 +189,17 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
         "a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH, NODE="a"
     )
     until("all ranks", lambda: len(list(job.folder.glob("up.*"))) == 4)
-    shown, _ = told(job, "stacks")
-    assert re.search(r"rank 2:\n  .*\n.*sleeps.py\", line 11 in <module>", shown), shown
-    assert re.search(r"ranks 0-1, 3:\n  .*\n.*line 6 in deep\n.*line 12 in <module>", shown), shown
-    worker = int(status(job)["nodes"][0]["workers"][3]["name"].split()[1])
+    stacks(
+        job,
+        r"rank 2:\n  .*\n.*sleeps.py\", line 11 in <module>",
+        r"ranks 0-1, 3:\n  .*\n.*line 6 in deep\n.*line 12 in <module>",
+    )
+    worker = int(at_work(job)["nodes"][0]["workers"][3]["name"].split()[1])
     os.kill(worker, signal.SIGSTOP)
-    shown, _ = told(job, "stacks", "-r", "2-3,9")
-    assert "rank 2:" in shown
+    silent = "rank 3 wrote nothing within a second"
+    absent = "no node that answered has a worker of rank 9"
+    shown = stacks(job, "rank 2:", silent, absent, ranks=("-r", "2-3,9"))
     assert "in deep" not in shown
-    assert "rank 3 wrote nothing within a second" in shown
-    assert "no node that answered has a worker of rank 9" in shown
     os.kill(worker, signal.SIGCONT)
     node.signal(signal.SIGTERM)
     node.exit_code()
@@ -191,8 +226,7 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
         return "sleep" in map(name_of, job.processes())
 
     until("the worker to be another program", became)
-    shown, _ = told(job, "stacks")
-    assert "has become another program" in shown
+    stacks(job, "has become another program")
     assert status(job)["state"] == "RUNNING"
     node.signal(signal.SIGTERM)
     node.exit_code()

@@ -30,7 +30,7 @@ def test_a8_nothing_outlives_an_agent_that_was_killed(
     agent = run(job, method, worker=("ignore-term", "child"))
     places = job.settled(2)
     agent.signal(number)
-    job.gone(seconds=2.0)
+    job.gone()
     assert agent.exit_code() == -number
     assert not any(alive(p[kind]) for p in places for kind in ("pid", "child"))
 

@@ -88,7 +88,7 @@ def _store_process(job: Job, endpoint: str) -> Node:
 
 def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
     """Two nodes that meet in a store of its own process, which is the job's first node."""
-    endpoint = job.store()
+    endpoint = job.store(at=job.hold_port())
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false")
     return endpoint, [
         job.run(name, *flags, *QUICK, *more, PYTHONPATH=WITHOUT_TORCH) for name in "ab"
@@ -127,7 +127,7 @@ def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
     lost_at = time.monotonic()
     work_on(job, before, 2.0)
     assert [agent.exit_code(SOON) for agent in agents] == [1, 1], _logs(job)
-    assert 2.5 < time.monotonic() - lost_at < 7.0
+    assert 2.5 < time.monotonic() - lost_at < 15.0
     for agent in agents:
         errors = [line for line in agent.text.splitlines() if line.startswith("elasticrun:")]
         (error,) = errors

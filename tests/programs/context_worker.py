@@ -4,7 +4,7 @@
 nobody before all ranks are in it. Rank 0 writes the steps done to FOLDER/steps and, when it saves,
 FOLDER/checkpoint, from which the next generation goes on; where they stop each leaves
 FOLDER/stopped.GENERATION.RANK. They end with success some steps after FOLDER/finish is there. A
-rank that is to hang does so once, in that step.
+rank that is to hang does so once, in that step. Rank 0 saves once more where there is FOLDER/save.
 """
 
 import json
@@ -61,6 +61,20 @@ def option(name: str, default: str) -> str:
     return words[words.index(name) + 1] if name in words else default
 
 
+def hang_once(folder: Path) -> None:
+    if not (folder / "hung").exists():
+        (folder / "hung").touch()
+        time.sleep(600)
+
+
+def asked_to_save(folder: Path) -> bool:
+    """Once for each time."""
+    asked = (folder / "save").exists()
+    if asked:
+        (folder / "save").unlink()
+    return asked
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
@@ -81,11 +95,11 @@ def main() -> None:
             write(checkpoint, step)
         context.saved(step)
 
+    context.starting()
     while not (ranks.finish and step >= ranks.finish):
         time.sleep(random.uniform(0.0, 0.004))
-        if hang == [str(rank), str(step)] and not (folder / "hung").exists():
-            (folder / "hung").touch()
-            time.sleep(600)
+        if hang == [str(rank), str(step)]:
+            hang_once(folder)
         ranks.together(step)
         if rank == 0:
             with (folder / "steps").open("a") as file:
@@ -101,7 +115,7 @@ def main() -> None:
             save()
             write(folder / f"stopped.{generation}.{rank}", said)
             return
-        if every and step % every == every - 1:
+        if (every and step % every == every - 1) or (rank == 0 and asked_to_save(folder)):
             save()
         step += 1
 

@@ -4,7 +4,8 @@
 SIGTERM, and then works for SECONDS and leaves FOLDER/saved.GENERATION.RANK, with a word on whether
 its child still lives. Its place, in the shape of the fault worker's, names in `saved` what was
 there when it began. Without being asked it ends when FOLDER/finish is there. While there is a
-FOLDER/hold.RANK it does nothing, but for FOLDER/heard.RANK, which says that SIGTERM has come.
+FOLDER/hold.RANK it does nothing, but for FOLDER/heard.RANK, which says that SIGTERM has come; and
+no save ends while there is FOLDER/slow.
 """
 
 import json
@@ -43,7 +44,7 @@ def main() -> None:
         elif due:
             (folder / f"saving.{generation}.{rank}").touch()
             end = time.monotonic() + seconds
-            while time.monotonic() < end:
+            while time.monotonic() < end or (folder / "slow").exists():
                 sum(range(20_000))
             said = {"child": running(child.pid), "asked": asked}
             (folder / f"saved.{generation}.{rank}").write_text(json.dumps(said))
