@@ -131,6 +131,8 @@ def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
             assert get(f"[::1]:{port}", path)[0] == 200
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
+    # Before it has workers nobody may listen for signals yet.
+    until("a worker", lambda: list(job.folder.glob("talks.*")))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 
