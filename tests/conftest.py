@@ -10,8 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["jobs", "hosts"]
+
+# How long an example takes is the machine's affair, and each test has a time limit.
+_health = [HealthCheck.too_slow]
+settings.register_profile("any", settings.default, deadline=None, suppress_health_check=_health)
+settings.load_profile("any")
 
 # A shell's `&` has SIGINT and SIGQUIT ignored, nohup SIGHUP, which processes inherit; many here are
 # to be ended by them.
