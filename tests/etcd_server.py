@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from jobs import until
+from ports import free_port
 
 BINARY = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd here: install etcd-server")
@@ -31,8 +31,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def _free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        return f"127.0.0.1:{chosen.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 class EtcdServer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from etcd_server import BOOT
 from jobs import until
+from ports import free_port
 
 BINARY = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(BINARY is None, reason="no Redis here: install redis-server")
@@ -21,8 +21,7 @@ class RedisServer:
     """Starts when entered, and is gone when left."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as chosen:
-            self.endpoint = f"127.0.0.1:{chosen.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         self.url = f"redis://{self.endpoint}"
         self.log = folder / "redis.log"
         self._folder = folder
