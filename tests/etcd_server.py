@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from jobs import until
+from ports import held_port
 
 BINARY = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd here: install etcd-server")
@@ -28,15 +28,6 @@ import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-def held_port() -> socket.socket:
-    """A port of loopback that nobody else gets while this is open; a server can bind beside it,
-    as it is never listened at, and until one does, who connects is refused."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder
 
 
 class EtcdServer:

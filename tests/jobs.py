@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from ports import held_port
 from processes import marked
 
 from elasticlib.held_folder import LOCK
@@ -182,10 +182,7 @@ class Job:
     def hold_port(self) -> int:
         """One that the kernel gives to nobody else until the job is closed, so that a server may
         come back to it."""
-        holder = self._held.enter_context(socket.socket())
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        return int(holder.getsockname()[1])
+        return int(self._held.enter_context(held_port()).getsockname()[1])
 
     def store(self, *flags: str, at: int = 0) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""

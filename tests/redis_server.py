@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from etcd_server import BOOT, held_port
+from etcd_server import BOOT
 from jobs import until
+from ports import held_port
 
 BINARY = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(BINARY is None, reason="no Redis here: install redis-server")

@@ -147,6 +147,8 @@ class _Logs:
         while True:
             # Asked before the files are read: what was written until then is read.
             over = all(self._over(node) for node in self._nodes)
+            if over:
+                self._look()  # one whose process is gone may have told more before
             self._open()
             self._last = None  # of files that come to be there nothing was written before
             for rank, tail in self._tails.values():
@@ -158,11 +160,14 @@ class _Logs:
             looks += 1
             if looks % LOOKS_FOR_NODES == 0:
                 self._nodes = self._neighbours.beside(self._nodes)
-            for node in self._nodes:
-                node.look()
+            self._look()
         for rank, tail in self._tails.values():
             self._lines.write(rank, tail.rest())
         return self._missing()
+
+    def _look(self) -> None:
+        for node in self._nodes:
+            node.look()
 
     def _over(self, node: NodeLogs) -> bool:
         newest = node.attempts[-1].number if node.attempts else -1

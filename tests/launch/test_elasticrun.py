@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from etcd_server import EtcdServer, needs_etcd
 from jobs import Job, check_one_world, until
+from ports import free_port
 
 from elasticlib.stores.etcd import EtcdStore
 
@@ -224,11 +225,3 @@ def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: 
         assert alone["node"] == "b"
         job.finish()
         assert nodes["b"].exit_code() == 0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, for tests in which two nodes must be told one."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

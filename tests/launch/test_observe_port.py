@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from distributions import install, path_with
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
+from ports import free_port
 
 from elasticlib import LaunchConfig, Script
 from elasticlib.errors import ConfigError
@@ -121,8 +122,7 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
 
 
 def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port("0.0.0.0"))
     agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=port)
     agent.says(rf"observed at http://\S+:{port}/healthz, /")
     for path in ("/", "/healthz"):
@@ -131,6 +131,8 @@ def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
             assert get(f"[::1]:{port}", path)[0] == 200
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
+    # Before it has workers nobody may listen for signals yet.
+    until("a worker", lambda: list(job.folder.glob("talks.*")))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) ->
     return str(folder)
 
 
+TOLD = r"job: FAILED\n  as its events tell, the last of 1 min \d+ s ago"
 ENDED = ("run.ended", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
 
 
@@ -59,7 +61,7 @@ def test_a_run_that_is_over_is_told_from_its_events(
 ) -> None:
     assert main(["status", written(tmp_path, ENDED)]) == 1
     said = capsys.readouterr().out
-    assert "job: FAILED\n  as its events tell, the last of 1 min 0 s ago" in said
+    assert re.search(TOLD, said)
     assert "checkpoint 40" in said
     assert "why: rank 0 raised" in said
 
@@ -94,7 +96,7 @@ def test_events_that_cannot_be_are_passed_over(
     far = line.replace(b'"at":0.0', b'"at":-1e999').replace(b'"wall":', b'"wall":-1e999, "w":')
     path.write_bytes(far + text.rpartition(b"\n")[0] + b"\n" + far)
     assert main(["status", str(folder)]) == 1
-    assert "job: FAILED\n  as its events tell, the last of 1 min 0 s ago" in capsys.readouterr().out
+    assert re.search(TOLD, capsys.readouterr().out)
     path.write_bytes(far)
     assert main(["status", str(folder)]) == 4
 

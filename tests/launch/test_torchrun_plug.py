@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 from distributions import install
 from jobs import Job, until
 from pages import blocks_of
+from ports import free_port
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -179,8 +179,7 @@ def test_who_waits_for_too_long_is_told_in_torchs_words(make: Make) -> None:
 def test_nodes_with_the_secret_meet_and_no_other_gets_in_nor_one_of_elasticrun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
+    port = free_port()
     asked = params(f"127.0.0.1:{port}", nodes=(2, 2), join_timeout="9", **QUICK)
     monkeypatch.setenv("ELASTICLIB_SECRET", "of the job")
     handlers = [open_for_torchrun("tcp", asked) for _ in range(2)]

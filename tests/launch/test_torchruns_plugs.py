@@ -59,6 +59,7 @@ print("else")
 sys.argv = ["timed_worker.py", sys.argv[1]]
 exec(open({program!r}).read())
 if os.environ["RANK"] == "0":
+    await_told("1.1")
     raise ValueError("in the end")
 """
 

@@ -97,7 +97,7 @@ def test_clients_that_say_nothing_hold_up_nobody(
 ) -> None:
     monkeypatch.setattr(port_module, "SECONDS", 60.0)
     monkeypatch.setattr(port_module, "MOST", 20)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with contextlib.ExitStack() as stack:
         clients = []
         for _ in range(30):
@@ -111,7 +111,7 @@ def test_clients_that_say_nothing_hold_up_nobody(
         assert clients[0].recv(100) == b""
         clients[-1].sendall(b"ood HTTP/1.0\r\n\r\n")
         assert clients[-1].recv(100).startswith(b"HTTP/1.0 200 OK")
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 def test_who_does_not_say_all_in_time_is_dropped(
@@ -120,7 +120,8 @@ def test_who_does_not_say_all_in_time_is_dropped(
     monkeypatch.setattr(port_module, "SECONDS", 0.1)
     with socket.create_connection((port.host, port.port), 20) as client:
         client.sendall(b"GET /good")
-        assert client.recv(100) == b""
+        with contextlib.suppress(ConnectionResetError):  # what has come is not read any more
+            assert client.recv(100) == b""
 
 
 def test_a_port_can_be_had_again_once_it_is_closed() -> None:

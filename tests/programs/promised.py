@@ -22,11 +22,12 @@ def main() -> None:
         "name": __name__,
         "pid": os.getpid(),
     }
+    # First, as the others may end this one as soon as it is here.
+    print("out", rank)
+    print("err", rank, file=sys.stderr)
     path = folder / f"{restart}.{rank}.json"
     path.with_suffix(".part").write_text(json.dumps(seen))
     path.with_suffix(".part").rename(path)
-    print("out", rank)
-    print("err", rank, file=sys.stderr)
     deeds = [arg.split(":") for arg in sys.argv if arg.count(":") == 2]
     now = {deed[1]: deed[2] for deed in deeds if deed[0] == restart}
     if not now:

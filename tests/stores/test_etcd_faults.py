@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import EtcdServer, held_port, needs_etcd
+from etcd_server import EtcdServer, needs_etcd
 from jobs import until
+from ports import held_port
 
 from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from elasticlib.stores.etcd import EtcdStore
