@@ -35,6 +35,9 @@ OTHERS_SECONDS = 3.0
 """For the other nodes to say what they know, when one has found that its workers hang."""
 WORRY = 0.5
 """Of a limit: from there on it looks whether other nodes have found a hang."""
+STOOD_STILL = 1 / 4
+"""Of a limit: whoever looks so much later than it meant to could not have run, as where a job is
+paused as a whole, or its machine is. Its workers could not then, either."""
 LINES = 40
 
 
@@ -107,13 +110,20 @@ class _Watch:
 
     def run(self) -> str:
         """The sentence when they hang; empty when it is over before."""
+        due = self._began
         while not self._over.is_set():
+            late = self._clock() - due
             silence = self._silence()
+            if silence is not None and late > silence.limit * STOOD_STILL:
+                self._began = self._clock()
+                silence = self._silence()
             if silence is not None and (silence.share >= 1 or self._others_hang(silence)):
                 self.since = self._clock() - silence.seconds
                 return self._evidence(silence.limit)
             limit = self._limits.first if silence is None else silence.limit
-            self._over.wait(min(1.0, limit / 8))
+            wait = min(1.0, limit / 8)
+            due = self._clock() + wait
+            self._over.wait(wait)
         return ""
 
     def _silence(self) -> Silence | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 from collections.abc import Callable
 
 import attrs
@@ -113,24 +114,43 @@ class Beating(Workers):
     def close(self) -> None: ...
 
 
+class Watched:
+    """Two workers, of which the first tells of a step as this is made and never again."""
+
+    def __init__(self, limit: float) -> None:
+        self.paused = 0.0
+        self.heard: queue.Queue[str] = queue.Queue()
+        now = self.clock()
+        self.watch = HangWatch(
+            Beating({0: beat(now), 1: Beat(attached=True, alive=now)}),
+            HangLimits(seconds=limit),
+            "a",
+            clock=self.clock,
+            hung=lambda _, reason: self.heard.put(reason),
+        )
+        seat = deal_seats((Node("n", "n", "127.0.0.1", 2),))[0]
+        info = RendezvousInfo("run", 1, seat, BootstrapStoreInfo("127.0.0.1", 1))
+        spec = WorkerSpec(Command("true"), 2)
+        group = WorkerGroup(spec, deal_ranks(seat), "run", 1, 0, 1, "127.0.0.1", 1)
+        self.watch.begin(info, group, attempt=1)
+
+    def clock(self) -> float:
+        return monotonic() + self.paused
+
+
 def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> None:
-    seat = deal_seats((Node("n", "n", "127.0.0.1", 2),))[0]
-    info = RendezvousInfo("run", 1, seat, BootstrapStoreInfo("127.0.0.1", 1))
-    spec = WorkerSpec(Command("true"), 2)
-    group = WorkerGroup(spec, deal_ranks(seat), "run", 1, 0, 1, "127.0.0.1", 1)
-    now = monotonic()
-    told = {0: beat(now), 1: Beat(attached=True, alive=now)}
-    heard: queue.Queue[str] = queue.Queue()
-    watch = HangWatch(
-        Beating(told),
-        HangLimits(seconds=0.05),
-        "a",
-        clock=monotonic,
-        hung=lambda _, reason: heard.put(reason),
-    )
-    watch.begin(info, group, attempt=1)
-    assert heard.get(timeout=20).startswith("hung: rank 0 on a is at step 4, silent for")
-    watch.end()
+    watched = Watched(limit=0.05)
+    assert watched.heard.get(timeout=20).startswith("hung: rank 0 on a is at step 4, silent for")
+    watched.watch.end()
+
+
+def test_what_stood_still_as_a_whole_has_not_been_silent_meanwhile() -> None:
+    watched = Watched(limit=1.0)
+    watched.paused = 1000.0
+    reason = watched.heard.get(timeout=60)
+    (seconds,) = re.findall(r"silent for (\d+)\.\d s", reason)
+    assert 1 <= int(seconds) < 900
+    watched.watch.end()
 
 
 def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -137,6 +139,30 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     check_silences(job)
+
+
+def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> None:
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+    nodes = [asking(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
+    before = job.settled(2)
+    goes_on(job)
+    # As `scontrol suspend` does, or a freezer of containers.
+    paused = job.processes()
+    for pid in paused:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    workers = {place["pid"] for place in before}
+    for pid in paused - workers:
+        os.kill(pid, signal.SIGCONT)
+    # The agents have looked before any worker makes a step.
+    time.sleep(0.5)
+    for pid in workers:
+        os.kill(pid, signal.SIGCONT)
+    goes_on(job)
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0]
+    assert not any("hung" in node.text for node in nodes)
+    assert job.settled(2) == before
 
 
 def check_silences(job: Job) -> None:
