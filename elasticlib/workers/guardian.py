@@ -16,10 +16,13 @@ import sys
 from typing import IO
 
 from . import session
+from .held_back import held_back
 
 # Run with -S: neither site-packages nor their start-up cost.
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from elasticlib.workers.guardian import watch; "
 _CALL = "watch(sys.stdin)"
+# Slurm sends a signal to every process of a step, whichever it was meant for.
+_IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 
 
 class Guardian:
@@ -90,22 +93,23 @@ class Guardian:
 
 def _spawn() -> subprocess.Popen[bytes]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", _BOOT.format(root=root) + _CALL],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    )
+    with held_back(_IGNORED):
+        return subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _BOOT.format(root=root) + _CALL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
 
 
 def watch(lines: IO[str]) -> None:
     """The guardian's whole life."""
-    # Slurm sends a signal to every process of a step, whichever it was meant for.
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+    for number in _IGNORED:
         with contextlib.suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     listed: set[str] = set()
     for line in lines:
         name = line[1:].rstrip("\n")

@@ -6,17 +6,16 @@ agent, and run the same code up to the user's own.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
 from .function import write_payload
 from .guardian import Guardian
+from .held_back import held_back
 from .output import Output
 from .processors import Processors, bound_to
 from .spec import (
@@ -76,7 +75,7 @@ class Starter:
             if self._warm_start.serves(command, environment):
                 return
             self._warm_start.close()
-        with _held_back(self._ignored):
+        with held_back(self._ignored):
             self._warm_start = WarmStart(command, environment, self._preload, self._guardian)
 
     def await_prepared(self) -> None:
@@ -97,7 +96,7 @@ class Starter:
         if what[0] != "command":
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
         program = what[1:] if what[0] == "command" else self._started(what)
-        with bound_to(self._processors.get(local_rank)), _held_back(self._ignored):
+        with bound_to(self._processors.get(local_rank)), held_back(self._ignored):
             if self._warm_start is not None and what[0] != "command":
                 warm = self._warm_start.fork(what, environment, targets)
                 if warm is not None:
@@ -149,13 +148,3 @@ def _folder_of(entrypoint: Entrypoint) -> str:
     if isinstance(entrypoint, Script):
         return os.path.dirname(os.path.realpath(entrypoint.path))
     return os.getcwd()
-
-
-@contextlib.contextmanager
-def _held_back(signals: Iterable[int]) -> Iterator[None]:
-    """What is started here has these blocked, and so lives to ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

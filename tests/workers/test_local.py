@@ -243,6 +243,21 @@ def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
     assert run.end().signal == "SIGKILL"
 
 
+def test_a_guardian_lives_through_a_signal_that_comes_as_it_starts(run: Run) -> None:
+    run.start(shell("while :; do sleep 1; done"))
+    (name,) = run.workers.running().values()
+    guardian = Guardian(patience=30.0)
+    guardian.open()
+    started = guardian._process
+    assert started is not None
+    started.send_signal(signal.SIGUSR2)
+    guardian.add(int(name.removeprefix("pid ")))
+    assert guardian._process is started
+    guardian.close()
+    assert started.returncode == 0
+    assert run.end().signal == "SIGKILL"
+
+
 def test_ends_are_learnt_where_children_were_ignored_on_entry(tmp_path: Path) -> None:
     code = (
         "import os, queue, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
