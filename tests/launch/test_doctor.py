@@ -32,12 +32,11 @@ def one(findings: Iterator[Finding], check: str) -> Finding:
     return found
 
 
-def test_an_endpoint_tells_our_store_from_another_server_from_nobody(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def reach(port: int, secret: bytes | None = None) -> Finding:
-        return one(network_diagnosis.look_at_endpoint("127.0.0.1", port, secret), "reach")
+def reach(port: int, secret: bytes | None = None) -> Finding:
+    return one(network_diagnosis.look_at_endpoint("127.0.0.1", port, secret), "reach")
 
+
+def test_an_endpoint_tells_our_store_from_another_secret_from_nobody() -> None:
     with TcpStoreServer("127.0.0.1", 0, job="mine").start() as server:
         found = reach(server.port)
         assert (found.good, "an elasticlib store" in found.sentence) == (True, True)
@@ -51,6 +50,11 @@ def test_an_endpoint_tells_our_store_from_another_server_from_nobody(
         assert [reach(server.port, one * 32).good for one in (b"t", b"s")] == [False, True]
     found = reach(port)
     assert (found.good, "this node would serve the store" in found.sentence) == (True, True)
+
+
+def test_an_endpoint_tells_another_server_that_is_silent_or_rude(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
         patch.setattr(network_diagnosis, "CONNECT_SECONDS", 0.5)
         found = reach(silent.getsockname()[1])
