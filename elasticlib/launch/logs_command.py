@@ -132,6 +132,8 @@ class _Logs:
         self._lines = lines
         self._tails: dict[Path, tuple[int, Tail]] = {}
         self._shown: set[int] = set()
+        # Of each node the first of its attempts that have not been looked at to their end.
+        self._newest: dict[Path, int] = {}
 
     def show(self) -> int:
         """What is there now."""
@@ -153,6 +155,7 @@ class _Logs:
             self._last = None  # of files that come to be there nothing was written before
             for rank, tail in self._tails.values():
                 self._lines.write(rank, tail.lines())
+            self._newest = {node.events: max(0, len(node.attempts) - 1) for node in self._nodes}
             self._close_old()
             if over:
                 break
@@ -201,7 +204,7 @@ class _Logs:
         if self._attempt == ALL:
             return node.attempts
         if self._attempt is None:
-            return node.attempts[-1:]
+            return node.attempts[self._newest.get(node.events, -1) :]
         return [attempt for attempt in node.attempts if attempt.number == self._attempt]
 
     def _missing(self) -> int:

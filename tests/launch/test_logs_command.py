@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 
 from elasticlib.launch.commands import main
+from elasticlib.observe.event import Event, encode
 
 pytestmark = pytest.mark.faults
 COMMAND = (sys.executable, "-m", "elasticlib.launch.commands", "logs")
@@ -86,6 +91,38 @@ def test_lines_are_followed_over_a_restart_until_the_run_is_over(job: Job, logs:
     assert (code, len(lines)) == (1, 3)
     assert "has the ranks 0 to 1 there, not [7]" in said
     assert "has the attempts [0, 1]" in logs("--attempt", "4")[2]
+
+
+def test_attempts_that_come_and_go_within_one_look_are_shown_and_the_last_of_an_agent_that_ends(
+    logs: Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, agent, asked = tmp_path / "run", "/proc/999999999", itertools.count()
+    folder.mkdir()
+
+    def tell(kind: str, **told: Any) -> None:
+        with (folder / "events.jsonl").open("ab") as events:
+            events.write(encode(Event(kind, "run", "n", 1, 1.0, 1.0, None, told)))
+
+    def attempt(number: int) -> None:
+        tell("generation.began", attempt=number, ranks=[0, 0])
+        log = folder / f"attempt_{number}/0/stdout.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(f"of attempt {number}\n")
+
+    def exists(path: str, found: Callable[[str], bool] = os.path.exists) -> bool:
+        if path != agent:
+            return found(path)
+        lives = next(asked) < 5
+        if not lives and not found(str(folder / "attempt_1")):
+            # It starts its workers twice more after its events were read, and ends.
+            attempt(1)
+            attempt(2)
+        return lives
+
+    tell("run.began", host=socket.gethostname(), pid=999999999, logs="x")
+    attempt(0)
+    monkeypatch.setattr(os.path, "exists", exists)
+    assert logs("-f", str(folder)) == (0, [f"[0] of attempt {number}" for number in range(3)], "")
 
 
 def test_a_run_that_keeps_nothing_says_how_to_keep_it(job: Job, logs: Logs) -> None:
