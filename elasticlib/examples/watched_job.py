@@ -35,7 +35,7 @@ LAST_CALL = 0.5
 ANSWER_SECONDS = 2.0
 LOOK_SECONDS = 0.05
 BOUND_SECONDS, END_SECONDS = 90.0, 30.0
-PATIENCE = 0.0
+PATIENCE = 2.0
 """Seconds that nodes have to end when the job is closed: a notebook that is shut down has five."""
 
 
