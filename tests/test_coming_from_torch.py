@@ -136,7 +136,7 @@ def test_the_pages_program_runs(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
             check=False,
         )
         assert (done.returncode, done.stdout) == (code, said), done.stderr

@@ -115,7 +115,7 @@ def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
         cwd=site,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr

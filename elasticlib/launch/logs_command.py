@@ -65,7 +65,8 @@ def add_logs(commands: Any) -> None:
         type=_attempt,
         default=None,
         metavar="N|all",
-        help="of this start of the workers, 0 for the first (default: the newest)",
+        help="of this start of the workers, 0 for the first (default: the newest and, with -f, "
+        "those that come)",
     )
     parser.set_defaults(run=_run)
 

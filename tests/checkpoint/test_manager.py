@@ -339,7 +339,7 @@ raise SystemError("an error of the script's own")
 
 def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDING, str(tmp_path)]
-    ended = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert "an error of the script's own" in ended.stderr
     manager = CheckpointManager(tmp_path)
     assert manager.steps() == [1, 2]

@@ -144,7 +144,7 @@ def test_memory_that_is_full_is_an_error_with_a_sentence_and_no_end_by_a_signal(
 ) -> None:
     mount = 'mount -t tmpfs -o size=1m none "$1" || exit 77; mkdir "$1/1"; exec "$2" -c "$3" "$1"'
     command = ["unshare", "-m", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FILLS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     if done.returncode in (1, 77) and "permitted" in done.stderr:
         pytest.skip("mounting is not permitted here")
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], l
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
 
 
 def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader_worker(
@@ -64,7 +64,7 @@ def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader
         assert len(workers) == 2
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM):
             os.killpg(process.pid, number)
-        out, err = process.communicate("\n\n", timeout=30)
+        out, err = process.communicate("\n\n", timeout=100)
     # The interpreter acts on the signals that are pending before it reads the line.
     assert (out.split(), process.returncode) == (["4", "400"], 0), err
 
@@ -72,7 +72,7 @@ def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader
 def test_a_training_process_that_raises_with_an_iterator_in_hand_ends(tmp_path: Path) -> None:
     with training(tmp_path, RAISES) as (process, workers):
         ended = [os.pidfd_open(pid) for pid in workers]
-        _, err = process.communicate("\n", timeout=20)
+        _, err = process.communicate("\n", timeout=100)
         assert process.returncode == 1
         assert "a broken step" in err
         for descriptor in ended:

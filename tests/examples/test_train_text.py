@@ -63,7 +63,7 @@ def ranks(folder, world, generation=1, **options):
     finally:
         for process in processes:
             process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=100)
 
 
 def run(folder, world, generation=1, **options):
@@ -154,7 +154,7 @@ def test_alone_and_without_a_launcher_it_trains_and_leaves_no_thread_behind(tmp_
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert re.search(DONE, done.stdout), done.stderr
     assert (done.returncode, done.stderr) == (0, "")

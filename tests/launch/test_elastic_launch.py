@@ -62,7 +62,7 @@ def test_a_file_that_launches_when_its_worker_imports_it_is_told_of_the_guard(
         [sys.executable, "-c", worker, payload, tmp_path / "result"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")

@@ -107,7 +107,7 @@ def test_workers_are_not_handed_the_secret(tmp_path: Path) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
     script = (str(tmp_path / "dump.py"), str(tmp_path))
     environment = {**os.environ, VARIABLE: "open sesame"}
-    done = subprocess.run([*RUN, *script], env=environment, capture_output=True, timeout=60)
+    done = subprocess.run([*RUN, *script], env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert VARIABLE not in json.loads((tmp_path / "0.json").read_text())
 

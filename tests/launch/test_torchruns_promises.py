@@ -42,7 +42,7 @@ class Ran:
 
     def end(self) -> Ran:
         try:
-            self.out, self.err = self.process.communicate(timeout=60)
+            self.out, self.err = self.process.communicate(timeout=100)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

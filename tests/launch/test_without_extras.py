@@ -34,7 +34,7 @@ def said(job: Job, *arguments: str, code: int | None = 0) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert code in (None, done.returncode), done.stdout
@@ -53,7 +53,7 @@ def on_a_terminal(job: Job, *arguments: str) -> str:
             stdin=subprocess.DEVNULL,
             stdout=theirs,
             stderr=theirs,
-            timeout=60,
+            timeout=100,
             check=True,
         )
         return os.read(ours, 1 << 16).decode()
@@ -96,7 +96,7 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
         env=environment(job),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert drawn.returncode == 0, drawn.stderr

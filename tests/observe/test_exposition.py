@@ -113,7 +113,7 @@ def test_where_prometheus_client_is_absent_the_error_names_the_extra() -> None:
         "try: Exposition(None)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert said.stdout.startswith("ConfigError /metrics needs prometheus-client"), said
     assert "elasticlib[metrics]" in said.stdout
 

@@ -344,5 +344,5 @@ def make_certificates(folder: Path) -> None:
         " -extfile names -out cert.pem",
     )
     for step in steps:
-        done = subprocess.run(step.split(), cwd=folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(step.split(), cwd=folder, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr

@@ -84,7 +84,7 @@ def test_without_its_library_the_extra_is_named() -> None:
         "try: elasticlib.EtcdStore('a')\n"
         "except elasticlib.ElasticError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert "EtcdStore needs etcd3gw: install the extra" in done.stdout, done.stderr
     assert "elasticlib[etcd]" in done.stdout
 

@@ -17,7 +17,7 @@ COMMAND = [sys.executable, "-m", "elasticlib.launch.commands"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

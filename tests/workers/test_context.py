@@ -138,7 +138,7 @@ def test_only_the_worker_itself_is_heard(path: str, found: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != VARIABLE}
     if found != "none":
         environment[VARIABLE] = path if found == "attached" else f"{path}.gone"
-    done = subprocess.run([sys.executable, "-c", ASK, found], env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ASK, found], env=environment, timeout=100)
     assert done.returncode == 0
     assert Channel(path).beat().step == (3 if found == "attached" else -1)
 

@@ -137,7 +137,7 @@ def test_a_script_shows_on_its_streams_what_it_would_without_us(tmp_path: Path) 
         "a",
     ]
     shown = [
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         for command in (plain, ours)
     ]
     assert shown[0].returncode == shown[1].returncode == 1
@@ -152,7 +152,7 @@ def test_the_hooks_alone_record_whatever_hook_the_script_sets_later(
     error_file = tmp_path / "error.json"
     code = f"import sys\nfrom elasticlib.workers import hooks\nhooks.install({str(error_file)!r})"
     command = [sys.executable, "-c", f"{code}\n{later}\nraise ValueError('told')"]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
+    assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == 1
     assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: told"
 
 

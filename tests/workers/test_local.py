@@ -269,7 +269,7 @@ def test_ends_are_learnt_where_children_were_ignored_on_entry(tmp_path: Path) ->
     inner = (sys.executable, "-c", code, here, str(tmp_path))
     ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
     command = (sys.executable, "-c", f"{ignoring} os.execv(sys.argv[1], sys.argv[1:])", *inner)
-    assert subprocess.run(command, timeout=60, check=False).returncode == 4
+    assert subprocess.run(command, timeout=100, check=False).returncode == 4
 
 
 def test_a_program_finds_its_signals_and_locale_as_a_shell_would_leave_them(run: Run) -> None:
