@@ -158,9 +158,12 @@ def look(memory: str | os.PathLike[str]) -> list[Found]:
 
 
 def _slots_in(memory: str | os.PathLike[str]) -> Iterator[Path]:
-    for path in Path(memory).glob("[0-9]*/*.*"):
-        if path.name.partition(".")[0] in (OWN, FROM):
-            yield path
+    for era in Path(memory).glob("[0-9]*"):
+        names: list[str] = []
+        # An era that is over is removed, perhaps as this looks.
+        with contextlib.suppress(OSError), os.scandir(era) as files:
+            names = [file.name for file in files]
+        yield from (era / name for name in names if name.partition(".")[0] in (OWN, FROM))
 
 
 def _record_of(path: Path) -> Record | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from jobs import until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from vanishing import vanishing
 
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
@@ -289,6 +290,12 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
         # One stood still in the middle of it, and goes on.
         assert len(list(agent.folder.glob("1/*.*"))) == 2
     assert sorted(one.record.step for one in memory.look(agent.folder)) == [1, 9]
+
+
+def test_an_era_that_goes_as_it_is_looked_at_holds_nothing(agent: Agent) -> None:
+    agent.worker(1).snapshot(1, state(1))
+    with vanishing(agent.folder / "2"):
+        assert [one.record.step for one in memory.look(agent.folder)] == [1]
 
 
 def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hosts import Cluster
 from jobs import WITHOUT_TORCH, Job
+from vanishing import vanishing
 
 from elasticlib import TcpStoreServer
 from elasticlib.held_folder import FolderLock
@@ -236,6 +237,8 @@ def test_what_a_dead_job_left_in_memory_is_told_and_what_a_living_one_uses_is_no
     found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
     assert found.good is False
     assert found.sentence.endswith(f"left by jobs that are gone: rm -r {left}")
+    with vanishing(left / "1"):
+        assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers") == found
     with (left / "0").open("r+b") as file:
         import mmap
 
