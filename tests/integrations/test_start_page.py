@@ -114,8 +114,9 @@ def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None
         finally:
             job.terminate()
     assert job.returncode == 0, said
-    assert len(re.findall(r"^rank \d goes on after step 0$", said, re.MULTILINE)) == 2
-    later = set(re.findall(r"^rank \d goes on after step ([1-9]\d*)$", said, re.MULTILINE))
+    # Both write to one terminal, where their words may come before either's end of a line.
+    assert len(re.findall(r"rank \d goes on after step 0(?!\d)", said)) == 2
+    later = set(re.findall(r"rank \d goes on after step ([1-9]\d*)", said))
     assert len(later) == 1, said
     assert "was killed by SIGKILL (not sent by this agent)" in said
     assert said.count("ends after step 80") == 2
