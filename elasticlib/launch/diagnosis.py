@@ -258,8 +258,8 @@ def _sizes(folders: list[Path]) -> str:
 def _size_of(folder: Path) -> int:
     found = 0
     # Unlike a glob, a walk does not mind what goes meanwhile.
-    for parent, _, files in os.walk(folder):
-        for name in files:
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
             with contextlib.suppress(OSError):
                 found += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return found

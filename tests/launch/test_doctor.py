@@ -234,9 +234,11 @@ def test_what_a_dead_job_left_in_memory_is_told_and_what_a_living_one_uses_is_no
     lock = FolderLock(left)
     assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers").good is True
     lock.close()
+    (left / "1").mkdir()
     found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
     assert found.good is False
     assert found.sentence.endswith(f"left by jobs that are gone: rm -r {left}")
+    (left / "1").rmdir()
     with vanishing(left / "1"):
         assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers") == found
     with (left / "0").open("r+b") as file:
