@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from typing import Any
 
@@ -60,13 +59,8 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
         NoSuchRun: none of them lives. StoreError: they could not be asked.
     """
     try:
-        with reached(target, chosen) as (store, run_id):
-            asker = Asker(store, run_id)
-            try:
-                view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
-            finally:
-                with contextlib.suppress(StoreError):
-                    asker.close()
+        with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
+            view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
     except StoreError as error:
         last = recorded(target)
         if last is None or last.state is None or not last.state.over:

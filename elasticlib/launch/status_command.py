@@ -129,8 +129,7 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             error = failed
             yield lambda: _from_events(recorded(target), error, told)
             return
-        asker = Asker(store, run_id)
-        stack.callback(_close, asker)
+        asker = stack.enter_context(Asker(store, run_id))
 
         def look() -> JobStatus:
             try:
@@ -148,11 +147,6 @@ def _not_in_store(target: Target, run_id: str, told: set[str]) -> JobStatus:
     if status is not None and status.starting:
         return status
     return _from_events(status, StoreError(f"no job {run_id!r} is there (yet)"), told)
-
-
-def _close(asker: Asker) -> None:
-    with contextlib.suppress(StoreError):
-        asker.close()
 
 
 def _from_events(status: JobStatus | None, error: ElasticError, told: set[str]) -> JobStatus:

@@ -6,6 +6,7 @@ read beside it, for those who do not answer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from ..clock import Clock, monotonic
+from ..errors import StoreError
 from ..observe.question import (
     Answer,
     Question,
@@ -51,7 +53,7 @@ def jobs_in(store: Store) -> tuple[list[str], list[str]]:
 
 
 class Asker:
-    """Asks one question after another of one job; `close` takes back the last."""
+    """Asks one question after another of one job; `close`, or leaving it, takes back the last."""
 
     def __init__(self, store: Store, run_id: str, *, clock: Clock = monotonic) -> None:
         self._store = store
@@ -91,6 +93,14 @@ class Asker:
         """Nothing is asked any more. Raises StoreError."""
         if self._number:
             self._store.delete(self._question)
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Of a store that is away the question goes with its lease.
+        with contextlib.suppress(StoreError):
+            self.close()
 
     @property
     def _question(self) -> str:
