@@ -165,7 +165,7 @@ MAY_READ_THE_ENVIRONMENT = {
 }
 # Where a training script's checkpoints meet its agent: what is saved is told, and stops are heard.
 MEETS_ITS_AGENT = {("checkpoint/here.py", "workers/context.py")}
-LINE, FUNCTION, FILE, POSITIONAL = 100, 40, 400, 5
+LINE, FUNCTION, FILE, POSITIONAL = 100, 40, 700, 5
 
 
 def layer(name: str) -> int:
