@@ -10,6 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
+import by_turns
 from figures import Found, Row, Samples, cells, from_plain, in_markdown, said, to_plain
 
 OF_TEN = Samples("s", (2.0, 1.0, 4.0), 7, "not within 20 s")
@@ -82,3 +83,20 @@ def test_a_table_has_a_cell_for_each_head_in_every_row() -> None:
     rows.append(Row("c", "C", OF_TEN, Samples("s", why="not tried"), "torch"))
     assert len({len(cells(row)) for row in rows}) == 1
     assert len({line.count("|") for line in in_markdown(rows).splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        ([2.0, 2.1, 2.2, 2.3, 2.4], "slower"),
+        ([0.5, 0.5, 0.6, 0.6, 9.0], "faster"),
+        ([1.2, 1.3, 1.4, 1.9, 2.0], "same"),
+        ([9.0, 9.0], "too few turns"),
+    ],
+)
+def test_beyond_noise_is_where_the_quartiles_of_two_sides_do_not_overlap(
+    after: list[float], verdict: str
+) -> None:
+    row = by_turns.Row("a", "s", [1.0, 1.1, 1.2, 1.3, 1.4], after)
+    assert row.verdict() == verdict
+    assert next(line for line in by_turns.table({"a": row}) if verdict in line)
