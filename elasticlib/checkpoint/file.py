@@ -10,15 +10,26 @@ import logging
 import os
 import pickle
 import secrets
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from .format import NO_COMMENT, SEAL_BYTES, Digest, can_be_sealed, flaw, seal
+from .format import (
+    LEGACY_MAGIC,
+    NO_COMMENT,
+    SEAL_BYTES,
+    Digest,
+    can_be_sealed,
+    flaw,
+    is_legacy,
+    seal,
+)
 from .names import aside_name, natural_key, target_of
 from .savable import why_unsavable
+from .storages import MapLocation
 
 _CHUNK = 1 << 20
 
@@ -59,19 +70,18 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         raise CheckpointError(f"{target} could not be written: {error}") from error
 
 
-def load_checkpoint(
-    path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu"
-) -> Any:
+def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> Any:
     """The state that `save_checkpoint` wrote to `path`, after checking every byte of the file.
 
     Args:
         path: the file.
-        map_location: the device that tensors are put on.
+        map_location: where tensors go, as `torch.load` takes it.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointCorrupt: the file was cut short or changed, or is not one of ours.
-        CheckpointError: the file is whole, but `weights_only` does not read what is in it.
+        CheckpointError: plain `torch.save` wrote the file; or it is whole, but `weights_only` does
+            not read what is in it.
     """
     with open(path, "rb") as file:
         _verify(file, path)
@@ -100,7 +110,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         try:
             with open(path, "rb") as file:
                 _verify(file, path)
-        except (CheckpointCorrupt, OSError) as error:
+        except (CheckpointError, OSError) as error:
             log.warning("checkpoint passed over: %s", error)
         else:
             return path
@@ -180,5 +190,29 @@ def _verify(file: BinaryIO, path: str | os.PathLike[str]) -> None:
         digest = digest.over(data)
         left -= len(data)
     reason = flaw(digest.over(NO_COMMENT), file.read())
+    if reason and _is_of_plain_torch(file):
+        name = os.fspath(path)
+        raise CheckpointError(
+            f"{name} is a file of plain torch.save, which has no sum to check it by: load it with "
+            f"torch.load({name!r}, weights_only=True), and write the state with save_checkpoint "
+            "to have it checked from then on"
+        )
     if reason:
         raise CheckpointCorrupt(f"{os.fspath(path)} is no whole checkpoint: {reason}")
+
+
+def _is_of_plain_torch(file: BinaryIO) -> bool:
+    file.seek(0)
+    if is_legacy(file.read(len(LEGACY_MAGIC))):
+        return True
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - SEAL_BYTES))
+    # One of ours that was cut short does not end like this.
+    if not can_be_sealed(file.read()):
+        return False
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = {name.partition("/")[2] for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
+        return False
+    return "data.pkl" in names and "constants.pkl" not in names  # which a script's archive has

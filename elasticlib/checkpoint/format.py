@@ -47,6 +47,15 @@ def can_be_sealed(end: bytes) -> bool:
     return end[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and end.endswith(NO_COMMENT)
 
 
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""How `torch.save` begins a file that is no zip archive: a pickled number."""
+
+
+def is_legacy(start: bytes) -> bool:
+    """Whether a file with these first bytes is one of plain `torch.save`, of its older kind."""
+    return start.startswith(LEGACY_MAGIC)
+
+
 def flaw(digest: Digest, found: bytes) -> str | None:
     """What is wrong with a file, as a sentence; None if it is whole.
 

@@ -6,23 +6,23 @@ has its own part of them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from .containers import Way, changed, is_stateful
 from .shards import is_sharded_kind
-
-Way = tuple[Any, ...]
-"""Keys and indices, from the state's top."""
-
-_CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def values_of(state: object) -> Any:
-    """The state with each object that has a `state_dict()`, wherever it stands, replaced by it."""
-    return _mapped(state, lambda _way, value: _value(value))
+    """The state with each object that has a state of its own, wherever it stands, replaced by
+    that."""
+
+    def value(_way: Way, part: Any) -> Any:
+        return values_of(part.state_dict()) if is_stateful(part) else part
+
+    return changed(state, value)
 
 
 def take_shards(values: object) -> tuple[Any, dict[Way, Any]]:
@@ -35,31 +35,9 @@ def take_shards(values: object) -> tuple[Any, dict[Way, Any]]:
         shards[way] = value
         return None
 
-    return _mapped(values, each), shards
+    return changed(values, each), shards
 
 
 def put_shards(plain: object, tensors: Mapping[Way, torch.Tensor]) -> Any:
     """The state again, with these tensors in their places."""
-    return _mapped(plain, lambda way, value: tensors.get(way, value))
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, *_CONTAINERS, type)):
-        return value
-    ask = getattr(value, "state_dict", None)
-    return values_of(ask()) if callable(ask) else value
-
-
-def _mapped(value: Any, change: Callable[[Way, Any], Any], way: Way = ()) -> Any:
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        found: dict[Any, Any] = kind()
-        # A module's state dict carries its parts' versions in an attribute.
-        if getattr(value, "__dict__", None):
-            found.__dict__.update(value.__dict__)
-        for key, item in value.items():
-            found[key] = _mapped(item, change, (*way, key))
-        return found
-    if kind in (list, tuple):
-        return kind(_mapped(item, change, (*way, at)) for at, item in enumerate(value))
-    return change(way, value)
+    return changed(plain, lambda way, value: tensors.get(way, value))

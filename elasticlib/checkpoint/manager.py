@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
@@ -37,6 +36,7 @@ from .prune import Retention, Selection
 from .put import check_names
 from .remote import RemotePlace
 from .shelf import Shelf
+from .storages import MapLocation
 
 
 class CheckpointManager:
@@ -104,8 +104,10 @@ class CheckpointManager:
         before is replaced once the new one is whole.
 
         Args:
-            state: nested dicts, lists, tuples and sets of tensors, numbers, strings, bytes and
-                None, and of objects with a `state_dict()`: modules, optimizers, samplers.
+            state: nested containers (dicts, default dicts, lists, tuples, named tuples, deques,
+                sets) of tensors, NumPy arrays and numbers, plain values, enums, random states, and
+                objects with `state_dict` and `load_state_dict`: modules, optimizers, samplers.
+                docs/checkpoints.md has them all.
 
         Raises:
             CheckpointError: the save before this one failed, and this one was not begun; or the
@@ -249,7 +251,7 @@ class CheckpointManager:
         step: int | None = None,
         *,
         like: object = None,
-        map_location: str | torch.device = "cpu",
+        map_location: MapLocation = "cpu",
     ) -> Any:
         """The newest state that is whole, or that of one step; every byte of it was checked.
 
@@ -260,7 +262,9 @@ class CheckpointManager:
             like: for sharded states: a state with sharded tensors in the same places (or objects
                 with such), which say how those of the result are sharded, on however many ranks.
                 It is not changed. Without it, sharded tensors are put together whole.
-            map_location: the device that tensors are put on which are not sharded.
+            map_location: where tensors go that are not sharded, as `torch.load` takes it: a
+                device; a dict from the device that they were saved from to another; a function of
+                a storage and that device; or None for that device.
 
         Raises:
             FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.

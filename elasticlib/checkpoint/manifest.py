@@ -15,7 +15,10 @@ import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+"""1 has the same fields, and packs of format 1: a version that reads no others leaves those of 2
+alone, and takes none older in their place."""
+
 NAME = "manifest.json"
 MAX_STEP = 2**63 - 1
 
@@ -109,8 +112,8 @@ def decode(data: bytes) -> Manifest:
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
     found = fields.pop("format")
-    if found != FORMAT:
-        raise OtherFormat(f"its manifest has format {found!r}, this version reads {FORMAT}")
+    if found not in (1, FORMAT):
+        raise OtherFormat(f"its manifest has format {found!r}, this version reads 1 to {FORMAT}")
     files = tuple(DataFile(**row) for row in fields.pop("files"))
     manifest = Manifest(files=files, **fields)
     if len(files) != max(1, manifest.parts):

@@ -5,15 +5,18 @@ All of it is compared before any of it is changed, so a state that does not fit 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import CheckpointError, StateMismatch, describe
-from .shards import changed, is_stateful, local_of, rebuild, shape_of
-
-_PLAIN = (bool, int, float, complex, str, bytes, set, torch.Size, torch.dtype, torch.device)
+from . import arrays
+from .containers import Way, changed, is_mapping, is_sequence, is_stateful, parts_of, with_parts
+from .shards import local_of, rebuild, shape_of
+from .storages import Copies, bits_of, form_of, unexpanded
+from .tree import is_leaf
 
 
 def check_names(state: object) -> dict[str, Any]:
@@ -66,10 +69,11 @@ def put(state: MutableMapping[str, Any], found: Mapping[str, Any], cuts: Cuts) -
         CheckpointError: an object refused its state, or failed. What stands before it in `state`
             has been changed by then.
     """
+    putting = _Putting(cuts)
     with torch.no_grad():
         for name in state:
             if name in found:
-                state[name] = _put(state[name], found[name], f"state[{name!r}]", cuts)
+                state[name] = putting.put(state[name], found[name], f"state[{name!r}]")
 
 
 def _about_names(missing: list[str], surplus: list[str]) -> str:
@@ -87,9 +91,15 @@ def _unfit(old: Any, new: Any, where: str) -> Iterator[str]:
     if isinstance(old, torch.Tensor):
         if shape_of(old) != shape_of(new):
             yield f"{where} is {shape_of(old)}, and {shape_of(new)} was saved"
-    elif isinstance(old, dict | list | tuple) and not isinstance(old, torch.Size):
+        elif not _is_alike_where(local_of(old), local_of(new)):
+            yield f"{where} is {shape_of(old)} that is expanded, and what was saved is not"
+    elif arrays.is_array(old):
+        if not arrays.is_array(new) or arrays.shape_of(old) != arrays.shape_of(new):
+            saved = arrays.shape_of(new) if arrays.is_array(new) else f"a {_name(new)}"
+            yield f"{where} is {arrays.shape_of(old)}, and {saved} was saved"
+    elif is_mapping(old) or is_sequence(old):
         yield from _unfit_inside(old, new, where)
-    elif not isinstance(old, _PLAIN):
+    elif not is_leaf(old):
         yield f"{where} is a {_name(old)}, which has no load_state_dict"
 
 
@@ -97,75 +107,89 @@ def _unfit_inside(old: Any, new: Any, where: str) -> Iterator[str]:
     if type(old) is not type(new):
         yield f"{where} is a {_name(old)}, and a {_name(new)} was saved"
         return
-    theirs = new if isinstance(new, dict) else dict(enumerate(new))
-    for key, part in old.items() if isinstance(old, dict) else enumerate(old):
+    if type(old) is deque and old.maxlen != new.maxlen:
+        yield f"{where} is a deque of maxlen {old.maxlen}, and one of {new.maxlen} was saved"
+    theirs = parts_of(new)
+    for key, part in parts_of(old).items():
         if key in theirs:
             yield from _unfit(part, theirs[key], f"{where}[{key!r}]")
         elif is_stateful(part):
             yield f"nothing was saved for {where}[{key!r}], a {_name(part)}"
 
 
+def _is_alike_where(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether elements of `new` that share one place in `old` are equal."""
+    once = unexpanded(old)
+    if once.shape == old.shape:
+        return True
+    like = new[tuple(slice(n) for n in once.shape)].expand(new.shape)
+    # As bits: what is no number is not equal to itself.
+    return form_of(like) == form_of(new) or torch.equal(bits_of(like), bits_of(new))
+
+
 def _name(value: object) -> str:
     return type(value).__qualname__
 
 
-def _put(old: Any, new: Any, where: str, cuts: Cuts) -> Any:
-    """What is to stand where `old` does: `old` itself wherever it could be changed in place."""
-    if is_stateful(old):
-        _load(old, new, where, cuts)
-        return old
-    if isinstance(old, torch.Tensor):
-        local_of(old).copy_(local_of(new))
-        return old
-    if isinstance(old, dict):
-        parts = {
-            key: _put(old.get(key), part, f"{where}[{key!r}]", cuts) for key, part in new.items()
-        }
-        old.clear()
-        old.update(parts)
-        return old
-    if type(old) in (list, tuple):
+class _Putting:
+    """One state's way back. What several things in it share, they share again."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts = cuts
+        self._copies = Copies()
+
+    def put(self, old: Any, new: Any, where: str) -> Any:
+        """What is to stand where `old` does: `old` itself wherever it could be changed in place."""
+        if is_stateful(old):
+            self._load(old, new, where)
+            return old
+        if isinstance(old, torch.Tensor):
+            target = unexpanded(local_of(old))
+            target.copy_(local_of(new)[tuple(slice(n) for n in target.shape)])
+            return old
+        if arrays.is_array(old) and old.flags.writeable:
+            old[...] = new
+            return old
+        if is_mapping(old):
+            parts = {
+                key: self.put(old.get(key), part, f"{where}[{key!r}]") for key, part in new.items()
+            }
+            old.clear()
+            old.update(parts)
+            return old
+        if is_sequence(old):
+            return self._put_items(old, new, where)
+        return rebuild(owned(new, self._copies), self._cuts)
+
+    def _put_items(self, old: Any, new: Any, where: str) -> Any:
         before = [*old, *[None] * len(new)]
-        items = [
-            _put(item, part, f"{where}[{at}]", cuts)
+        items = {
+            at: self.put(item, part, f"{where}[{at}]")
             for at, (item, part) in enumerate(zip(before, new, strict=False))
-        ]
-        if type(old) is tuple:
-            return tuple(items)
-        old[:] = items
+        }
+        if isinstance(old, tuple):
+            return with_parts(old, items)
+        old.clear()
+        old.extend(items.values())
         return old
-    return rebuild(owned(new), cuts)
+
+    def _load(self, old: Any, new: Any, where: str) -> None:
+        # A module copies what it is given into its own parameters, and needs no copy before.
+        mine = new if isinstance(old, torch.nn.Module) else owned(new, self._copies)
+        try:
+            with torch.enable_grad():
+                old.load_state_dict(rebuild(mine, self._cuts))
+        except Exception as error:
+            raise CheckpointError(
+                f"{where}, a {_name(old)}, could not load its state: {describe(error)}"
+            ) from error
 
 
-def _load(old: Any, new: Any, where: str, cuts: Cuts) -> None:
-    # A module copies what it is given into its own parameters, and needs no copy before.
-    mine = new if isinstance(old, torch.nn.Module) else owned(new)
-    try:
-        with torch.enable_grad():
-            old.load_state_dict(rebuild(mine, cuts))
-    except Exception as error:
-        raise CheckpointError(
-            f"{where}, a {_name(old)}, could not load its state: {describe(error)}"
-        ) from error
-
-
-def owned(value: Any) -> Any:
+def owned(value: Any, copies: Copies | None = None) -> Any:
     """A copy that shares no memory with the pack that `value` was read from."""
-    copies: dict[int, torch.Tensor] = {}
+    made = Copies() if copies is None else copies
 
-    def change(part: object) -> object:
-        if not isinstance(part, torch.Tensor):
-            return part
-        # One tensor under two names stays one.
-        if id(part) not in copies:
-            copies[id(part)] = _copy(part)
-        return copies[id(part)]
+    def change(_way: Way, part: object) -> object:
+        return made.of(part) if isinstance(part, torch.Tensor) else part
 
     return changed(value, change)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone()
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy.requires_grad_() if tensor.requires_grad else copy

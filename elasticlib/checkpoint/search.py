@@ -23,6 +23,7 @@ from .pack import lay_out, unpack
 from .peers import MAX_WORD_BYTES, Pack, Peers
 from .put import fit, put
 from .shards import check_cuts, cuts_of, has_notes
+from .storages import in_memory_order
 
 _MAX_SENTENCE = 4000
 _MAX_LEFT_OUT, _MAX_WHY = 8, 300
@@ -294,8 +295,11 @@ def _print(pack: Pack) -> str:
     """
     layout = lay_out(unpack(memoryview(pack), copy=False))
     found = hashlib.sha256(layout.head)
-    for tensor in layout.tensors:
-        flat = tensor.reshape(-1).view(torch.uint8)
+    # Not the blocks: between the tensors of one, a rank's memory may hold anything.
+    for tensor in layout.found:
+        flat = in_memory_order(tensor)
+        # As words, which begin at multiples of 8.
+        flat = flat.clone() if flat.storage_offset() % 8 else flat
         words = len(flat) // 8 * 8
         total = int(flat[:words].view(torch.int64).sum()) if words else 0
         found.update(f"{total},{flat[words:].tolist()};".encode())

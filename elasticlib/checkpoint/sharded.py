@@ -7,7 +7,7 @@ collects the plans of all ranks, and nothing is pickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,10 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.tensor import DTensor
+from torch.serialization import location_tag
 
 from ..errors import CheckpointError, StateMismatch
-from .gather import Way, put_shards, take_shards
+from .containers import Way
+from .gather import put_shards, take_shards
 from .pack import Layout, lay_out, read_meta, unpack
+from .storages import Form, MapLocation, View, form_of, located, view_of
 from .tree import dtype_named
 
 
@@ -46,9 +49,11 @@ def lay_out_part(step: int, values: object, *, first: bool) -> Layout:
         tensors.append(shard.detach().to_local())
         kind = str(shard.dtype).removeprefix("torch.")
         chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
-        chunks.append([item.index.fqn, kind, list(data.size), *chunk])
-    whole = {"state": plain, "ways": list(shards)} if first else None
-    return lay_out({"whole": whole, "shards": tensors}, {"step": step, "chunks": chunks})
+        location = location_tag(tensors[-1].untyped_storage())
+        about = [list(shard.stride()), location]
+        chunks.append([item.index.fqn, kind, list(data.size), *chunk, *about])
+    rest = {"state": plain, "ways": list(shards)} if first else None
+    return lay_out({"whole": rest, "shards": tensors}, {"step": step, "chunks": chunks})
 
 
 @attrs.frozen
@@ -64,13 +69,13 @@ class Parts:
     read: Callable[[int], memoryview]
 
 
-def load_parts(parts: Parts, like: object = None, *, map_location: str | torch.device) -> Any:
+def load_parts(parts: Parts, like: object = None, *, map_location: MapLocation) -> Any:
     """The state, whatever the number of ranks was that saved it.
 
     Args:
         like: a state whose sharded tensors say how those of the result are to be sharded, on
             this many ranks; with None, each is put together whole. Nothing in it is changed.
-        map_location: where tensors go that are not sharded.
+        map_location: where tensors go that are not sharded, and with no `like` all.
 
     Raises:
         StateMismatch: `like` has other sharded tensors than the checkpoint.
@@ -80,8 +85,11 @@ def load_parts(parts: Parts, like: object = None, *, map_location: str | torch.d
     whole = unpack(parts.read(0), map_location=map_location)["whole"]
     ways: list[Way] = whole["ways"]
     kept, homes = _chunks(heads)
-    targets = _targets(kept, ways, like, map_location)
+    targets = _targets(kept, ways, heads, like)
     _fill(targets, kept, homes, parts)
+    if like is None:
+        locations = _each_tensors(heads, 6, "cpu")
+        targets = {name: _moved(t, locations[name], map_location) for name, t in targets.items()}
     return put_shards(whole["state"], {way: targets[_name(way)] for way in ways})
 
 
@@ -112,7 +120,8 @@ def _chunks(heads: Iterable[list[Any]]) -> tuple[_Kept, _Homes]:
     found: _Kept = {}
     homes: _Homes = {}
     for part, rows in enumerate(heads):
-        for at, (name, kind, size, offsets, sizes) in enumerate(rows):
+        # What was added later (strides and devices) has no part in it.
+        for at, (name, kind, size, offsets, sizes, *_) in enumerate(rows):
             known = found.setdefault(
                 name,
                 TensorStorageMetadata(
@@ -125,11 +134,12 @@ def _chunks(heads: Iterable[list[Any]]) -> tuple[_Kept, _Homes]:
 
 
 def _targets(
-    kept: _Kept, ways: list[Way], like: object, map_location: str | torch.device
+    kept: _Kept, ways: list[Way], heads: Sequence[list[Any]], like: object
 ) -> dict[str, torch.Tensor]:
     if like is None:
+        strides = _each_tensors(heads, 5, ())
         return {
-            name: torch.empty(one.size, dtype=one.properties.dtype, device=map_location)
+            name: _whole(one.properties.dtype, one.size, strides[name])
             for name, one in kept.items()
         }
     _, shards = take_shards(like)
@@ -146,6 +156,24 @@ def _targets(
                 f"and {list(shard.shape)} in the given state"
             )
     return {_name(way): torch.empty_like(shard.detach()) for way, shard in shards.items()}
+
+
+def _each_tensors(heads: Sequence[list[Any]], column: int, default: Any) -> dict[str, Any]:
+    """What the rows of chunks say of each whole tensor there; those of format 1 have fewer."""
+    return {row[0]: row[column] if len(row) > column else default for rows in heads for row in rows}
+
+
+def _whole(dtype: torch.dtype, size: torch.Size, stride: Sequence[int]) -> torch.Tensor:
+    """Memory for all of a tensor, with its strides if these leave no gaps."""
+    form = Form(dtype, tuple(size), tuple(stride))
+    if len(stride) == len(size) and form.is_dense:
+        return torch.empty_strided(form.shape, form.stride, dtype=dtype)
+    return torch.empty(size, dtype=dtype)
+
+
+def _moved(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
+    storage = located(tensor.untyped_storage(), location, map_location)
+    return view_of(View(form_of(tensor), 0, 0), storage)
 
 
 def _spoken(way: Way) -> str:

@@ -6,28 +6,27 @@ what makes sure that it only ever goes back to the same place of the same cut.
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, StateMismatch
+from .containers import Way, changed, inside, is_stateful
 
 _NOTE = "elasticlib.DTensor"
-_MAX_DEPTH = 100
 
 
 def localize(state: object) -> tuple[Any, bool]:
     """What a pack can hold of `state`, and whether it is one rank's part of a whole.
 
     Args:
-        state: nested dicts, lists and tuples; objects with `state_dict()` and `load_state_dict()`
-            anywhere in them are asked for theirs, and each DTensor (FSDP2's parameters are such)
-            is replaced by this rank's local tensor and a note. Nothing is copied.
+        state: nested containers; objects with `state_dict()` and `load_state_dict()` anywhere in
+            them are asked for theirs, and each DTensor (FSDP2's parameters are such) is replaced
+            by this rank's local tensor and a note. Nothing is copied.
 
     Returns:
         The state in that form, and True if any DTensor in it is cut up over ranks: then it is
@@ -38,7 +37,7 @@ def localize(state: object) -> tuple[Any, bool]:
     """
     cut = False
 
-    def change(value: Any) -> Any:
+    def change(_way: Way, value: Any) -> Any:
         nonlocal cut
         if is_stateful(value):
             return changed(value.state_dict(), change)
@@ -57,7 +56,7 @@ def check_cuts(value: object, cuts: Mapping[str, torch.Tensor]) -> None:
         StateMismatch: the state has no DTensor that is cut up like one of `value`, or this rank
             has another place in it now.
     """
-    for note in (found[_NOTE] for found in inside(value) if is_noted(found)):  # type: ignore[index]
+    for note in (found[_NOTE] for found in inside(value) if is_noted(found)):
         like = cuts.get(note["cut"])
         if like is None:
             raise StateMismatch(f"it holds a tensor cut up as {note['cut']}; now none is")
@@ -75,7 +74,7 @@ def rebuild(value: Any, cuts: Mapping[str, torch.Tensor]) -> Any:
         cuts: `cuts_of` the state that it goes back into.
     """
 
-    def change(part: Any) -> Any:
+    def change(_way: Way, part: Any) -> Any:
         if not is_noted(part):
             return part
         note, like = part[_NOTE], cuts[part[_NOTE]["cut"]]
@@ -95,7 +94,7 @@ def rebuild(value: Any, cuts: Mapping[str, torch.Tensor]) -> Any:
 def cuts_of(state: object) -> dict[str, torch.Tensor]:
     """For each way in which a DTensor of `state` is cut up, one that is."""
     found = (part for part in inside(state) if is_sharded_kind(part))
-    return {cut_of(part): part for part in found}  # type: ignore[misc]
+    return {cut_of(part): part for part in found}
 
 
 def has_notes(value: object) -> bool:
@@ -127,13 +126,6 @@ def shape_of(value: Any) -> str:
     elif is_sharded_kind(value):
         shape, cut = tuple(value.shape), f" cut up as {cut_of(value)}"
     return f"a tensor of {shape} {str(plain.dtype).removeprefix('torch.')}{cut}"
-
-
-def is_stateful(value: object) -> bool:
-    """Whether `value` gives its state, and takes it back."""
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
 
 
 def is_sharded_kind(value: object) -> bool:
@@ -169,34 +161,3 @@ def cut_of(tensor: Any) -> str:
     names = "x".join(mesh.mesh_dim_names or ())
     places = ", ".join(map(repr, tensor.placements))
     return f"[{places}] over {names or 'a mesh'} of ranks {listed}"
-
-
-def inside(value: object, depth: int = 0) -> Iterator[object]:
-    """`value` and all that is in it; of objects with a state, what they give as theirs."""
-    if is_stateful(value):
-        value = value.state_dict()  # type: ignore[attr-defined]
-    yield value
-    if depth < _MAX_DEPTH and isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from inside(part, depth + 1)
-
-
-def changed(value: Any, change: Callable[[object], Any], depth: int = 0) -> Any:
-    """`value` with each part replaced by `change` of it; what holds no changed part is itself."""
-    found = change(value)
-    # A state that contains itself is for the packer to refuse, with a sentence.
-    if found is not value or depth > _MAX_DEPTH:
-        return found
-    if isinstance(value, dict):
-        items = {key: changed(part, change, depth + 1) for key, part in value.items()}
-        if all(items[key] is part for key, part in value.items()):
-            return value
-        found = copy.copy(value)  # with the attributes that a module's state dict carries
-        found.update(items)
-        return found
-    if type(value) in (list, tuple):
-        parts = [changed(part, change, depth + 1) for part in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
-        return type(value)(parts)
-    return value

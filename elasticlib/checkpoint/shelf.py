@@ -6,8 +6,6 @@ import logging
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .folder import CheckpointFolder, Found
@@ -16,6 +14,7 @@ from .interface import Unreadable
 from .manifest import Manifest
 from .pack import HEAD_BYTES, size_of, unpack
 from .prune import Health
+from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -28,7 +27,7 @@ class Shelf:
         self.passed_over: dict[int, str] = {}
 
     def load(
-        self, step: int | None, *, like: object = None, map_location: str | torch.device = "cpu"
+        self, step: int | None, *, like: object = None, map_location: MapLocation = "cpu"
     ) -> Any:
         """See `CheckpointManager.load`."""
         if step is not None:
@@ -72,7 +71,7 @@ class Shelf:
             raise FileNotFoundError(f"there is no {self.folder.describe(step)}")
         return found
 
-    def _read(self, found: Found, like: object, map_location: str | torch.device) -> Any:
+    def _read(self, found: Found, like: object, map_location: MapLocation) -> Any:
         manifest = found.manifest
         if manifest is None:
             kind = Unreadable if found.unread else CheckpointCorrupt
@@ -84,7 +83,7 @@ class Shelf:
             raise
         return state
 
-    def _state(self, manifest: Manifest, like: object, map_location: str | torch.device) -> Any:
+    def _state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
         if manifest.parts:
             # It takes its time to import, and most states are not sharded.
             from .sharded import Parts, load_parts

@@ -7,35 +7,72 @@ Nothing is unpickled when it is read back, so a file cannot run code: less than 
 from __future__ import annotations
 
 import base64
+import enum
 import json
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError
+from . import arrays
+from .interface import Unreadable
+from .named import is_enum, is_named_tuple, kind_named, name_of
+from .storages import Entry
 
 MAX_DEPTH = 100
 """Levels of nesting; JSON's own limit is the interpreter's recursion limit."""
 
 MAX_INT_BITS = 8192
-"""Python reads no integers of many more digits from text."""
+"""Python reads no integers of many more digits from text; longer ones are written in hex."""
 
 _PLAIN = (type(None), bool, float, str)
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", torch.Size: "size"}
+_MAPPINGS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+    defaultdict: "defaultdict",
+}
+_SEQUENCES: dict[type, str] = {
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "size",
+    deque: "deque",
+}
+_LEAVES = (*_PLAIN, int, bytes, bytearray, complex, range, set, frozenset, torch.Size)
+_FACTORIES: dict[str, Callable[[], object] | None] = {
+    "None": None,
+    **{
+        kind.__name__: kind
+        for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset)
+    },
+    **{kind.__name__: kind for kind in (dict, OrderedDict, Counter, deque)},
+}
+"""Of default dicts: what makes the values that are not there yet."""
+
+
+def is_leaf(value: object) -> bool:
+    """Whether a state holds it as one thing: no tensor, nothing that holds others by keys."""
+    return (
+        type(value) in _LEAVES
+        or isinstance(value, (torch.dtype, torch.device, enum.Enum))
+        or arrays.is_array(value)
+        or arrays.is_number(value)
+    )
 
 
 class Encoder:
     """Takes tensors out of states, and gives each a number; one tensor has one number.
 
-    tensors: those found so far, in the order of their numbers.
+    entries: those found so far, in the order of their numbers; arrays of NumPy are among them.
     """
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[tuple[object, ...], int] = {}
+        self.entries: list[Entry] = []
+        # With what they are, as an id says which one only while that one lives.
+        self._numbers: dict[int, tuple[int, object]] = {}
         self._above: list[int] = []
 
     def encode(self, value: object) -> Any:
@@ -50,27 +87,26 @@ class Encoder:
         except _Unsavable as found:
             raise CheckpointError(f"state{found.where} {found.what}") from None
 
-    def _encode(self, value: object) -> Any:
+    def _encode(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return value
         if kind is int:
-            return self._int(value)  # type: ignore[arg-type]
+            return value if value.bit_length() <= MAX_INT_BITS else {"int": hex(value)}
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is list:
-            return self._inside(value, lambda: self._all(value))  # type: ignore[arg-type]
+            return self._inside(value, lambda: self._all(value))
         if kind in _MAPPINGS:
-            return self._inside(value, lambda: self._mapping(value))  # type: ignore[arg-type]
+            return self._inside(value, lambda: self._mapping(value))
         if kind in _SEQUENCES:
-            items = self._inside(value, lambda: self._all(value))  # type: ignore[arg-type]
-            return {_SEQUENCES[kind]: items}
+            return self._inside(value, lambda: self._sequence(value))
+        if is_named_tuple(kind):
+            items = self._inside(value, lambda: self._all(value))
+            return {"namedtuple": items, "class": _class(kind)}
+        if arrays.is_array(value):
+            return self._array(value)
         return _leaf(value)
-
-    def _int(self, value: int) -> int:
-        if value.bit_length() > MAX_INT_BITS:
-            raise _Unsavable(f"is an integer of more than {MAX_INT_BITS} bits")
-        return value
 
     def _inside(self, value: object, encode: Callable[[], Any]) -> Any:
         if id(value) in self._above:
@@ -86,12 +122,22 @@ class Encoder:
     def _all(self, items: Iterable[object]) -> list[Any]:
         return [self._at(f"[{at}]", item) for at, item in enumerate(items)]
 
+    def _sequence(self, value: Any) -> dict[str, Any]:
+        items = self._all(value)
+        if isinstance(value, set | frozenset):
+            # Each process has an order of its own, and equal states are to be equal bytes.
+            items.sort(key=dumps)
+        found = {_SEQUENCES[type(value)]: items}
+        return {**found, "maxlen": value.maxlen} if isinstance(value, deque) else found
+
     def _mapping(self, value: dict[object, object]) -> dict[str, Any]:
         items = [
             [self._at(f".key({key!r})", key), self._at(f"[{key!r}]", item)]
             for key, item in value.items()
         ]
         found: dict[str, Any] = {_MAPPINGS[type(value)]: items}
+        if isinstance(value, defaultdict):
+            found["factory"] = _factory(value)
         # A module's state dict carries its parts' versions in an attribute.
         attributes = getattr(value, "__dict__", None)
         if attributes:
@@ -111,18 +157,24 @@ class Encoder:
         reason = _why_unsavable(tensor)
         if reason:
             raise _Unsavable(reason)
-        number = self._number(tensor)
+        number = self._number(tensor, lambda: Entry(tensor.detach()))
         if type(tensor) is torch.nn.Parameter:
             return {"parameter": number, "grad": tensor.requires_grad}
         return {"tensor": number, "grad": True} if _is_wanted(tensor) else {"tensor": number}
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        same = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-        if tensor.numel() and same in self._numbers:
-            return self._numbers[same]
-        self._numbers[same] = len(self.tensors)
-        self.tensors.append(tensor.detach())
-        return self._numbers[same]
+    def _array(self, array: Any) -> dict[str, Any]:
+        reason = arrays.why_not(array)
+        if reason:
+            raise _Unsavable(reason)
+        number = self._number(array, lambda: Entry(arrays.bytes_of(array), host=True))
+        shape, order = list(array.shape), arrays.order_of(array)
+        return {"array": number, "dtype": array.dtype.str, "shape": shape, "order": order}
+
+    def _number(self, value: object, entry: Callable[[], Entry]) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = (len(self.entries), value)
+            self.entries.append(entry())
+        return self._numbers[id(value)][0]
 
 
 class _Unsavable(Exception):
@@ -144,17 +196,55 @@ def _why_unsavable(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _leaf(value: object) -> dict[str, Any]:
-    if type(value) is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
+def _leaf(value: Any) -> dict[str, Any]:
+    if type(value) in (bytes, bytearray):
+        return {type(value).__name__: base64.b64encode(value).decode()}
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
+    if type(value) is range:
+        return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": str(value)}
+    if isinstance(value, enum.Enum):
+        return _member(value)
+    if arrays.is_number(value):
+        reason = arrays.why_not(value)
+        if reason:
+            raise _Unsavable(reason)
+        data = base64.b64encode(value.tobytes()).decode()
+        return {"number": data, "dtype": value.dtype.str}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise _Unsavable(f"is a {kind}, which a checkpoint does not hold: save what it is made of")
+
+
+def _member(value: enum.Enum) -> dict[str, Any]:
+    kind = type(value)
+    if kind.__members__.get(str(value.name)) is value:
+        return {"enum": value.name, "class": _class(kind)}
+    # Several flags at once have no name of their own.
+    return {"flags": value.value, "class": _class(kind)}
+
+
+def _class(kind: type) -> str:
+    name = name_of(kind)
+    if name is None:
+        raise _Unsavable(
+            f"is a {kind.__module__}.{kind.__qualname__}, a class that its module does not have "
+            "under that name: it could not be found again. Define it at the top of a module"
+        )
+    return name
+
+
+def _factory(value: defaultdict[Any, Any]) -> str:
+    for name, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return name
+    raise _Unsavable(
+        f"is a defaultdict of {value.default_factory!r}, and a checkpoint holds those of "
+        f"{', '.join(_FACTORIES)}: save a dict of it"
+    )
 
 
 def dumps(encoded: Any) -> bytes:
@@ -167,49 +257,108 @@ def decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
     Raises:
         CheckpointCorrupt: it is not what an `Encoder` gave.
+        Unreadable: this program lacks a class or library that is needed.
     """
     try:
-        return _decode(encoded, tensors)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+        return _Decoder(tensors).decode(encoded)
+    except (
+        *(AttributeError, IndexError, KeyError, TypeError, ValueError),
+        *(OverflowError, RecursionError),
+    ) as error:
         raise CheckpointCorrupt(f"the state's outline cannot be read: {error}") from error
 
 
-def _decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(encoded, list):
-        return [_decode(item, tensors) for item in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    kind = next(iter(encoded))
-    payload = encoded[kind]
-    if kind in ("tensor", "parameter"):
-        return _placed(kind, tensors[payload], grad=encoded.get("grad", False))
-    if kind in _MAPPINGS.values():
-        return _mapping(encoded, kind, tensors)
-    if kind in _READ:
-        return _READ[kind](_decode(payload, tensors))
-    raise ValueError(f"there is no kind {kind!r}")
+class _Decoder:
+    """One thing has one number, and where it stands in several places it is one again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[tuple[object, ...], Any] = {}
+
+    def decode(self, encoded: Any) -> Any:
+        if isinstance(encoded, list):
+            return [self.decode(item) for item in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        kind = next(iter(encoded))
+        payload = encoded[kind]
+        if kind in ("tensor", "parameter", "array"):
+            key = (kind, payload, encoded.get("grad", False))
+            if key not in self._made:
+                self._made[key] = _placed(kind, self._tensors[payload], encoded)
+            return self._made[key]
+        if kind in _MAPPINGS.values():
+            return self._mapping(encoded, kind)
+        if kind == "deque":
+            return deque(self.decode(payload), encoded["maxlen"])
+        if kind == "namedtuple":
+            return _named_tuple(encoded["class"], self.decode(payload))
+        if kind in ("enum", "flags"):
+            return _found_member(encoded["class"], kind, payload)
+        if kind == "number":
+            return arrays.number_of(_base64(payload), encoded["dtype"])
+        if kind in _READ:
+            return _READ[kind](self.decode(payload))
+        raise ValueError(f"there is no kind {kind!r}")
+
+    def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
+        found = next(made for made, name in _MAPPINGS.items() if name == kind)()
+        if kind == "defaultdict":
+            found.default_factory = _FACTORIES[encoded["factory"]]
+        found.update(self._pairs(encoded[kind]))
+        for name, item in encoded.get("attributes", {}).items():
+            found.__dict__[name] = self.decode(item)
+        return found
+
+    def _pairs(self, items: Any) -> dict[Any, Any]:
+        def each() -> Iterator[tuple[Any, Any]]:
+            for key, item in items:
+                yield self.decode(key), self.decode(item)
+
+        return dict(each())
 
 
-def _mapping(encoded: dict[str, Any], kind: str, tensors: Sequence[torch.Tensor]) -> Any:
-    found = next(made for made, name in _MAPPINGS.items() if name == kind)()
-    found.update(_pairs(encoded[kind], tensors))
-    for name, item in encoded.get("attributes", {}).items():
-        found.__dict__[name] = _decode(item, tensors)
+def _placed(kind: str, tensor: torch.Tensor, encoded: dict[str, Any]) -> Any:
+    grad = encoded.get("grad", False)
+    if kind == "array":
+        return arrays.array_of(tensor, encoded["dtype"], encoded["shape"], encoded["order"])
+    if kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.detach().requires_grad_() if grad else tensor
+
+
+def _named_tuple(name: str, items: list[Any]) -> Any:
+    kind = _kind(name, is_named_tuple, "named tuple")
+    if len(items) != len(kind._fields):
+        raise Unreadable(
+            f"the state holds a named tuple {name} of {len(items)} fields, and that class has "
+            f"{len(kind._fields)} here: {', '.join(kind._fields)}"
+        )
+    # Not by the class's own call, which may be anything.
+    return tuple.__new__(kind, items)
+
+
+def _found_member(name: str, what: str, payload: Any) -> Any:
+    kind = _kind(name, is_enum, "enum")
+    if what == "flags":
+        return kind(payload)
+    if payload not in kind.__members__:
+        raise Unreadable(f"the state holds {payload} of the enum {name}, which has no such member")
+    return kind.__members__[payload]
+
+
+def _kind(name: str, is_kind: Callable[[type], bool], what: str) -> Any:
+    found = kind_named(name)
+    if found is None or not is_kind(found):
+        raise Unreadable(
+            f"the state holds a {what} {name!r}, and this program has imported no such class: "
+            f"import the module {name.partition(':')[0]} before the state is read"
+        )
     return found
 
 
-def _pairs(items: Any, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    def each() -> Iterator[tuple[Any, Any]]:
-        for key, item in items:
-            yield _decode(key, tensors), _decode(item, tensors)
-
-    return dict(each())
-
-
-def _placed(kind: str, tensor: torch.Tensor, *, grad: bool) -> torch.Tensor:
-    if kind == "parameter":
-        return torch.nn.Parameter(tensor, requires_grad=grad)
-    return tensor.requires_grad_() if grad else tensor
+def _base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -223,9 +372,13 @@ def dtype_named(name: str) -> torch.dtype:
 _READ: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
+    "frozenset": frozenset,
     "size": torch.Size,
-    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "int": lambda text: int(text, 16),
+    "bytes": _base64,
+    "bytearray": lambda text: bytearray(_base64(text)),
     "complex": lambda parts: complex(*parts),
+    "range": lambda ends: range(*ends),
     "dtype": dtype_named,
     "device": torch.device,
 }

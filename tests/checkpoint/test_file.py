@@ -6,11 +6,13 @@ import collections
 import enum
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import threading
+import zipfile
 
 import numpy
 import pytest
@@ -78,10 +80,37 @@ def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
     assert load_checkpoint(path)["step"] == 1
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_plain_torch_is_called_by_its_name_with_the_way_to_load_it(tmp_path, zipped):
+    path, state = tmp_path / "it's plain.pt", {"w": torch.ones(2)}
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"is a file of plain torch\.save") as refused:
+        load_checkpoint(path)
+    assert not isinstance(refused.value, CheckpointCorrupt)
+    (command,) = re.findall(r"torch\.load\(.*\)(?=, and)", str(refused.value))
+    assert same(eval(command), state)
+
+
+def test_latest_names_a_file_of_plain_torch_as_the_reason_to_pass_it_over(tmp_path, caplog):
+    torch.save({}, tmp_path / "step-2.pt")
+    save_checkpoint(tmp_path / "step-1.pt", {})
+    with caplog.at_level(logging.WARNING, "elasticlib.checkpoint"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "step-1.pt"
+    assert "step-2.pt is a file of plain torch.save" in caplog.text
+
+
 def test_files_of_others_are_refused(tmp_path):
-    torch.save({"w": 1}, tmp_path / "plain.pt")
-    with pytest.raises(CheckpointCorrupt, match="not one of ours"):
-        load_checkpoint(tmp_path / "plain.pt")
+    whole = tmp_path / "whole.pt"
+    torch.save({"w": 1}, whole)
+    (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:-1])
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as archive:
+        archive.writestr("data", "text")
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
+        archive.writestr("script/data.pkl", "")
+        archive.writestr("script/constants.pkl", "")
+    for name in ("cut.pt", "zip.pt", "script.pt"):
+        with pytest.raises(CheckpointCorrupt, match="not one of ours"):
+            load_checkpoint(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "absent.pt")
 

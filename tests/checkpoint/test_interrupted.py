@@ -1,0 +1,215 @@
+"""Training that was interrupted and goes on from what was kept ends as if nothing had happened:
+bit for bit, in weights and optimizer state, with the strides that fused kernels go by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
+from elasticlib.checkpoint import memory
+from elasticlib.checkpoint.agree import restore_from
+from elasticlib.checkpoint.memory import Slots
+from elasticlib.checkpoint.shards import localize
+from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.told import Told
+
+OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
+]
+MORE: dict[type, dict[str, Any]] = {
+    torch.optim.SGD: {"momentum": 0.9, "lr": 0.1},
+    torch.optim.RMSprop: {"momentum": 0.9, "centered": True},
+    torch.optim.Adam: {"amsgrad": True},
+}
+FUSED_ON_THE_CPU = {
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad),
+}
+
+
+def cases() -> list[Any]:
+    found = []
+    for kind in OPTIMIZERS:
+        accepted = inspect.signature(kind).parameters
+        modes: dict[str, dict[str, bool]] = {"plain": {}}
+        if "foreach" in accepted:
+            modes = {"plain": {"foreach": False}, "foreach": {"foreach": True}}
+        if kind in FUSED_ON_THE_CPU:
+            modes["fused"] = {"fused": True}
+        found += [pytest.param(kind, modes[m], id=f"{kind.__name__}-{m}") for m in modes]
+    return found
+
+
+class Training:
+    """A few steps at a time, of parameters that lie in memory in every way."""
+
+    def __init__(self, kind: type, options: dict[str, Any]) -> None:
+        draw = torch.Generator().manual_seed(0)
+        weights = [
+            torch.randn(3, 4, generator=draw),
+            torch.randn(4, 3, generator=draw).t(),
+            torch.randn(1, 5, generator=draw).as_strided((1, 5), (1, 1)),
+        ]
+        if kind in (torch.optim.SparseAdam, torch.optim.LBFGS):  # take contiguous ones alone
+            del weights[1:]
+        elif kind.__name__ != "Muon":  # of matrices alone
+            image = torch.randn(2, 3, 4, 5, generator=draw)
+            weights.append(image.to(memory_format=torch.channels_last))
+            weights.append(torch.randn(2, 3, 4, generator=draw).permute(1, 2, 0))
+            weights.append(torch.randn((), generator=draw))
+        self.model = torch.nn.ParameterList(torch.nn.Parameter(weight) for weight in weights)
+        self.sparse = kind is torch.optim.SparseAdam
+        more = MORE.get(kind, {})
+        self.optimizer = kind(self.model.parameters(), **more, **options)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "free": [torch.ones(1)]}
+
+    def train(self, steps: int, *, expanded: bool = False) -> Training:
+        for step in range(steps):
+            self.optimizer.step(self.close)
+            if expanded and not step:
+                # What somebody keeps there beside what the optimizer does.
+                for number, weight in enumerate(self.model):
+                    mean = torch.tensor(float(number)).expand_as(weight)
+                    self.optimizer.state[weight]["mean"] = mean
+                ramp = torch.arange(4.0)
+                self.state["free"] = [ramp.expand(3, 4), ramp[1:3], ramp[::2]]
+        return self
+
+    def close(self) -> float:
+        for number, weight in enumerate(self.model):
+            grad = torch.empty_like(weight).copy_(weight.detach() * 0.3 + number + 1)
+            weight.grad = grad.to_sparse() if self.sparse else grad
+        return float(sum((weight.detach() ** 2).sum() for weight in self.model))
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """All tensors of a state, each with its strides and bits; and all plain values."""
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from flat(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flat(item)
+    elif isinstance(value, torch.Tensor):
+        bits = value.detach().contiguous().view(-1).view(torch.uint8).tolist()
+        yield value.dtype, tuple(value.shape), value.stride(), bits
+    else:
+        yield value
+
+
+def by_save(folder: Path, saved: Training, new: Training) -> None:
+    with CheckpointManager(folder) as manager:
+        manager.save(1, saved.state)
+    with CheckpointManager(folder) as manager:
+        assert manager.restore(new.state) == 1
+
+
+def by_save_and_load(folder: Path, saved: Training, new: Training) -> None:
+    with CheckpointManager(folder) as manager:
+        manager.save(1, saved.state)
+    load_into(new, CheckpointManager(folder).load(map_location=None))
+
+
+def by_snapshot(folder: Path, saved: Training, new: Training) -> None:
+    kept = worker(folder, 1)
+    kept.snapshot(1, localize(saved.state)[0])
+    assert restore_from([kept], new.state).step == 1
+    kept.close()
+
+
+def by_replica(folder: Path, saved: Training, new: Training) -> None:
+    """As an agent of another node has it: the bytes of a snapshot, and nothing else."""
+    kept, other = worker(folder / "one", 1), worker(folder / "other", 1)
+    kept.snapshot(1, localize(saved.state)[0])
+    replicas = Slots(folder / "other" / "1", "a-node")
+    (found,) = memory.look(folder / "one")
+    with memory.pinned(folder / "one", found) as pack:
+        assert pack is not None
+        with replicas.writing(found.record) as view:
+            view[:] = pack
+    assert restore_from([other], new.state).step == 1
+    for one in (kept, other, replicas):
+        one.close()
+
+
+def by_file(folder: Path, saved: Training, new: Training) -> None:
+    state = {"free": saved.state["free"]}
+    for name in ("model", "optimizer"):
+        state[name] = saved.state[name].state_dict()  # type: ignore[attr-defined]
+    save_checkpoint(folder / "a.pt", state)
+    load_into(new, load_checkpoint(folder / "a.pt"))
+
+
+def load_into(new: Training, found: Any) -> None:
+    new.model.load_state_dict(found["model"])
+    new.optimizer.load_state_dict(found["optimizer"])
+    new.state["free"] = found["free"]
+
+
+def worker(folder: Path, era: int) -> SnapshotMemory:
+    (folder / str(era)).mkdir(parents=True)
+    return SnapshotMemory(Told(str(folder / str(era)), "run", era))
+
+
+WAYS: list[Callable[[Path, Training, Training], None]] = [
+    *(by_save, by_save_and_load, by_snapshot, by_replica, by_file),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), cases())
+def test_interrupted_is_as_uninterrupted(
+    tmp_path: Path, kind: type, options: dict[str, Any]
+) -> None:
+    want = list(flat(Training(kind, options).train(4, expanded=True).state))
+    for way in WAYS:
+        (tmp_path / way.__name__).mkdir()
+        half = Training(kind, options).train(2, expanded=True)
+        new = Training(kind, options)
+        if way is not by_save_and_load and way is not by_file:
+            new.state["free"] = None  # so that it is what was saved, not copied into
+        way(tmp_path / way.__name__, half, new)
+        assert list(flat(new.state)) == list(flat(half.state)), way.__name__
+        assert list(flat(new.train(2).state)) == want, way.__name__
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_local_shards_keep_their_strides(tmp_path: Path, mesh: Any) -> None:
+    turned = torch.arange(12.0).view(3, 4).t()
+    state = {"t": DTensor.from_local(turned, mesh, [Shard(0)], run_check=False)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.wait()
+        assert manager.load()["t"].stride() == (1, 4)
+        again = manager.load(like=state)["t"]
+    assert again.to_local().stride() == (1, 4)
+    assert torch.equal(manager.load()["t"], turned)
+    kept = worker(tmp_path / "memory", 1)
+    kept.snapshot(1, localize(state)[0])
+    like = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(0)], run_check=False)
+    new: dict[str, Any] = {"o": {"cut": like}, "t": None}
+    kept.snapshot(2, localize({"t": state["t"], "o": {"cut": like}})[0])
+    assert restore_from([kept], new).step == 2
+    assert new["t"].to_local().stride() == (1, 4)
+    assert torch.equal(new["t"].to_local(), turned)
+    kept.close()
