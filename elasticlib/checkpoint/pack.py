@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,14 +25,15 @@ import attrs
 import torch
 
 from ..errors import CheckpointCorrupt
+from .pack_head import HEAD as _HEAD
+from .pack_head import HEAD_BYTES, MAGIC, size_of
+from .pack_head import PAGE as _PAGE
+from .pack_head import SUM as _SUM
+from .pack_head import up as _up
 from .tree import Encoder, decode, dtype_named, dumps
 
 FORMAT = 1
-MAGIC = b"ELPACK1\n"
-HEAD_BYTES = 64
-_HEAD = struct.Struct("<8sQQI")
-_SUM = struct.Struct("<I")
-_ALIGN, _PAGE = 64, 4096
+_ALIGN = 64
 
 
 @attrs.frozen(eq=False)
@@ -115,24 +115,6 @@ def fill(
         wait(device)
 
 
-def size_of(head: bytes | memoryview) -> tuple[int, int]:
-    """The size of a pack and that of its head, in bytes, by its first `HEAD_BYTES` bytes.
-
-    Raises:
-        CheckpointCorrupt: these are not the first bytes of a pack.
-    """
-    if len(head) < HEAD_BYTES:
-        raise CheckpointCorrupt(f"a pack begins with {HEAD_BYTES} bytes, here are {len(head)}")
-    magic, size, outline, _ = _HEAD.unpack_from(head)
-    (summed,) = _SUM.unpack_from(head, _HEAD.size)
-    if magic != MAGIC:
-        raise CheckpointCorrupt(f"a pack begins with {MAGIC!r}, this with {bytes(magic)!r}")
-    start = _up(HEAD_BYTES + outline, _PAGE)
-    if summed != zlib.crc32(head[: _HEAD.size]) or start > size:
-        raise CheckpointCorrupt("the first bytes of the pack were changed")
-    return size, start
-
-
 def read_meta(pack: memoryview | bytes) -> dict[str, Any]:
     """What `lay_out` was told beside the state; needs the pack's head only.
 
@@ -192,7 +174,3 @@ def _tensor(pack: memoryview, start: int, size: int, row: Sequence[Any]) -> torc
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(pack, dtype=dtype, count=count, offset=start + place).view(shape)
-
-
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to
