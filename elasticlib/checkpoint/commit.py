@@ -217,7 +217,7 @@ class Committer:
         self._clear_up(clear_up)
 
     def _clear_up(self, act: Callable[[], None]) -> None:
-        """As far as it goes: what cannot be deleted, as it is another user's, is in nobody's way."""
+        """As far as it goes: what is another user's, and cannot be deleted, is in nobody's way."""
         try:
             act()
         except (CheckpointError, OSError) as error:
