@@ -8,6 +8,7 @@ collects the plans of all ranks, and nothing is pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, StateMismatch
+from .fresh import Parameters, with_states
 from .gather import Way, put_shards, take_shards
 from .pack import Layout, lay_out, read_meta, unpack
 from .tree import dtype_named
@@ -64,12 +66,19 @@ class Parts:
     read: Callable[[int], memoryview]
 
 
-def load_parts(parts: Parts, like: object = None, *, map_location: str | torch.device) -> Any:
+def load_parts(
+    parts: Parts,
+    like: object = None,
+    *,
+    parameters: Parameters = MappingProxyType({}),
+    map_location: str | torch.device,
+) -> Any:
     """The state, whatever the number of ranks was that saved it.
 
     Args:
         like: a state whose sharded tensors say how those of the result are to be sharded, on
             this many ranks; with None, each is put together whole. Nothing in it is changed.
+        parameters: of the optimizers in it, which may have taken no step yet.
         map_location: where tensors go that are not sharded.
 
     Raises:
@@ -80,7 +89,7 @@ def load_parts(parts: Parts, like: object = None, *, map_location: str | torch.d
     whole = unpack(parts.read(0), map_location=map_location)["whole"]
     ways: list[Way] = whole["ways"]
     kept, homes = _chunks(heads)
-    targets = _targets(kept, ways, like, map_location)
+    targets = _targets(kept, ways, like, parameters, map_location)
     _fill(targets, kept, homes, parts)
     return put_shards(whole["state"], {way: targets[_name(way)] for way in ways})
 
@@ -125,14 +134,19 @@ def _chunks(heads: Iterable[list[Any]]) -> tuple[_Kept, _Homes]:
 
 
 def _targets(
-    kept: _Kept, ways: list[Way], like: object, map_location: str | torch.device
+    kept: _Kept,
+    ways: list[Way],
+    like: object,
+    parameters: Parameters,
+    map_location: str | torch.device,
 ) -> dict[str, torch.Tensor]:
     if like is None:
         return {
             name: torch.empty(one.size, dtype=one.properties.dtype, device=map_location)
             for name, one in kept.items()
         }
-    _, shards = take_shards(like)
+    saved = {way: (kept[_name(way)].size, kept[_name(way)].properties.dtype) for way in ways}
+    shards = with_states(take_shards(like)[1], saved, parameters)
     for missing, side in ((ways, shards), (list(shards), ways)):
         for way in missing:
             if way not in side:
