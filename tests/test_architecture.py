@@ -104,6 +104,8 @@ PURE = {
     "checkpoint/fence.py",
     "checkpoint/prune.py",
     "checkpoint/slot.py",
+    "checkpoint/json_fields.py",
+    "checkpoint/pack_head.py",
     "checkpoint/buddies.py",
     "checkpoint/replica_wire.py",
     "integrations/ray/placement.py",

@@ -11,6 +11,7 @@ import json
 import attrs
 
 from ..stores.secret import is_digits
+from .json_fields import parse, read_fields
 
 
 def takers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:
@@ -40,9 +41,7 @@ def encode_place(place: Place) -> bytes:
 def decode_place(data: bytes) -> Place | None:
     """None for what no node of this version has written."""
     try:
-        fields = json.loads(data)
-        place = Place(**fields)
-    except (ValueError, TypeError):
+        place = read_fields(Place, parse(data))
+    except ValueError:
         return None
-    fits = type(place.address) is str and type(place.port) is int and is_digits(place.token)
-    return place if fits and 0 < place.port < 65536 else None
+    return place if is_digits(place.token) and 0 < place.port < 65536 else None

@@ -6,8 +6,10 @@ nobody needs any more is deleted manifest first: a checkpoint is there whole, or
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Container
+from functools import partial
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
@@ -17,7 +19,7 @@ from .fence import Fence, Writer
 from .folder import CheckpointFolder
 from .interface import Unreadable
 from .manifest import DataFile, Manifest
-from .place import no_news
+from .place import NotAFile, no_news
 from .prune import Health, Retention, Selection, select
 from .summing import Summing
 
@@ -26,6 +28,13 @@ log = logging.getLogger("elasticlib.checkpoint")
 
 class ClearedAway(CheckpointError):
     """A file was deleted before it counted, by a writer that may do so."""
+
+
+class TakesNoWrites(CheckpointError):
+    """The folder can be read, but not written: it is full, read-only, or somebody else's."""
+
+
+_NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class Committer:
@@ -53,12 +62,14 @@ class Committer:
         """When the last one became durable, on this machine's monotonic clock."""
         self._claimed = False
         self._count = 0
+        self._told: set[str] = set()
 
     def claim(self) -> None:
         """Take the folder, and clear away what crashes of others left; once is enough.
 
         Raises:
-            CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
+            CheckpointRefused: somebody newer has it. TakesNoWrites: see there. CheckpointError: the
+                disk failed.
         """
         if self._claimed:
             return
@@ -72,7 +83,7 @@ class Committer:
                 raise CheckpointRefused(f"{self._place.name} is not ours to write: {answer.reason}")
             self._place.put(fences.NAME, fences.encode(answer.fence))
             self._claimed = True
-            self._clear()
+            self._clear_up(self._clear)
 
     def save(self, step: int, data: memoryview) -> None:
         """Write and commit a checkpoint that is one pack, having claimed the folder.
@@ -170,9 +181,10 @@ class Committer:
             with self._place.locked():
                 live = self._live_beside()
                 selection = self._select(unread=unread)
-                for step in selection.deleted:
-                    self._delete(step)
-                self._clear(live)
+                failed = self._delete_all(selection, live)
+                self._clear_up(lambda: self._clear(live))
+                if failed is not None:
+                    raise failed
         return selection
 
     def _live_beside(self) -> str:
@@ -196,13 +208,36 @@ class Committer:
         return self._select(unread=self._look_for_good(seen))
 
     def _clear_up_after(self, step: int) -> None:
-        try:
-            for old in self._select(just=step).deleted:
-                self._delete(old)
+        def clear_up() -> None:
+            failed = self._delete_all(self._select(just=step))
             self._clear()
+            if failed is not None:
+                raise failed
+
+        self._clear_up(clear_up)
+
+    def _clear_up(self, act: Callable[[], None]) -> None:
+        """As far as it goes: what is another user's, and cannot be deleted, is in nobody's way."""
+        try:
+            act()
         except (CheckpointError, OSError) as error:
-            folder = manifests.folder_of(step)
-            log.warning("%s: what is not needed could not be deleted: %s", folder, error)
+            self._stays(f"what is not needed could not be deleted: {error}")
+
+    def _stays(self, why: str) -> None:
+        # At each save it is tried again, and said once.
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("%s: %s", self._place.name, why)
+
+    def _delete_all(self, selection: Selection, live: str = "") -> OSError | None:
+        """Delete what was selected; the first that could not be keeps none of the others."""
+        failed = None
+        for step in selection.deleted:
+            try:
+                self._delete(step, live)
+            except OSError as error:
+                failed = failed or error
+        return failed
 
     def _is_beside(self, fence: Fence | None) -> bool:
         return self._beside and fences.is_of_generation(fence, self.writer)
@@ -222,7 +257,9 @@ class Committer:
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
         rows = []
         for one in self._folder.found():
-            if one.unread or one.step in unread:
+            # What a link leads to is not ours to delete: it stays as what nobody could look at.
+            linked = self._place.is_linked(manifests.folder_of(one.step))
+            if one.unread or linked or one.step in unread:
                 health = Health.UNREAD
             elif one.manifest is None:
                 health = Health.BAD
@@ -231,27 +268,34 @@ class Committer:
             rows.append((one.step, health))
         return select(rows, self._retention, just)
 
-    def _delete(self, step: int) -> None:
+    def _delete(self, step: int, live: str = "") -> None:
+        """One step, but for what `live` writes of it anew."""
         folder = manifests.folder_of(step)
+        named = self._named(step) or set()
         self._place.remove(f"{folder}/{manifests.NAME}")
-        for name in fences.leftovers(self._place.files(folder), (), ""):
-            self._place.remove(f"{folder}/{name}")
+        sizes = self._place.files(folder)
+        for name in fences.leftovers(sizes, (), ""):
+            if name in named or name in fences.leftovers(sizes, (), live):
+                self._place.remove(f"{folder}/{name}")
         self._place.remove_folder(folder)
 
     def _clear(self, live: str = "") -> None:
         """Delete what belongs to no checkpoint; nobody but `live` can still commit such files."""
         for name in fences.leftovers(self._place.files(""), (), ""):
-            self._place.remove(name)
+            self._clear_up(partial(self._place.remove, name))
         for folder in self._place.folders():
             step = manifests.step_of(folder)
-            if step is None:
-                continue
-            sizes, named = self._place.files(folder), self._named(step)
-            gone = [] if named is None else fences.leftovers(sizes, named, live)
-            for name in gone:
-                self._place.remove(f"{folder}/{name}")
-            if len(gone) == len(sizes):
-                self._place.remove_folder(folder)
+            if step is not None and not self._place.is_linked(folder):
+                self._clear_up(partial(self._clear_folder, step, live))
+
+    def _clear_folder(self, step: int, live: str) -> None:
+        folder = manifests.folder_of(step)
+        sizes, named = self._place.files(folder), self._named(step)
+        gone = [] if named is None else fences.leftovers(sizes, named, live)
+        for name in gone:
+            self._place.remove(f"{folder}/{name}")
+        if len(gone) == len(sizes):
+            self._place.remove_folder(folder)
 
     def _named(self, step: int) -> set[str] | None:
         """The files that a step's manifest names; None if that cannot be read: who knows."""
@@ -264,10 +308,10 @@ class Committer:
             return None
 
     def _fence(self, *, damaged_is_none: bool = False) -> Fence | None:
-        data = self._place.read(fences.NAME)
         try:
+            data = self._place.read(fences.NAME)
             return None if data is None else fences.decode(data)
-        except CheckpointCorrupt as error:
+        except (CheckpointCorrupt, NotAFile) as error:
             if not damaged_is_none:
                 raise
             log.warning("%s: %s: nobody is known to have it", self._place.name, error)
@@ -286,7 +330,11 @@ class _AtWork:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            kind = ClearedAway if isinstance(error, FileNotFoundError) else CheckpointError
+            kind: type[CheckpointError] = CheckpointError
+            if isinstance(error, FileNotFoundError):
+                kind = ClearedAway
+            elif error.errno in _NO_WRITES:
+                kind = TakesNoWrites
             raise kind(f"{self._what}: {error}") from error

@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import io
+import logging
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import filelock
 
+from ..clock import monotonic
 from ..hard_lock import hard_lock
 from .names import aside_name
-from .place import CHUNK, Place, no_news
+from .place import CHUNK, MAX_SMALL, NotAFile, Place, no_news
+
+log = logging.getLogger("elasticlib.checkpoint")
 
 LOCK = ".lock"
 LOCK_TIMEOUT = 60.0
 """Seconds; it is held for as long as a commit's last step and deletions take."""
+LOCK_POLL = 0.05
+MAKES = 100
+"""So often a folder is made that goes again before there is a file in it."""
 
 
 class Disk:
@@ -62,14 +72,20 @@ class LocalPlace(Place):
     @contextmanager
     def locked(self) -> Iterator[None]:
         self._make(self.name)
+        path = os.path.join(self.name, LOCK)
         # One of its own each time: two of our threads keep each other out, too.
-        lock = hard_lock(os.path.join(self.name, LOCK))
+        lock = hard_lock(path)
         try:
             lock.acquire(timeout=LOCK_TIMEOUT)
+        except PermissionError:
+            if not os.path.exists(path):
+                raise
+            # Another user made it. Whoever may read it can lock it, where the file system is local.
+            with _locked_to_read(path):
+                yield
+            return
         except (filelock.Timeout, NotImplementedError) as error:
-            raise OSError(
-                errno.EAGAIN, f"{self.name}/{LOCK} could not be locked: {error}"
-            ) from None
+            raise _not_locked(path, error) from None
         try:
             yield
         finally:
@@ -78,9 +94,12 @@ class LocalPlace(Place):
     def folders(self) -> list[str]:
         try:
             with os.scandir(self.name) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                return sorted(entry.name for entry in entries if _is_folder(entry))
         except FileNotFoundError:
             return []
+
+    def is_linked(self, folder: str) -> bool:
+        return os.path.islink(self._path(folder))
 
     def files(self, folder: str) -> dict[str, int]:
         found = {}
@@ -94,7 +113,10 @@ class LocalPlace(Place):
 
     def read(self, name: str) -> bytes | None:
         try:
-            with open(self._path(name), "rb", buffering=0) as file:
+            with _opened(self._path(name)) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MAX_SMALL:
+                    raise NotAFile(f"{name} has {size} bytes, at most {MAX_SMALL} are read of it")
                 return file.readall()
         except FileNotFoundError:
             return None
@@ -108,7 +130,7 @@ class LocalPlace(Place):
         seen: Callable[[memoryview], None] = no_news,
     ) -> int:
         done = 0
-        with open(self._path(name), "rb", buffering=0) as file:
+        with _opened(self._path(name)) as file:
             file.seek(start)
             while done < len(buffer):
                 count = file.readinto(buffer[done : done + CHUNK])
@@ -120,9 +142,11 @@ class LocalPlace(Place):
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
-        self._make(os.path.dirname(path))
-        self._write(path, data)
-        self._sync_folder(os.path.dirname(path))
+        folder = os.path.dirname(path)
+        if folder != self.name and os.path.islink(folder):
+            self._unlink_folder(folder)
+        self._write(path, data, make=folder)
+        self._sync_folder(folder)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
@@ -165,8 +189,25 @@ class LocalPlace(Place):
             self._disk.make_folder(path)
             self._sync_folder(parent)
 
-    def _write(self, path: str, data: memoryview) -> None:
-        handle = self._disk.create(path)
+    def _unlink_folder(self, folder: str) -> None:
+        """Take a link away that stands where a folder of ours belongs; what it leads to stays."""
+        log.warning("%s leads to %s: a folder takes its place", folder, os.path.realpath(folder))
+        # Another rank may have been here already.
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            self._disk.remove(folder)
+            self._sync_folder(self.name)
+
+    def _created(self, path: str, folder: str) -> int:
+        """A new file in a folder, which whoever clears up may take away while it is empty."""
+        for _ in range(MAKES):
+            self._make(folder)
+            with contextlib.suppress(FileNotFoundError):
+                return self._disk.create(path)
+        self._make(folder)
+        return self._disk.create(path)
+
+    def _write(self, path: str, data: memoryview, *, make: str = "") -> None:
+        handle = self._created(path, make) if make else self._disk.create(path)
         try:
             try:
                 done = 0
@@ -189,3 +230,45 @@ class LocalPlace(Place):
             self._disk.sync(handle)
         finally:
             os.close(handle)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True  # a link in a circle, or to where we may not look: to read it says why
+
+
+def _opened(path: str) -> io.FileIO:
+    """To read. Raises NotAFile; whoever opens a pipe else waits for its other end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NotAFile(f"{path} is no file")
+    return io.FileIO(handle, "rb")
+
+
+@contextmanager
+def _locked_to_read(path: str) -> Iterator[None]:
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
+        while not _locks(handle):
+            if monotonic() > deadline:
+                raise _not_locked(path, f"somebody has it for {LOCK_TIMEOUT:g} s")
+            pause.wait(LOCK_POLL)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locks(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _not_locked(path: str, why: object) -> OSError:
+    return OSError(errno.EAGAIN, f"{path} could not be locked: {why}")

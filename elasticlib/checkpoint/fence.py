@@ -14,6 +14,7 @@ from collections.abc import Container, Mapping
 import attrs
 
 from ..errors import CheckpointCorrupt
+from .json_fields import object_of, parse, read_fields
 from .names import target_of
 
 FORMAT = 1
@@ -107,11 +108,14 @@ def decode(data: bytes) -> Fence:
     try:
         if int(summed, 16) != zlib.crc32(body):
             raise ValueError("it was changed or cut short")
-        fields = json.loads(body)
-        if fields["format"] != FORMAT:
-            raise ValueError(f"format {fields['format']!r}, this version reads {FORMAT}")
-        return Fence(Writer(**fields["holder"]), tuple(fields["lost"]))
-    except (KeyError, TypeError, ValueError) as error:
+        fields = object_of(parse(body))
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"format {fields.get('format')!r:.80}, this version reads {FORMAT}")
+        lost = fields.get("lost")
+        if type(lost) is not list or not all(type(start) is str for start in lost):
+            raise ValueError(f"lost is {lost!r:.80}, must be a list of names")
+        return Fence(read_fields(Writer, fields.get("holder")), tuple(lost))
+    except ValueError as error:
         raise CheckpointCorrupt(f"{NAME} cannot be read: {error}") from error
 
 

@@ -18,7 +18,8 @@ from . import manifest as manifests
 from .disk import LocalPlace
 from .interface import Unreadable
 from .manifest import Manifest, OtherFormat
-from .place import CHUNK, Place, no_news
+from .pack_head import HEAD_BYTES, size_of
+from .place import CHUNK, NotAFile, Place, no_news
 from .prune import Health
 from .remote import RemotePlace
 from .room import room
@@ -88,8 +89,18 @@ class CheckpointFolder:
             if manifest.step != step:
                 return Found(step, None, f"its manifest is of step {manifest.step}")
             flaw = manifests.flaw(manifest, self.place.files(folder))
-        except (OtherFormat, OSError) as error:
+            if flaw and self.place.read(f"{folder}/{manifests.NAME}") != data:
+                # It was replaced or deleted meanwhile, and its files were no longer wanted.
+                return self.look(step)
+        except OtherFormat as error:
             return Found(step, None, str(error), unread=True)
+        except NotAFile as error:
+            return Found(step, None, f"its manifest cannot be: {error}")
+        except OSError as error:
+            if not self.place.is_linked(folder):
+                return Found(step, None, str(error), unread=True)
+            # Ours have no links: nobody waits for what somebody else has led away.
+            return Found(step, None, f"it is a link to what cannot be read: {error}")
         except CheckpointCorrupt as error:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "")
@@ -121,6 +132,10 @@ class CheckpointFolder:
         Raises:
             Unreadable: it cannot be read.
         """
+        for number in range(len(manifest.files)):
+            reason = self._size_flaw(manifest, number)
+            if reason:
+                return reason
         most = max(file.size for file in manifest.files)
         with memoryview(bytearray(min(CHUNK, most))) as buffer:
             for file in manifest.files:
@@ -147,8 +162,15 @@ class CheckpointFolder:
             CheckpointCorrupt: it is damaged. Unreadable: it cannot be read.
         """
         file = manifest.files[number]
-        memory = room(max(1, file.size))
         what = self.describe(manifest.step)
+        reason = self._size_flaw(manifest, number)
+        if reason:
+            raise CheckpointCorrupt(f"{what} is damaged: {reason}")
+        try:
+            memory = room(max(1, file.size))
+        except (OSError, OverflowError) as error:
+            # It may be whole: to go on from an older one, on a machine that is too small, loses it.
+            raise Unreadable(f"{what} needs {file.size} bytes of memory: {error}") from error
         try:
             with Summing() as summing:
 
@@ -188,6 +210,21 @@ class CheckpointFolder:
     def describe(self, step: int) -> str:
         """A checkpoint, for messages."""
         return f"checkpoint {self.place.name}/{manifests.folder_of(step)}"
+
+    def _size_flaw(self, manifest: Manifest, number: int) -> str | None:
+        """What is wrong with the size of a large file, by its first bytes; None if nothing.
+
+        Nobody asks for memory, or reads for an hour, for a file that was made long of nothing. What
+        is small is soon summed.
+        """
+        file = manifest.files[number]
+        if file.size <= CHUNK:
+            return None
+        try:
+            size, _ = size_of(self.first(manifest, number, HEAD_BYTES))
+        except CheckpointCorrupt as error:
+            return f"{file.name}: {error}"
+        return None if size == file.size else f"{file.name} is a pack of {size} bytes"
 
     def _flaw_of(
         self,

@@ -7,6 +7,7 @@ thread. What was saved last and is whole is what `load` gives back.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import zlib
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from . import here as heres
 from . import manifest as manifests
 from .agree import Restored, restore_from
 from .behind import Behind
-from .commit import Committer
+from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
 from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
@@ -37,6 +38,8 @@ from .put import check_names
 from .remote import RemotePlace
 from .shelf import Shelf
 from .storages import MapLocation
+
+log = logging.getLogger("elasticlib.checkpoint")
 
 
 class CheckpointManager:
@@ -209,7 +212,8 @@ class CheckpointManager:
 
         Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
         others, in chunks. What is damaged is passed over by all; `restored` says why. From then
-        on no earlier generation can commit to the folder.
+        on no earlier generation can commit to the folder. (Where it takes no writes, as it is full
+        or may only be read, this is not said there: a warning tells so, and `save` says it first.)
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
@@ -234,7 +238,7 @@ class CheckpointManager:
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(
-            self._shelf().folder, self.claim, rank=place.rank, world_size=place.world_size
+            self._shelf().folder, self._claim_to_go_on, rank=place.rank, world_size=place.world_size
         )
         sources = [disk] if kept.source is None else [kept.source, disk]
         names = check_names(state)
@@ -308,6 +312,17 @@ class CheckpointManager:
         self._must_be_open()
         self._behind.settle()
         return self._commits().prune() if self.writes else Selection((), (), "another rank does")
+
+    def _claim_to_go_on(self) -> None:
+        """Claim the folder, or go on without: where it takes no writes there may be a snapshot that
+        is newer than all it holds, or somebody only wants to read. Not where there is nothing."""
+        try:
+            self.claim()
+        except TakesNoWrites as error:
+            source = self._memory().source
+            if not self.steps() and not (source and source.held()):
+                raise
+            log.warning("%s: it is read all the same, and nothing can be saved there yet", error)
 
     # -- behind the step ----------------------------------------------------------------------
 

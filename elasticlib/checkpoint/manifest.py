@@ -14,21 +14,25 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
+from .json_fields import object_of, parse, read_fields
 
 FORMAT = 2
 """1 has the same fields, and packs of format 1: a version that reads no others leaves those of 2
 alone, and takes none older in their place."""
 
 NAME = "manifest.json"
-MAX_STEP = 2**63 - 1
+MAX_STEP = MAX_BYTES = 2**63 - 1
 
 _FOLDER = re.compile(r"step-([0-9]{10,19})")
 _END = re.compile(rb"\ncrc32 ([0-9a-f]{8})\n")
 _END_BYTES = len(b"\ncrc32 00000000\n")
+_FILE = re.compile(r"[^/\0]+")
+_YEAR_10000 = 253402300800
+"""In seconds since 1970, the first that no calendar here can show."""
 
 
 class OtherFormat(CheckpointCorrupt):
-    """Not a byte of the manifest was changed: somebody wrote it so, such as a newer version."""
+    """Not a byte of the manifest was changed: a newer version wrote it so."""
 
 
 @attrs.frozen
@@ -99,26 +103,53 @@ def decode(data: bytes) -> Manifest:
     """The manifest again.
 
     Raises:
-        CheckpointCorrupt: it was cut short or changed. OtherFormat: it says what we cannot read.
+        CheckpointCorrupt: it was cut short or changed, or is none. OtherFormat: it is of a newer
+            version.
     """
     body, end = data[:-_END_BYTES], _END.fullmatch(data[-_END_BYTES:])
     if end is None or int(end[1], 16) != zlib.crc32(body):
         raise CheckpointCorrupt("its manifest was changed or cut short")
     try:
-        return _manifest(json.loads(body))
-    except (KeyError, TypeError, ValueError) as error:
-        raise OtherFormat(f"its manifest is none that this version reads: {error}") from error
+        return _manifest(object_of(parse(body)))
+    except ValueError as error:
+        raise CheckpointCorrupt(f"its manifest is none: {error}") from error
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
-    found = fields.pop("format")
-    if found not in (1, FORMAT):
-        raise OtherFormat(f"its manifest has format {found!r}, this version reads 1 to {FORMAT}")
-    files = tuple(DataFile(**row) for row in fields.pop("files"))
-    manifest = Manifest(files=files, **fields)
-    if len(files) != max(1, manifest.parts):
-        raise ValueError(f"{len(files)} files for {manifest.parts} parts")
+    found = fields.pop("format", None)
+    if type(found) is not int or found < 1:
+        raise ValueError(f"its format is {found!r:.80}, must be 1 to {FORMAT}")
+    surplus = fields.keys() - attrs.fields_dict(Manifest).keys()
+    if found > FORMAT or surplus:
+        told = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
+        raise OtherFormat(f"its manifest has {told}, this version reads formats 1 to {FORMAT}")
+    rows = fields.pop("files", None)
+    if type(rows) is not list:
+        raise ValueError(f"files is {rows!r:.80}, must be a list")
+    files = tuple(read_fields(DataFile, row) for row in rows)
+    manifest = read_fields(Manifest, fields, files=files)
+    reason = _out_of_range(manifest)
+    if reason:
+        raise ValueError(reason)
     return manifest
+
+
+def _out_of_range(manifest: Manifest) -> str | None:
+    files, parts = manifest.files, manifest.parts
+    if not 0 <= manifest.step <= MAX_STEP or parts < 0 or manifest.generation < 0:
+        return f"step {manifest.step}, {parts} parts and generation {manifest.generation}"
+    if not 0 <= manifest.saved_at < _YEAR_10000:
+        return f"it was saved {manifest.saved_at} s after 1970"
+    if len(files) != max(1, parts):
+        return f"{len(files)} files for {parts} parts"
+    if len({file.name for file in files}) < len(files):
+        return "two of its files have one name"
+    for file in files:
+        if not _FILE.fullmatch(file.name) or file.name in (".", "..", NAME):
+            return f"{file.name!r:.80} is no name of a file beside it"
+        if not (0 <= file.size <= MAX_BYTES and 0 <= file.crc32 < 1 << 32):
+            return f"{file.name} has {file.size} bytes with the CRC-32 {file.crc32:x}"
+    return None
 
 
 def flaw(manifest: Manifest, sizes: dict[str, int]) -> str | None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 
 from ..errors import CheckpointCorrupt
 from .interface import Unreadable
+from .pack_head import HEAD, HEAD_BYTES, MAGIC, PAGE, SUM, size_of, up
 from .storages import (
     Block,
     Form,
@@ -43,11 +43,7 @@ from .storages import (
 from .tree import Encoder, decode, dtype_named, dumps
 
 FORMAT = 2
-MAGIC = b"ELPACK1\n"
-HEAD_BYTES = 64
-_HEAD = struct.Struct("<8sQQI")
-_SUM = struct.Struct("<I")
-_ALIGN, _PAGE = 64, 4096
+_ALIGN = 64
 
 
 @attrs.frozen(eq=False)
@@ -84,7 +80,7 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     end = 0
     for block in blocks:
         places.append(end)
-        end += _up(block.source.numel() * block.source.element_size(), _ALIGN)
+        end += up(block.source.numel() * block.source.element_size(), _ALIGN)
     outline = dumps(
         {
             "format": FORMAT,
@@ -94,9 +90,9 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
             "tensors": [_view_row(view) for view in views],
         }
     )
-    start = _up(HEAD_BYTES + len(outline), _PAGE)
-    first = _HEAD.pack(MAGIC, start + end, len(outline), zlib.crc32(outline))
-    head = (first + _SUM.pack(zlib.crc32(first))).ljust(HEAD_BYTES, b"\0") + outline
+    start = up(HEAD_BYTES + len(outline), PAGE)
+    first = HEAD.pack(MAGIC, start + end, len(outline), zlib.crc32(outline))
+    head = (first + SUM.pack(zlib.crc32(first))).ljust(HEAD_BYTES, b"\0") + outline
     return Layout(
         start + end,
         head.ljust(start, b"\0"),
@@ -148,24 +144,6 @@ def fill(
         wait(device)
 
 
-def size_of(head: bytes | memoryview) -> tuple[int, int]:
-    """The size of a pack and that of its head, in bytes, by its first `HEAD_BYTES` bytes.
-
-    Raises:
-        CheckpointCorrupt: these are not the first bytes of a pack.
-    """
-    if len(head) < HEAD_BYTES:
-        raise CheckpointCorrupt(f"a pack begins with {HEAD_BYTES} bytes, here are {len(head)}")
-    magic, size, outline, _ = _HEAD.unpack_from(head)
-    (summed,) = _SUM.unpack_from(head, _HEAD.size)
-    if magic != MAGIC:
-        raise CheckpointCorrupt(f"a pack begins with {MAGIC!r}, this with {bytes(magic)!r}")
-    start = _up(HEAD_BYTES + outline, _PAGE)
-    if summed != zlib.crc32(head[: _HEAD.size]) or start > size:
-        raise CheckpointCorrupt("the first bytes of the pack were changed")
-    return size, start
-
-
 def read_meta(pack: memoryview | bytes) -> dict[str, Any]:
     """What `lay_out` was told beside the state; needs the pack's head only.
 
@@ -205,7 +183,7 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
 
 def _outline(pack: memoryview | bytes) -> dict[str, Any]:
     size_of(pack[:HEAD_BYTES])
-    _, _, length, summed = _HEAD.unpack_from(pack)
+    _, _, length, summed = HEAD.unpack_from(pack)
     text = bytes(pack[HEAD_BYTES : HEAD_BYTES + length])
     if len(text) != length or zlib.crc32(text) != summed:
         raise CheckpointCorrupt("the pack's outline was changed or cut short")
@@ -289,7 +267,3 @@ def _memory(block: Block, map_location: MapLocation, *, copy: bool) -> torch.Unt
     else:
         storage = (block.source.clone() if copy else block.source).untyped_storage()
     return located(storage, block.location, map_location) if block.location else storage
-
-
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to

@@ -14,6 +14,15 @@ CHUNK = 16 << 20
 """Bytes that are read or written at once: large, so that a disk streams, and few calls are made."""
 
 
+MAX_SMALL = 64 << 20
+"""Bytes of a small file, such as a manifest of a hundred thousand parts."""
+
+
+class NotAFile(OSError):
+    """Something else stands where a file belongs (a folder, a pipe), or one that is far too large.
+    It was looked at: no disk has failed, and it will not be another thing the next time."""
+
+
 def no_news(_chunk: memoryview) -> None:
     """Nobody wants to see the bytes as they come."""
 
@@ -36,13 +45,19 @@ class Place(abc.ABC):
     def folders(self) -> list[str]:
         """The names of the folders in it; none if it is not there."""
 
+    def is_linked(self, folder: str) -> bool:  # noqa: ARG002 - most know no links
+        """Whether a folder in it is a link to another place: it is read like any other, and what
+        lies there is never written or deleted."""
+        return False
+
     @abc.abstractmethod
     def files(self, folder: str) -> dict[str, int]:
         """The files in a folder in it (`""` for itself) with their bytes; none if not there."""
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
-        """A small file whole; None if it is not there."""
+        """A small file whole; None if it is not there. Raises NotAFile where nothing can be read
+        as one; it never waits for what may not come, as of a pipe."""
 
     @abc.abstractmethod
     def read_into(

@@ -8,6 +8,7 @@ collects the plans of all ranks, and nothing is pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ from torch.serialization import location_tag
 
 from ..errors import CheckpointError, StateMismatch
 from .containers import Way
+from .fresh import Parameters, with_states
 from .gather import put_shards, take_shards
 from .pack import Layout, lay_out, read_meta, unpack
 from .storages import Form, MapLocation, View, form_of, located, view_of
@@ -69,12 +71,19 @@ class Parts:
     read: Callable[[int], memoryview]
 
 
-def load_parts(parts: Parts, like: object = None, *, map_location: MapLocation) -> Any:
+def load_parts(
+    parts: Parts,
+    like: object = None,
+    *,
+    parameters: Parameters = MappingProxyType({}),
+    map_location: MapLocation,
+) -> Any:
     """The state, whatever the number of ranks was that saved it.
 
     Args:
         like: a state whose sharded tensors say how those of the result are to be sharded, on
             this many ranks; with None, each is put together whole. Nothing in it is changed.
+        parameters: of the optimizers in it, which may have taken no step yet.
         map_location: where tensors go that are not sharded, and with no `like` all.
 
     Raises:
@@ -85,7 +94,7 @@ def load_parts(parts: Parts, like: object = None, *, map_location: MapLocation) 
     whole = unpack(parts.read(0), map_location=map_location)["whole"]
     ways: list[Way] = whole["ways"]
     kept, homes = _chunks(heads)
-    targets = _targets(kept, ways, heads, like)
+    targets = _targets(kept, ways, heads, like, parameters)
     _fill(targets, kept, homes, parts)
     if like is None:
         locations = _each_tensors(heads, 6, "cpu")
@@ -134,7 +143,11 @@ def _chunks(heads: Iterable[list[Any]]) -> tuple[_Kept, _Homes]:
 
 
 def _targets(
-    kept: _Kept, ways: list[Way], heads: Sequence[list[Any]], like: object
+    kept: _Kept,
+    ways: list[Way],
+    heads: Sequence[list[Any]],
+    like: object,
+    parameters: Parameters,
 ) -> dict[str, torch.Tensor]:
     if like is None:
         strides = _each_tensors(heads, 5, ())
@@ -142,7 +155,8 @@ def _targets(
             name: _whole(one.properties.dtype, one.size, strides[name])
             for name, one in kept.items()
         }
-    _, shards = take_shards(like)
+    saved = {way: (kept[_name(way)].size, kept[_name(way)].properties.dtype) for way in ways}
+    shards = with_states(take_shards(like)[1], saved, parameters)
     for missing, side in ((ways, shards), (list(shards), ways)):
         for way in missing:
             if way not in side:

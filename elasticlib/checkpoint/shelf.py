@@ -9,10 +9,12 @@ from typing import Any
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .folder import CheckpointFolder, Found
+from .fresh import parameters_in
 from .gather import values_of
 from .interface import Unreadable
 from .manifest import Manifest
-from .pack import HEAD_BYTES, size_of, unpack
+from .pack import unpack
+from .pack_head import HEAD_BYTES, size_of
 from .prune import Health
 from .storages import MapLocation
 
@@ -94,7 +96,9 @@ class Shelf:
                 lambda number: memoryview(self.folder.read(manifest, number)),
             )
             values = None if like is None else values_of(like)
-            return load_parts(parts, values, map_location=map_location)
+            return load_parts(
+                parts, values, parameters=parameters_in(like), map_location=map_location
+            )
         memory = memoryview(self.folder.read(manifest))
         # The memory is the tensors' own: nobody else has it.
         state = unpack(memory, map_location=map_location, copy=False)

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointError
+from .json_fields import parse, read_fields
 
 RECORD_BYTES = 4096
 """Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""
@@ -25,7 +26,6 @@ ROOMY = 2
 
 MAGIC = b"ELSLOT1\n"
 _HEAD = struct.Struct("<8sII")
-_FIELD_TYPES = {"int": int, "str": str, "bool": bool}
 
 
 @attrs.frozen
@@ -89,7 +89,7 @@ def decode(page: bytes | memoryview) -> Record | None:
     if magic != MAGIC or len(text) != length or summed != _sum(text):
         return None
     try:
-        return read_record(json.loads(text))
+        return read_record(parse(text))
     except ValueError:
         return None
 
@@ -100,12 +100,7 @@ def read_record(fields: Any) -> Record:
     Raises:
         ValueError: they are not a record's.
     """
-    if type(fields) is not dict or fields.keys() != attrs.fields_dict(Record).keys():
-        raise ValueError(f"no record of a snapshot: {fields!s:.200}")
-    for field in attrs.fields(Record):
-        if type(fields[field.name]) is not _FIELD_TYPES[str(field.type)]:
-            raise ValueError(f"a record's {field.name} is {field.type}: {fields[field.name]!r:.80}")
-    record = Record(**fields)
+    record = read_fields(Record, fields)
     if not (0 <= record.part < record.parts and record.size > 0 and record.sequence > 0):
         raise ValueError(f"no record of a snapshot: {record!s:.200}")
     return record

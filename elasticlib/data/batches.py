@@ -80,6 +80,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             stride=self.global_batch,
             restore=lambda state: progress.restore(state, self._over),
             ended=progress.ended,
+            kept=progress.kept,
         )
         return draw(source, progress.begin(self._over))
 

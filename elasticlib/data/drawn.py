@@ -28,12 +28,14 @@ class Source:
     stride: how many positions all ranks together use while this rank is given one item.
     restore: goes to a state, and says where that is.
     ended: is told that an iterator that began at a position has run out.
+    kept: is told that somebody keeps an iterator's position.
     """
 
     runs: Callable[[Position], Iterator[list[Any]]]
     stride: int
     restore: Callable[[Mapping[str, Any]], Position]
     ended: Callable[[Position], None]
+    kept: Callable[[], None]
 
 
 class Course:
@@ -51,6 +53,7 @@ class Course:
 
     def position(self) -> Position:
         """What is used when all that was yielded is, by all ranks alike."""
+        self._source.kept()
         yielded = self._given - length_hint(self._current)
         return advance(self._start, yielded * self._source.stride)
 

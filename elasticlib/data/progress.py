@@ -35,6 +35,8 @@ class Progress:
         self._counted = False
         self._guessed = False
         self._ran_out: Position | None = None
+        self._drawn_uncounted = False
+        self._accounted = False
 
     def here(self, over: Over) -> Position:
         """Where the next sample stands that is to be counted."""
@@ -61,6 +63,23 @@ class Progress:
     def ended(self, start: Position) -> None:
         """An iterator that began at `start` has run out."""
         self._ran_out = start
+        self._drawn_uncounted = not self._accounted
+
+    def kept(self) -> None:
+        """A loader keeps the position of what was drawn with its own state: nobody has to count."""
+        self._drawn_uncounted, self._accounted = False, True
+
+    def why_misleading(self) -> str:
+        """Why the position is not where training stands, the first time that is asked for; or ""."""
+        if not self._drawn_uncounted:
+            return ""
+        self._drawn_uncounted, self._accounted = False, True
+        return (
+            "an epoch was drawn to its end from this ElasticDistributedSampler, and nothing was"
+            f" counted: its state says that {self.position.consumed} samples of epoch"
+            f" {self.position.epoch} were trained on, and who resumes from it repeats the others."
+            " Call sampler.advance(batch_size * world_size) after each step, on every rank"
+        )
 
     def advance(self, count: int) -> None:
         """Count `count` samples as used.
@@ -78,6 +97,7 @@ class Progress:
             )
         self.position = advance(self.position, count)
         self._fresh, self._counted = False, True
+        self._drawn_uncounted, self._accounted = False, True
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, or stay if that is the present one.

@@ -6,6 +6,7 @@ so a job of any size continues exactly where a job of another size stopped.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Literal, cast, get_args
 
@@ -74,8 +75,8 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
 
     Raises:
-        ConfigError: `seed`, `start_index`, `tail` or `shuffle_algorithm` cannot be, or there are
-            more than 2**62 samples to shuffle.
+        ConfigError: `shuffle`, `seed`, `start_index`, `tail` or `shuffle_algorithm` cannot be, or
+            there are more than 2**62 samples to shuffle.
         ValueError: `rank` is not in the world, or there is no process group to take it from.
     """
 
@@ -95,6 +96,12 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         if shuffle_algorithm not in get_args(Algorithm):
             names = " or ".join(get_args(Algorithm))
             raise ConfigError(f"shuffle_algorithm is {shuffle_algorithm!r}, must be {names}")
+        if not isinstance(shuffle, bool):
+            raise ConfigError(
+                f"shuffle is {shuffle!r}, must be True or False: torchelastic's sampler took"
+                " start_index as its fourth argument; give it by name, start_index=..., or resume"
+                " by load_state_dict"
+            )
         length = len(cast(Sized, dataset))
         seed, start_index = whole("seed", seed), whole("start_index", start_index)
         if not 0 <= start_index <= length:
@@ -136,6 +143,7 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             stride=self.num_replicas,
             restore=lambda state: self.progress.restore(state, self._over),
             ended=self.progress.ended,
+            kept=self.progress.kept,
         )
         return draw(source, self.progress.begin(self._over))
 
@@ -192,7 +200,14 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, the same on every rank: format, seed, epoch, ..."""
+        """The position as plain values, the same on every rank: format, seed, epoch, ...
+
+        Warns, once, if epochs were drawn to their end and nothing was counted: then it is not where
+        training stands.
+        """
+        why = self.progress.why_misleading()
+        if why:
+            warnings.warn(why, UserWarning, stacklevel=2)
         return encode(self.position)
 
     def load_state_dict(

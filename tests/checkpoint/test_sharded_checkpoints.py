@@ -7,7 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = Path(__file__).parent.parent / "programs" / "sharding_worker.py"
+PROGRAMS = Path(__file__).parent.parent / "programs"
+PROGRAM = PROGRAMS / "sharding_worker.py"
+
+
+def test_a_fresh_optimizer_of_a_sharded_model_goes_on_bit_for_bit_at_two_ranks_and_at_one(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAMS / "sharded_resume.py"), str(tmp_path)],
+        timeout=115,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ended.stdout.endswith("done\n"), ended.stdout
 
 
 def test_fsdp2_and_dtensors_saved_at_two_ranks_are_loaded_at_two_and_at_one(tmp_path: Path) -> None:

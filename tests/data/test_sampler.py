@@ -348,3 +348,36 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
         grown.load_state_dict(manager.load(step)["sampler"], on_mismatch="keep")
     assert rest["weight"].tolist() == [1, 1]
     assert grown.position.consumed == 4
+
+
+def test_who_only_changed_the_class_is_told_once_that_nothing_was_counted():
+    sampler = ElasticDistributedSampler(range(12), 2, 0)
+    assert sampler.state_dict()["consumed"] == 0
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert len(list(sampler)) == 6
+        if not epoch:
+            with pytest.warns(UserWarning, match=r"nothing was counted: .*sampler.advance\("):
+                sampler.state_dict()
+        sampler.state_dict()
+
+
+def test_who_counts_or_keeps_the_iterators_state_is_told_nothing():
+    counted = ElasticDistributedSampler(range(12), 2, 0)
+    for _ in counted:
+        counted.advance(2)
+    kept = ElasticDistributedSampler(range(12), 2, 0)
+    drawn = iter(kept)
+    next(drawn)
+    drawn.state_dict()
+    assert len(list(drawn)) == 5
+    looked_at = ElasticDistributedSampler(range(12), 2, 0)
+    next(iter(looked_at))
+    for sampler in (counted, kept, looked_at):
+        sampler.state_dict()
+
+
+@pytest.mark.parametrize("start_index", [0, 1200, None, "True"])
+def test_a_fourth_argument_that_was_start_index_elsewhere_is_refused(start_index):
+    with pytest.raises(ConfigError, match=r"shuffle is .* True or False: .* start_index=\.\.\."):
+        ElasticDistributedSampler(range(2000), 2, 0, start_index)

@@ -1,0 +1,498 @@
+"""Folders that others have had their hands in: what is there is gone on from, all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint import manifest as manifests
+from elasticlib.errors import CheckpointError
+from elasticlib.launch.commands import main
+from elasticlib.workers.spec import SNAPSHOTS
+
+
+def state(value: float, size: int = 3) -> dict[str, Any]:
+    return {"w": torch.full((size,), float(value))}
+
+
+def saved(folder: Path, *steps: int) -> None:
+    with CheckpointManager(folder) as manager:
+        for step in steps:
+            manager.save(step, state(step))
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / manifests.folder_of(step)
+
+
+def restored(folder: Path) -> tuple[int, float, tuple[str, ...]]:
+    """What a start finds there: the step, the state, and what it went past."""
+    found = state(0)
+    with CheckpointManager(folder) as manager:
+        step = manager.restore(found)
+        assert manager.restored is not None
+        assert {float(value) for value in found["w"]} == {float(found["w"][0])}
+        return step, float(found["w"][0]), manager.restored.passed_over
+
+
+# -- manifests ---------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _file(**fields: object) -> Change:
+    return lambda manifest: manifest["files"][0].update(fields)
+
+
+def _of(**fields: object) -> Change:
+    return lambda manifest: manifest.update(fields)
+
+
+WRONG: dict[str, Change] = {
+    "a size in words": _file(size="large"),
+    "a size below nothing": _file(size=-5),
+    "a size and a half": _file(size=1.5),
+    "a size that is true": _file(size=True),
+    "a sum in words": _file(crc32="ffffffff"),
+    "a sum of 40 bits": _file(crc32=1 << 39),
+    "a name that is a number": _file(name=7),
+    "a name outside": _file(name="../fence.json"),
+    "a name in a folder": _file(name="a/b"),
+    "no name": _file(name=""),
+    "its own name": _file(name=manifests.NAME),
+    "a name with a NUL": _file(name="a\0b"),
+    "a name twice": lambda manifest: manifest.update(files=manifest["files"] * 2, parts=2),
+    "files that are a number": _of(files=3),
+    "files that are numbers": _of(files=[3]),
+    "no files": _of(files=[]),
+    "parts in words": _of(parts="two"),
+    "parts below none": _of(parts=-1),
+    "a step in words": _of(step="2"),
+    "a run that is a list": _of(run=[1]),
+    "a launch that is none": _of(launch=None),
+    "a generation in words": _of(generation="1"),
+    "a writer that is a number": _of(writer=1),
+    "a time in words": _of(saved_at="today"),
+    "a time that is none": _of(saved_at=float("nan")),
+    "a time without end": _of(saved_at=1e300),
+    "a format in words": _of(format="one"),
+    "no format": lambda manifest: manifest.pop("format"),
+    "no step": lambda manifest: manifest.pop("step"),
+}
+BODIES: dict[str, bytes] = {
+    "a list": b"[]",
+    "a number": b"7",
+    "no JSON": b"{",
+    "not even text": b"\xff\xfe",
+    "deep brackets": b"[" * 200_000 + b"]" * 200_000,
+    "deep in a field": b'{"format":1,"files":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+    "a long number": b'{"format":1,"step":' + b"9" * 10_000 + b"}",
+}
+
+
+def wrong(name: str, before: bytes) -> bytes:
+    """A manifest whose sum is right, and which is none."""
+    if name in BODIES:
+        return manifests.summed(BODIES[name])
+    fields = json.loads(before.rpartition(b"\ncrc32")[0])
+    WRONG[name](fields)
+    return manifests.summed(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("name", [*WRONG, *BODIES])
+def test_a_manifest_that_is_none_though_its_sum_is_right_is_passed_over_with_the_reason(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, 1, 2)
+    path = step_folder(tmp_path, 2) / manifests.NAME
+    path.write_bytes(wrong(name, path.read_bytes()))
+    step, value, (why,) = restored(tmp_path)
+    assert (step, value) == (1, 1.0)
+    assert "step-0000000002 is damaged: its manifest" in why
+    manager = CheckpointManager(tmp_path)
+    assert (manager.latest(), manager.steps(), list(manager.verify())) == (1, [1], [2])
+    assert float(manager.load()["w"][0]) == 1.0
+    for act, status in (("ls", 0), ("verify", 1)):
+        assert main(["checkpoints", act, str(tmp_path)]) == status
+        assert "damaged: its manifest" in capsys.readouterr().out
+    # Nor does it stand in the way of what is saved after it.
+    saved(tmp_path, 2, 3)
+    assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
+
+
+def forked(act: Callable[[], object], user: int | None = None) -> Any:
+    """What a child comes to by this, which nothing may hold up for ever; as another user, perhaps.
+
+    A fork, as it has torch, and the interpreter may be where another user cannot go.
+    """
+    hears, says = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)
+            if user is not None:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            try:
+                found = act()
+            except CheckpointError as error:
+                found = str(error)
+            os.write(says, json.dumps(found).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(says)
+    try:
+        ready, _, _ = select.select([hears], [], [], 60)
+        return json.loads(os.read(hears, 1 << 16) or b"null") if ready else "nothing for a minute"
+    finally:
+        os.close(hears)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def starts(folder: Path) -> list[Any]:
+    """All that a start may look at, and a save after it."""
+    found = state(0)
+    with CheckpointManager(folder) as manager:
+        said: list[Any] = [manager.restore(found), float(found["w"][0])]
+        assert manager.restored is not None
+        said.append(manager.restored.passed_over)
+        said += [manager.latest(), float(manager.load()["w"][0]), manager.steps()]
+        said.append(sorted(manager.verify()))
+        manager.save(3, found)
+        manager.wait()
+        return [*said, manager.steps()]
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder_there(path: Path) -> None:
+    path.mkdir()
+    (path / "kept").touch()
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 4 << 40)
+
+
+def link_to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [pipe, folder_there, sparse, link_to_zeros])
+def test_something_else_in_a_manifests_place_is_passed_over_and_holds_nobody_up(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    saved(tmp_path, 1, 2)
+    path = step_folder(tmp_path, 2) / manifests.NAME
+    path.unlink()
+    make(path)
+    step, value, (why,), *rest = forked(lambda: starts(tmp_path))
+    assert (step, value) == (1, 1.0)
+    assert "step-0000000002 is damaged: " in why
+    assert "manifest.json" in why
+    assert rest == [1, 1.0, [1], [2], [1, 3]]
+
+
+@pytest.mark.parametrize("make", [pipe, sparse, link_to_zeros])
+def test_something_else_in_the_fences_place_is_replaced_when_the_folder_is_claimed(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    saved(tmp_path, 1)
+    path = tmp_path / "fence.json"
+    path.unlink()
+    make(path)
+    assert forked(lambda: starts(tmp_path)) == [1, 1.0, [], 1, 1.0, [1], [], [1, 3]]
+    assert path.is_file()
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the manifest has its size", "and not"])
+def test_a_pack_that_was_made_4_tib_of_nothing_is_passed_over(tmp_path: Path, told: bool) -> None:
+    saved(tmp_path, 1, 2)
+    (pack,) = step_folder(tmp_path, 2).glob("*.pack")
+    os.truncate(pack, 4 << 40)
+    path = step_folder(tmp_path, 2) / manifests.NAME
+    if told:
+        fields = json.loads(path.read_bytes().rpartition(b"\ncrc32")[0])
+        fields["files"][0]["size"] = 4 << 40
+        path.write_bytes(manifests.summed(json.dumps(fields).encode()))
+    step, value, (why,) = restored(tmp_path)
+    assert (step, value) == (1, 1.0)
+    assert "step-0000000002 is damaged: " in why
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == 1
+    assert float(manager.load()["w"][0]) == 1.0
+    with pytest.raises(CheckpointError, match="000002 is damaged"):
+        manager.load(2)
+    assert list(manager.verify()) == [2]
+
+
+# -- links -------------------------------------------------------------------------------------
+
+
+def led_away(folder: Path, step: int, to: Path) -> dict[str, bytes]:
+    """Put a step's folder elsewhere, and a link in its place; what is in it."""
+    shutil.move(step_folder(folder, step), to)
+    step_folder(folder, step).symlink_to(to)
+    return {path.name: path.read_bytes() for path in to.iterdir()}
+
+
+def within(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_step_folder_that_is_a_link_is_read_and_nothing_is_deleted_through_it(
+    tmp_path: Path,
+) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    saved(folder, 1, 2)
+    kept = led_away(folder, 2, elsewhere)
+    # As a crash of another writer would leave it: a folder of ours is cleared of such.
+    for name in ("state.0123456789abcdef.1.pack", ".manifest.json.01234567.partial"):
+        (elsewhere / name).write_bytes(b"?")
+        kept[name] = b"?"
+    assert restored(folder) == (2, 2.0, ())
+    with CheckpointManager(folder, keep_last=1) as manager:
+        for step in (3, 4):
+            manager.save(step, state(step))
+        manager.wait()
+        manager.prune()
+        # Nor does one that is ours go in its place, or it in theirs.
+        assert manager.steps() == [2, 4]
+    assert main(["checkpoints", "prune", str(folder), "--keep-last", "1"]) == 0
+    assert within(elsewhere) == kept
+    # Saved anew, the step has a folder of its own.
+    saved(folder, 2)
+    assert not step_folder(folder, 2).is_symlink()
+    assert within(elsewhere) == kept
+    assert CheckpointManager(folder).verify() == {}
+
+
+def to_nothing(link: Path) -> None:
+    link.symlink_to(link.parent / "nothing")
+
+
+def to_itself(link: Path) -> None:
+    link.symlink_to(link.name)
+
+
+def to_a_file(link: Path) -> None:
+    link.symlink_to("/proc/self/mem")
+
+
+def to_a_folder_of_others(link: Path) -> None:
+    link.symlink_to("/proc/self/task")
+
+
+def to_a_pipe(link: Path) -> None:
+    os.mkfifo(link.parent / "a pipe")
+    link.symlink_to("a pipe")
+
+
+@pytest.mark.parametrize(
+    "make", [to_nothing, to_itself, to_a_file, to_a_folder_of_others, to_a_pipe]
+)
+def test_a_link_that_leads_nowhere_fails_no_start_and_no_save(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    saved(tmp_path, 1)
+    make(step_folder(tmp_path, 2))
+    assert restored(tmp_path)[:2] == (1, 1.0)
+    saved(tmp_path, 2, 3)
+    assert restored(tmp_path) == (3, 3.0, ())
+    assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
+
+
+# -- other users -------------------------------------------------------------------------------
+
+NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def open_to_others(folder: Path) -> None:
+    """Make the way to the folder passable for others, who can write in it."""
+    folder.chmod(0o777)
+    for parent in folder.parents:
+        if parent.stat().st_mode & 0o001:
+            return
+        parent.chmod(parent.stat().st_mode | 0o011)
+
+
+@pytest.fixture
+def shared_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    open_to_others(folder)
+    return folder
+
+
+def goes_on(folder: Path) -> list[object]:
+    found = state(0)
+    with CheckpointManager(folder, keep_last=1) as manager:
+        step = manager.restore(found)
+        for later in (3, 4):
+            manager.save(later, found)
+            manager.wait()
+        return [step, float(found["w"][0]), manager.steps()]
+
+
+@needs_root
+def test_what_another_user_left_is_left_alone_and_stands_in_nobodys_way(
+    shared_folder: Path,
+) -> None:
+    saved(shared_folder, 1, 2)
+    # A save of theirs that was never finished; old ones of theirs; and a lock that is theirs.
+    for step in (2, 9):
+        step_folder(shared_folder, step).mkdir(exist_ok=True)
+        (step_folder(shared_folder, step) / "state.0123456789abcdef.1.pack").write_bytes(b"?")
+    (shared_folder / ".fence.json.01234567.partial").write_bytes(b"?")
+    (shared_folder / ".lock").chmod(0o644)
+    assert forked(lambda: goes_on(shared_folder), NOBODY) == [2, 2.0, [1, 2, 4]]
+    assert (step_folder(shared_folder, 9) / "state.0123456789abcdef.1.pack").exists()
+    # Their owner can clear up.
+    assert main(["checkpoints", "prune", str(shared_folder), "--keep-last", "1"]) == 0
+    assert sorted(path.name for path in shared_folder.glob("step-*")) == ["step-0000000004"]
+
+
+def only_reads(folder: Path) -> list[object]:
+    found = state(0)
+    with CheckpointManager(folder) as manager:
+        said: list[object] = [manager.restore(found), float(found["w"][0]), manager.latest()]
+        said += [manager.steps(), manager.verify(), float(manager.load()["w"][0])]
+        for act in (manager.claim, lambda: manager.save(3, found)):
+            try:
+                act()
+                manager.wait()
+            except CheckpointError as error:
+                said.append("Permission denied" in str(error))
+    for act in (("verify",), ("prune", "--keep-last", "1", "--dry-run")):
+        said.append(main(["checkpoints", act[0], str(folder), *act[1:]]))
+    return said
+
+
+@needs_root
+def test_a_folder_that_may_only_be_read_is_read_and_a_save_says_that_it_cannot_be(
+    shared_folder: Path,
+) -> None:
+    saved(shared_folder, 1, 2)
+    shared_folder.chmod(0o755)
+    before = sorted(os.listdir(shared_folder))
+    said = forked(lambda: only_reads(shared_folder), NOBODY)
+    assert said == [2, 2.0, 2, [1, 2], {}, 2.0, True, True, 0, 0]
+    assert sorted(os.listdir(shared_folder)) == before
+    # Where there is nothing to read either, a start says at once that nothing can be saved.
+    empty = shared_folder.parent / "empty"
+    empty.mkdir(mode=0o755)
+    why = forked(lambda: goes_on(empty), NOBODY)
+    assert "empty could not be claimed: " in why
+    assert "Permission denied" in why
+
+
+# -- a full disk -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 KiB."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill_up(disk: Path) -> Path:
+    """To the last byte."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(512)):
+            pass
+    return filler
+
+
+def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
+    small_disk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    era = tmp_path / "memory" / "1"
+    era.mkdir(parents=True)
+    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    with CheckpointManager(small_disk) as manager:
+        assert manager.restore(state(0)) == 0
+        manager.save(1, state(1))
+        assert manager.snapshot(2, state(2))
+    filler = fill_up(small_disk)
+    # As often as it is started.
+    for _ in range(3):
+        assert restored(small_disk) == (2, 2.0, ())
+        assert "No space left on device" in caplog.text
+        caplog.clear()
+    shutil.rmtree(era)
+    era.mkdir()
+    assert restored(small_disk) == (1, 1.0, ())
+    with CheckpointManager(small_disk) as manager:
+        manager.save(3, state(3))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            manager.wait()
+        filler.unlink()
+        manager.save(4, state(4))
+        manager.wait()
+        assert manager.steps() == [1, 4]
+
+
+# -- pruning beside a job ----------------------------------------------------------------------
+
+SAVES = """
+import sys, torch
+from elasticlib import CheckpointManager
+with CheckpointManager(sys.argv[1], keep_last=2) as manager:
+    # It goes back at times, to steps that were, or are being, pruned.
+    for turn in range(300):
+        manager.save(turn % 7, {"w": torch.full((3,), float(turn))})
+"""
+
+
+def test_pruning_by_hand_never_fails_a_job_that_saves_back_to_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", SAVES, str(tmp_path)]
+    prune = ["checkpoints", "prune", str(tmp_path), "--keep-last", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        pruned = 0
+        while job.poll() is None:
+            status = main(prune)
+            told = capsys.readouterr()
+            assert status == 0 or "none is known to be good" in told.err, told.err
+            pruned += "deleted none" not in told.out
+        assert job.stderr is not None
+        assert job.returncode == 0, job.stderr.read()
+    assert pruned > 3
+    assert CheckpointManager(tmp_path).verify() == {}
+    assert restored(tmp_path)[1] >= 293
