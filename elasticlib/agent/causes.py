@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 
+from ..foreign import read_json
 from ..workers.error_file import shorten
 from ..workers.exits import WorkerExit
 
@@ -89,7 +90,7 @@ def encode(cause: Cause) -> bytes:
 def decode(data: bytes) -> Cause | None:
     """A cause as a node told it; None where it is none, as another version may write others."""
     try:
-        said = json.loads(data)
+        said = read_json(data)
         known = {name: said[name] for name in attrs.fields_dict(Cause) if name in said}
         cause = Cause(**known)
         return attrs.evolve(cause, followed=tuple(int(rank) for rank in cause.followed))
@@ -103,7 +104,7 @@ def encode_ranks(ranks: Collection[int]) -> bytes:
 
 def decode_ranks(data: bytes) -> tuple[int, ...]:
     try:
-        return tuple(int(rank) for rank in json.loads(data))
+        return tuple(int(rank) for rank in read_json(data))
     except (ValueError, TypeError):
         return ()
 

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointError
+from ..foreign import read_json
 
 RECORD_BYTES = 4096
 """Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""
@@ -89,7 +90,7 @@ def decode(page: bytes | memoryview) -> Record | None:
     if magic != MAGIC or len(text) != length or summed != _sum(text):
         return None
     try:
-        return read_record(json.loads(text))
+        return read_record(read_json(text))
     except ValueError:
         return None
 
