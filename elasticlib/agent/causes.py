@@ -23,6 +23,9 @@ LONGEST_LINE = 1024
 MOST_RANKS = 64
 
 
+_KINDS = {"str": (str,), "int": (int,), "tuple[int, ...]": (list, tuple)}
+
+
 @attrs.frozen
 class Cause:
     """The first failure of a generation.
@@ -93,6 +96,9 @@ def decode(data: bytes) -> Cause | None:
         said = read_json(data)
         known = {name: said[name] for name in attrs.fields_dict(Cause) if name in said}
         cause = Cause(**known)
+        kinds = {field.name: _KINDS[str(field.type)] for field in attrs.fields(Cause)}
+        if not all(type(getattr(cause, name)) in kinds[name] for name in known):
+            return None
         return attrs.evolve(cause, followed=tuple(int(rank) for rank in cause.followed))
     except (ValueError, TypeError, KeyError):
         return None

@@ -17,6 +17,7 @@ import attrs
 from ..clock import local_date_of, wall
 from ..errors import ElasticError, NoFailure
 from ..foreign import read_file, read_object
+from ..visible import visible
 from .error_file import LONGEST_RECORD, NO_RECORD, read_failure
 from .exits import SIGNALS, WorkerExit, last_words
 
@@ -202,7 +203,7 @@ class ChildFailedError(ElasticError):
             told.append(section_delim * 60)
         told.append("Root cause (first failure):")
         told += [f"  {line}" for line in _explained(rank, first)]
-        return "\n".join(told)
+        return visible("\n".join(told))
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:

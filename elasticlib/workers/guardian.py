@@ -32,6 +32,8 @@ _IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGC
 REPLACE_SECONDS = 0.2
 """Between two of them, so that where each is killed at once that costs little."""
 LOOK_SECONDS = 1.0
+WRITE_SECONDS = 1.0
+"""For one that does not read, before it is replaced."""
 CHUNK = 1 << 16
 
 
@@ -108,6 +110,8 @@ class Guardian:
     def close(self) -> None:
         """The agent is done. A guardian that does not end by itself in time is killed."""
         with self._lock:
+            if self._process is not None and self._listed:
+                self.open()
             self._end()
 
     def _end(self) -> None:
@@ -130,15 +134,23 @@ class Guardian:
             self._write(self._process, said)
 
     def _write(self, process: subprocess.Popen[bytes], said: list[object]) -> None:
-        line = json.dumps(said).encode() + b"\n"
-        try:
-            # Less than a pipe takes at once: all of it is written, or nothing.
-            if process.stdin is not None:
-                os.write(process.stdin.fileno(), line)
-        except BlockingIOError:
-            process.kill()  # it stands still, and its successor is told all of it
-        except BrokenPipeError:
-            pass  # it has ended, and is about to be replaced
+        if process.stdin is None:
+            return
+        line, pipe = json.dumps(said).encode() + b"\n", process.stdin.fileno()
+        for _ in range(2):
+            try:
+                # Less than a pipe takes at once: all of it is written, or nothing.
+                os.write(pipe, line)
+                return
+            except BlockingIOError:
+                room = select.poll()
+                room.register(pipe, select.POLLOUT)
+                room.poll(WRITE_SECONDS * 1000)
+            except BrokenPipeError:
+                return  # it has ended, and is about to be replaced
+        # It stands still: its successor is told all of it.
+        process.kill()
+        process.wait()
 
 
 def _spawn() -> subprocess.Popen[bytes]:

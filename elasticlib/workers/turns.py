@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-TURNS = 20
+TURNS, LONGEST_TURN = 20, 0.05
 Kind = TypeVar("Kind", bound=threading.Thread)
 
 
@@ -19,10 +19,11 @@ def end_within(
 ) -> bool:
     """Whether all of them end in so many seconds, in which they could run. unless: who is not
     waited for, at whatever moment that is so."""
-    for _ in range(TURNS):
+    turns = max(TURNS, round(seconds / LONGEST_TURN))
+    for _ in range(turns):
         left = [thread for thread in threads if thread.is_alive() and not unless(thread)]
         if not left:
             break
         for thread in left:
-            thread.join(seconds / TURNS / len(left))
+            thread.join(seconds / turns / len(left))
     return not any(thread.is_alive() for thread in threads)
