@@ -11,11 +11,18 @@ _HIDDEN = re.compile(
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
 
+_BETWEEN = re.compile("[\t\n]")
+
 
 def visible(value: str) -> str:
     """The same without a terminal's colours, and with control characters written out."""
     plain = _COLOURS.sub("", value.replace("\r\n", "\n"))
     return _HIDDEN.sub(lambda found: _sign(ord(found[0])), plain)
+
+
+def visible_line(value: str) -> str:
+    """The same in one line, as for a cell of a table."""
+    return _BETWEEN.sub(lambda found: _sign(ord(found[0])), visible(value))
 
 
 def _sign(code: int) -> str:

@@ -8,8 +8,6 @@ import os
 from collections import Counter
 from pathlib import Path
 
-SHARED_MEMORY = "/dev/shm/elasticlib-"
-
 
 def children(pid: int) -> list[int]:
     """Of all its threads; zombies included."""
@@ -37,15 +35,7 @@ def _descriptors(pid: int) -> Counter[str]:
 
 
 def _mapped(pid: int) -> Counter[str]:
-    """Its mappings, and the files beside each one that lies in shared memory."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    held = Counter({"mappings": len(lines)})
-    paths = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines}
-    ours = {Path(path).parent for path in paths if path.startswith(SHARED_MEMORY)}
-    for folder in ours:
-        with contextlib.suppress(OSError):
-            held["files in shared memory"] += len(list(folder.iterdir()))
-    return held
+    return Counter({"mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines())})
 
 
 def _one(pid: int) -> Counter[str]:

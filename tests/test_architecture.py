@@ -15,7 +15,7 @@ PACKAGE = ROOT / "elasticlib"
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-LAYER_0 = {"errors.py", "clock.py", "hard_lock.py", "held_folder.py", "_version.py"}
+LAYER_0 = {"errors.py", "clock.py", "foreign.py", "hard_lock.py", "held_folder.py", "_version.py"}
 PURE = {
     "endpoint.py",
     "visible.py",

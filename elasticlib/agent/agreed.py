@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from ..foreign import read_json
 from ..workers.notice import REASONS, RESIZE
 
 
@@ -58,7 +59,7 @@ def encode_need(need: Need) -> bytes:
 def decode_need(data: bytes) -> Need:
     """What cannot be read is no agreement."""
     try:
-        need = Need(**json.loads(data))
+        need = Need(**read_json(data))
         if need.reason in REASONS and (need.call is None or type(need.call) is int):
             return attrs.evolve(need, seconds=max(0.0, float(need.seconds)))
     except (ValueError, TypeError):

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 
+from ..foreign import read_json
 from ..workers.error_file import shorten
 from ..workers.exits import WorkerExit
 
@@ -20,6 +21,9 @@ LONGEST_TRACE = 8 * 1024
 LONGEST_TAIL = 4 * 1024
 LONGEST_LINE = 1024
 MOST_RANKS = 64
+
+
+_KINDS = {"str": (str,), "int": (int,), "tuple[int, ...]": (list, tuple)}
 
 
 @attrs.frozen
@@ -89,9 +93,12 @@ def encode(cause: Cause) -> bytes:
 def decode(data: bytes) -> Cause | None:
     """A cause as a node told it; None where it is none, as another version may write others."""
     try:
-        said = json.loads(data)
+        said = read_json(data)
         known = {name: said[name] for name in attrs.fields_dict(Cause) if name in said}
         cause = Cause(**known)
+        kinds = {field.name: _KINDS[str(field.type)] for field in attrs.fields(Cause)}
+        if not all(type(getattr(cause, name)) in kinds[name] for name in known):
+            return None
         return attrs.evolve(cause, followed=tuple(int(rank) for rank in cause.followed))
     except (ValueError, TypeError, KeyError):
         return None
@@ -103,7 +110,7 @@ def encode_ranks(ranks: Collection[int]) -> bytes:
 
 def decode_ranks(data: bytes) -> tuple[int, ...]:
     try:
-        return tuple(int(rank) for rank in json.loads(data))
+        return tuple(int(rank) for rank in read_json(data))
     except (ValueError, TypeError):
         return ()
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from ..errors import ConfigError
+from ..foreign import read_json
 from ..workers.beat import NOTHING, Beat
 
 LONGEST_HOST = 200
@@ -131,7 +132,7 @@ def decode_pulses(data: bytes) -> list[Pulse]:
                 float(said["seconds"]),
                 int(said.get("steps", 0 if int(said["step"]) == NOTHING else 1)),
             )
-            for said in json.loads(data)
+            for said in read_json(data)
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []

@@ -10,8 +10,9 @@ import json
 
 import attrs
 
+from ..foreign import read_json
 from ..stores.secret import is_digits
-from .json_fields import parse, read_fields
+from .json_fields import read_fields
 
 
 def takers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:
@@ -41,7 +42,7 @@ def encode_place(place: Place) -> bytes:
 def decode_place(data: bytes) -> Place | None:
     """None for what no node of this version has written."""
     try:
-        place = read_fields(Place, parse(data))
+        place = read_fields(Place, read_json(data))
     except ValueError:
         return None
     return place if is_digits(place.token) and 0 < place.port < 65536 else None

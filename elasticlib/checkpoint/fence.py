@@ -14,7 +14,8 @@ from collections.abc import Container, Mapping
 import attrs
 
 from ..errors import CheckpointCorrupt
-from .json_fields import object_of, parse, read_fields
+from ..foreign import read_object
+from .json_fields import read_fields
 from .names import target_of
 
 FORMAT = 1
@@ -108,7 +109,7 @@ def decode(data: bytes) -> Fence:
     try:
         if int(summed, 16) != zlib.crc32(body):
             raise ValueError("it was changed or cut short")
-        fields = object_of(parse(body))
+        fields = read_object(body)
         if fields.get("format") != FORMAT:
             raise ValueError(f"format {fields.get('format')!r:.80}, this version reads {FORMAT}")
         lost = fields.get("lost")

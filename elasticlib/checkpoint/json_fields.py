@@ -5,9 +5,8 @@ A sum that is right says that the bytes are as somebody wrote them, and nothing 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 
@@ -21,21 +20,6 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def parse(text: bytes | str) -> Any:
-    """What the JSON says. Raises ValueError, whatever is wrong with it."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its brackets are nested too deeply") from None
-
-
-def object_of(value: object) -> dict[str, Any]:
-    """A JSON object's fields. Raises ValueError."""
-    if type(value) is not dict:
-        raise ValueError(f"an object is expected, not {value!r:.80}")
-    return value
-
-
 def read_fields(kind: type[T], value: object, **ready: object) -> T:
     """The value of this attrs class with these fields, each of exactly the type that it names.
 
@@ -46,7 +30,9 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
     Raises:
         ValueError: a field is missing, unknown, or of another type.
     """
-    fields = object_of(value)
+    if type(value) is not dict:
+        raise ValueError(f"an object is expected, not {value!r:.80}")
+    fields = value
     for field in attrs.fields(kind):  # type: ignore[arg-type]
         if field.name in ready:
             continue

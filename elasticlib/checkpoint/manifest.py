@@ -14,7 +14,8 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from .json_fields import object_of, parse, read_fields
+from ..foreign import read_object
+from .json_fields import read_fields
 
 FORMAT = 2
 """1 has the same fields, and packs of format 1: a version that reads no others leaves those of 2
@@ -110,7 +111,7 @@ def decode(data: bytes) -> Manifest:
     if end is None or int(end[1], 16) != zlib.crc32(body):
         raise CheckpointCorrupt("its manifest was changed or cut short")
     try:
-        return _manifest(object_of(parse(body)))
+        return _manifest(read_object(body))
     except ValueError as error:
         raise CheckpointCorrupt(f"its manifest is none: {error}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -19,7 +20,10 @@ from pathlib import Path
 import attrs
 
 from ..errors import CheckpointError
+from ..foreign import opened
 from .slot import RECORD_BYTES, Found, Record, Slot, choose, decode, encode
+
+log = logging.getLogger("elasticlib.checkpoint")
 
 OWN = "own"
 FROM = "from"
@@ -96,6 +100,7 @@ class Slots:
         self._files.clear()
 
     def _locked(self, size: int, keep: int) -> _File:
+        self._leave_what_was_removed()
         slots = (Slot(n, file.capacity, file.record) for n, file in self._files.items())
         choice = choose(slots, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
@@ -108,9 +113,23 @@ class Slots:
         self._files[file.path.name] = file
         return file
 
+    def _leave_what_was_removed(self) -> None:
+        """By others, with the folder: nobody would find what is written there from now on."""
+        gone = [name for name, file in self._files.items() if not os.fstat(file.handle).st_nlink]
+        for name in gone:
+            self._files.pop(name).drop()
+        if gone:
+            log.warning(
+                "snapshots in %s were removed by others; those of the next steps are kept again",
+                self._folder,
+            )
+
     def _make(self, size: int) -> _File:
         self._made += 1
         path = self._folder / f"{self._prefix}.{self._made}"
+        for folder in (self._folder.parent, self._folder):
+            with contextlib.suppress(OSError):  # it is there, or the next call says why not
+                folder.mkdir(0o700)
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -159,33 +178,37 @@ def look(memory: str | os.PathLike[str]) -> list[Found]:
 
 def _slots_in(memory: str | os.PathLike[str]) -> Iterator[Path]:
     for era in Path(memory).glob("[0-9]*"):
+        if not era.name.isdecimal():
+            continue
         names: list[str] = []
         # An era that is over is removed, perhaps as this looks.
         with contextlib.suppress(OSError), os.scandir(era) as files:
             names = [file.name for file in files]
-        yield from (era / name for name in names if name.partition(".")[0] in (OWN, FROM))
+        yield from (era / name for name in names if _is_slot(name))
+
+
+def _is_slot(name: str) -> bool:
+    """Workers write here, and whatever else they leave is none of ours."""
+    return name.partition(".")[0] in (OWN, FROM) and name.count(".") >= 2
 
 
 def _record_of(path: Path) -> Record | None:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with opened(path) as handle:
+            return decode(os.pread(handle, RECORD_BYTES, 0))
     except OSError:
         return None
-    try:
-        return decode(os.pread(handle, RECORD_BYTES, 0))
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
 def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview | None]:
     """The pack of a snapshot, which stays as it is within the block; None if it is gone."""
-    try:
-        handle = os.open(Path(memory, found.file), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = stack.enter_context(opened(Path(memory, found.file)))
+        except OSError:
+            yield None
+            return
         # Read again under the lock: the slot may hold a later one by now.
         if not _locks(handle, fcntl.LOCK_SH):
             yield None
@@ -194,6 +217,9 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
             yield None
             return
         size = RECORD_BYTES + found.record.size
+        if os.fstat(handle).st_size < size:
+            yield None  # cut short: reading behind its end would end this process
+            return
         # Not shared: what a reader writes by mistake is its own.
         mapped = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = memoryview(mapped)
@@ -206,8 +232,6 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
             for release in (view.release, whole.release, mapped.close):
                 with contextlib.suppress(BufferError):
                     release()
-    finally:
-        os.close(handle)
 
 
 def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:
@@ -222,15 +246,11 @@ def remove_torn(memory: str | os.PathLike[str], era: int) -> None:
     for path in _slots_in(memory):
         if int(path.parent.name) >= era:
             continue
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # Under the lock: who has it is writing still, and will be whole or not.
-                locked = _locks(handle, fcntl.LOCK_EX)
-                if locked and decode(os.pread(handle, RECORD_BYTES, 0)) is None:
-                    path.unlink()
-            finally:
-                os.close(handle)
+        with contextlib.suppress(OSError), opened(path) as handle:
+            # Under the lock: who has it is writing still, and will be whole or not.
+            locked = _locks(handle, fcntl.LOCK_EX)
+            if locked and decode(os.pread(handle, RECORD_BYTES, 0)) is None:
+                path.unlink()
 
 
 def drop(memory: str | os.PathLike[str], useless: Callable[[list[Found]], Iterable[Found]]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointError
-from .json_fields import parse, read_fields
+from ..foreign import read_json
+from .json_fields import read_fields
 
 RECORD_BYTES = 4096
 """Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""
@@ -89,7 +90,7 @@ def decode(page: bytes | memoryview) -> Record | None:
     if magic != MAGIC or len(text) != length or summed != _sum(text):
         return None
     try:
-        return read_record(parse(text))
+        return read_record(read_json(text))
     except ValueError:
         return None
 

@@ -21,6 +21,7 @@ import attrs
 from ..clock import monotonic
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
+from ..visible import visible
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _run(chosen: argparse.Namespace) -> int:
     else:
         width = max(len(finding.check) for finding in findings)
         for found in findings:
-            print(f"{_WORDS[found.good]:4}  {found.check:{width}}  {found.sentence}")
+            print(f"{_WORDS[found.good]:4}  {found.check:{width}}  {visible(found.sentence)}")
     return 1 if any(finding.good is False for finding in findings) else 0
 
 

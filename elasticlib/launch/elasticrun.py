@@ -18,6 +18,7 @@ import attrs
 
 from ..clock import wall
 from ..errors import ConfigError
+from ..visible import visible
 from ..workers.error_file import failure_record
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _carry_out(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
-        print(f"elasticrun: error: {error}", file=sys.stderr)
+        print(f"elasticrun: error: {visible(str(error))}", file=sys.stderr)
         leave_error(failure_record("ConfigError", str(error), "", int(wall())))
         return 2
     except Exception as error:
@@ -125,16 +126,23 @@ def _open_streams() -> None:
 def _show(text: str) -> None:
     """How the run ended is in the exit code as well, which a full disk must not change."""
     try:
-        print(text, end="", file=sys.stderr, flush=True)
+        print(visible(text), end="", file=sys.stderr, flush=True)
     except (OSError, ValueError):
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 2)
 
 
+class _Visible(logging.Formatter):
+    """Workers and peers have their say in what is logged, and none in what the terminal does."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def start_logging(level: int, form: str) -> None:
     """What elasticlib has to say goes to stderr, each line in this form."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
+    handler.setFormatter(_Visible(form, "%H:%M:%S"))
     logger = logging.getLogger("elasticlib")
     logger.handlers = [handler]
     logger.setLevel(level)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 from ..errors import ElasticError
 from ..observe.kept_logs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail
 from ..observe.runs import find_runs
+from ..visible import visible
 from .chosen_ranks import ranks_of
 
 LOOK_SECONDS = 0.2
@@ -91,8 +92,7 @@ def _run(chosen: argparse.Namespace) -> int:
         logs = _Logs(chosen, nodes, _Lines(sys.stdout.buffer, coloured=_coloured(sys.stdout)))
         return logs.follow() if chosen.follow else logs.show()
     except ElasticError as error:
-        print(f"elasticlib logs: {error}", file=sys.stderr)
-        return 1
+        return _complain(str(error))
     except KeyboardInterrupt:
         return 0
 
@@ -230,5 +230,5 @@ class _Logs:
 
 
 def _complain(sentence: str) -> int:
-    print(f"elasticlib logs: {sentence}", file=sys.stderr)
+    print(f"elasticlib logs: {visible(sentence)}", file=sys.stderr)
     return 1

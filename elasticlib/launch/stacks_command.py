@@ -12,6 +12,7 @@ from ..observe.same_stacks import told
 from ..observe.status import JobView
 from ..observe.status_words import NOBODY
 from ..rendezvous.asking import Asker
+from ..visible import visible
 from .chosen_ranks import ranks_of
 from .reach import Target, add_reach, find_target, reached, recorded
 
@@ -73,5 +74,5 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
 
 
 def _fail(code: int, error: Exception) -> int:
-    print(f"elasticlib stacks: {error}", file=sys.stderr)
+    print(f"elasticlib stacks: {visible(str(error))}", file=sys.stderr)
     return code

@@ -30,6 +30,7 @@ from ..observe.status_words import (
     rank_table,
 )
 from ..rendezvous.asking import Asker
+from ..visible import visible
 from .reach import Target, add_reach, find_target, is_recorded, reached, recorded
 
 EVERY_SECONDS = 1.0
@@ -108,7 +109,7 @@ def _status(chosen: argparse.Namespace) -> int:
 
 
 def _fail(code: int, error: Exception) -> int:
-    print(f"elasticlib status: {error}", file=sys.stderr)
+    print(f"elasticlib status: {visible(str(error))}", file=sys.stderr)
     return code
 
 

@@ -19,6 +19,8 @@ from .runs import EVENTS, of_one_job, read_record
 
 STREAMS = {"out": ("stdout",), "err": ("stderr",), "both": ("stdout", "stderr")}
 CHUNK = 256 * 1024
+MOST_WORKERS = 4096
+"""Of one node: an event that tells of more is no event of ours."""
 
 
 @attrs.frozen
@@ -95,6 +97,8 @@ class NodeLogs:
             self.logs = facts.text(told, "logs") if "logs" in told else None
         elif event.kind == "generation.began":
             first, last = facts.pair(told, "ranks") or (0, 0)
+            if last - first >= MOST_WORKERS:
+                raise ValueError(f"a node has at most {MOST_WORKERS} workers")
             number, cause = facts.count(told, "attempt"), facts.text(told, "cause")
             if number is None:
                 number = len(self.attempts)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
+from ..visible import visible_line
 from .question import Stacks
 from .status import JobView
 from .status_words import spans
@@ -57,7 +58,7 @@ def told(view: JobView, wanted: frozenset[int] | None) -> list[str]:
     known = texts.keys() | {rank for one in view.stacks.values() for rank in _others(one)}
     if wanted is not None and wanted - known:
         lines.append(f"no node that answered has a worker of rank {spans(wanted - known)}")
-    return lines
+    return [visible_line(line) for line in lines]
 
 
 def _others(stacks: Stacks) -> Iterable[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from ..visible import visible_line
 from .history import JobState
 from .standing import WorkerStanding
 from .status import JobStatus, NodeStatus
@@ -146,7 +147,8 @@ def headline(status: JobStatus) -> list[str]:
     lines += [f"  {line}" for line in _facts(status)]
     if status.reason:
         lines.append(f"  why: {status.reason}")
-    return lines
+    # Peers, and files that anybody may have written, have told most of it.
+    return [visible_line(line) for line in lines]
 
 
 def _facts(status: JobStatus) -> list[str]:
@@ -207,8 +209,8 @@ def rank_table(status: JobStatus) -> Table:
     rows = [
         (
             str(worker.rank),
-            node.host,
-            worker.name if worker.running else f"{worker.name} (ended)",
+            visible_line(node.host),
+            visible_line(worker.name if worker.running else f"{worker.name} (ended)"),
             _known(worker.step),
             _known(worker.per_second, number),
             _known(worker.silent, duration),
@@ -235,7 +237,7 @@ def _node_row(nodes: Sequence[NodeStatus], unranked: str) -> Sequence[str]:
     heard = [n.answer.heard for n in nodes if n.answer is not None and n.answer.heard is not None]
     return (
         place,
-        first.host if len(nodes) == 1 else f"{len(nodes)} others",
+        visible_line(first.host) if len(nodes) == 1 else f"{len(nodes)} others",
         f"{first.state}, draining" if first.draining and len(nodes) == 1 else first.state,
         _known(max(heard, default=None), duration),
         spans(worker.rank for worker in workers) or "-",

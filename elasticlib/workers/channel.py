@@ -6,15 +6,18 @@ a lock, and each number is written and read as one word. Standard library only: 
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import sys
 
 from .beat import NOTHING, SOURCES, Beat, TakenUp
 
 VARIABLE = "ELASTICLIB_CHANNEL"
-"""Names the file, in a worker's environment."""
+"""Names it, in a worker's environment."""
 
 SIZE = 4096
+_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAGIC = 0x656C6173_00000001
 STARTING_SECONDS = 10.0
 """For which a worker that has begun may be about to make its first step."""
@@ -37,15 +40,17 @@ _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
 
 
 class Channel:
-    """Either end of it."""
+    """Either end of it: the worker's, by the path that it was told, or its agent's, by `made`.
 
-    def __init__(self, path: str, *, create: bool = False) -> None:
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    Raises:
+        OSError: there is no channel at this path, or none of this version.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._made = -1
+        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            if create:
-                # Now, and not at the first write, which a full disk would answer with SIGBUS.
-                os.posix_fallocate(handle, 0, SIZE)
             if os.fstat(handle).st_size != SIZE:
                 raise OSError(f"{path} is no channel: it has not {SIZE} bytes")
             self._memory = mmap.mmap(handle, SIZE)
@@ -54,18 +59,39 @@ class Channel:
         self._view = memoryview(self._memory)
         self._words = self._view.cast("q")
         self._seconds = self._view.cast("d")
-        if create:
-            self._words[_STEP] = self._words[_SAVED] = NOTHING
-            self._words[_MAGIC] = MAGIC
-        elif self._words[_MAGIC] != MAGIC:
+        if self._words[_MAGIC] != MAGIC:
             self.close()
             raise OSError(f"{path} is no channel of this version")
+
+    @classmethod
+    def made(cls) -> Channel:
+        """A new one, which has no name in any folder and goes with this process and the worker.
+
+        Sealed: a worker that cut it short would end its agent at the next look. Raises OSError.
+        """
+        handle = os.memfd_create("elasticlib-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Now, and not at the first write, which full memory would answer with SIGBUS.
+            os.posix_fallocate(handle, 0, SIZE)
+            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _FIXED)
+            os.pwrite(handle, MAGIC.to_bytes(8, sys.byteorder), 8 * _MAGIC)
+            # As this /proc counts processes, whichever namespace it is of.
+            channel = cls(f"/proc/{os.readlink('/proc/self')}/fd/{handle}")
+        except OSError:
+            os.close(handle)
+            raise
+        channel._made = handle
+        channel._words[_STEP] = channel._words[_SAVED] = NOTHING
+        return channel
 
     def close(self) -> None:
         """Let go of the memory; closing twice is harmless."""
         for view in (self._words, self._seconds, self._view):
             view.release()
         self._memory.close()
+        made, self._made = self._made, -1
+        if made >= 0:
+            os.close(made)
 
     # -- the worker's end ---------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ def _reached(path: str) -> Channel | None:
     with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
         channel = Channel(path)
         if channel.own(os.getpid()):
-            write_on_demand(channel, path)
+            write_on_demand(channel)
             return channel
         channel.close()
     return None

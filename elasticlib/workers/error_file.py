@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..foreign import read_json, read_object
+
 NO_RECORD = {"message": "<NONE>"}
 """torch's word for the content of an error.json that there is not."""
+LONGEST_RECORD = 1 << 20
+"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
 LONGEST = 1 << 16
 """Characters of a traceback, or of a message, that are kept."""
 _CUT = "\n[... {} characters are left out ...]\n"
@@ -32,16 +36,16 @@ def failure_record(
 def read_record(data: bytes) -> dict[str, Any]:
     """All that an error.json holds; nothing where it is none."""
     try:
-        record = json.loads(data)
+        record = read_object(data)
     except ValueError:
         return {}
-    return record if isinstance(record, dict) and "message" in record else {}
+    return record if "message" in record else {}
 
 
 def read_failure(data: bytes) -> tuple[str, str]:
     """Message and traceback of an error.json of torch's shape; empty where it has none."""
     try:
-        message = json.loads(data)["message"]
+        message = read_json(data)["message"]
     except (ValueError, KeyError, TypeError):
         return "", ""
     if isinstance(message, str):
@@ -56,7 +60,7 @@ def read_failure(data: bytes) -> tuple[str, str]:
 def ends_process(data: bytes) -> bool:
     """Whether this error.json tells of an exception that ends its process."""
     try:
-        return "thread" not in json.loads(data)["message"]["extraInfo"]
+        return "thread" not in read_json(data)["message"]["extraInfo"]
     except (ValueError, KeyError, TypeError):
         return False
 

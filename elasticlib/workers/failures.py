@@ -16,7 +16,9 @@ import attrs
 
 from ..clock import local_date_of, wall
 from ..errors import ElasticError, NoFailure
-from .error_file import NO_RECORD, read_failure
+from ..foreign import read_file, read_object
+from ..visible import visible
+from .error_file import LONGEST_RECORD, NO_RECORD, read_failure
 from .exits import SIGNALS, WorkerExit, last_words
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ NOT_AVAILABLE = "<N/A>"
 
 def _read(failure: ProcessFailure) -> dict[str, Any]:
     path = Path(failure.error_file)
-    return json.loads(path.read_bytes()) if path.is_file() else dict(NO_RECORD)
+    return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
 
 
 def _message(failure: ProcessFailure) -> Any:
@@ -201,7 +203,7 @@ class ChildFailedError(ElasticError):
             told.append(section_delim * 60)
         told.append("Root cause (first failure):")
         told += [f"  {line}" for line in _explained(rank, first)]
-        return "\n".join(told)
+        return visible("\n".join(told))
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:

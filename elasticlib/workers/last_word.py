@@ -6,17 +6,18 @@ away. Taking a process down takes its time, in which its peers notice and may en
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import attrs
 
-from .error_file import ends_process
+from ..foreign import opened
+from .error_file import LONGEST_RECORD, ends_process
 from .hooks import EXIT
 
 NEVER = float("inf")
-LONGEST_RECORD = 1 << 20
-"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
+LONGEST_CODE = 8
 
 
 @attrs.frozen
@@ -36,23 +37,24 @@ class LastWord:
 
 def read_last_word(error_file: Path) -> LastWord:
     """Of the worker with this error file; nothing where it has said nothing."""
-    data, wrote_at = _read(error_file)
-    code, left_at = _read(_exit_of(error_file))
+    data, wrote_at = _read(error_file, LONGEST_RECORD)
+    code, left_at = _read(_exit_of(error_file), LONGEST_CODE)
     return LastWord(data, min(wrote_at, left_at), int(code) if code.isdigit() else 0)
 
 
 def forget_exit(error_file: Path) -> None:
     """It has ended, and how is known by now."""
-    _exit_of(error_file).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it left none, or something that is none
+        _exit_of(error_file).unlink()
 
 
 def _exit_of(error_file: Path) -> Path:
     return error_file.with_name(error_file.name + EXIT)
 
 
-def _read(path: Path) -> tuple[bytes, float]:
+def _read(path: Path, most: int) -> tuple[bytes, float]:
     try:
-        with path.open("rb") as file:
-            return file.read(LONGEST_RECORD), os.fstat(file.fileno()).st_mtime
+        with opened(path) as handle:
+            return os.read(handle, most), os.fstat(handle).st_mtime
     except OSError:
         return b"", NEVER

@@ -46,6 +46,8 @@ log = logging.getLogger("elasticlib.workers")
 
 REAP_SECONDS = 5.0
 DRAIN_SECONDS = 5.0
+PATIENCE, LEAST_PATIENCE = 0.5, 0.02
+"""Seconds for the output of all workers of one start to be shown, and of each of them."""
 
 
 @attrs.define
@@ -103,7 +105,7 @@ class LocalWorkers(Workers):
             processors=processors,
         )
         listed = (self._guardian.add_folder, self._guardian.remove_folder)
-        self._channels = Channels(*listed)
+        self._channels = Channels()
         self.memory = SharedFolder(*listed)
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
@@ -111,6 +113,7 @@ class LocalWorkers(Workers):
         self._channels.begin()
         self._kills: int | None = None
         self._late: list[Output] = []
+        self._patience = PATIENCE
         self._timers: TimerServer | None = None
 
     def serve_timers(self, path: str) -> None:
@@ -149,6 +152,7 @@ class LocalWorkers(Workers):
         self._prepare_late(group.spec)
         self._processes = {}
         self._stopped = False
+        self._patience = PATIENCE
         self._channels.begin()
         self._kills = oom_kills()
         worker = group.workers[0]
@@ -242,8 +246,7 @@ class LocalWorkers(Workers):
         session.end(pid)
         returncode = ends.reap(process.popen)
         self._guardian.remove(pid)
-        if not process.output.close():
-            self._late.append(process.output)
+        self._close_output(process.output)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
@@ -256,6 +259,13 @@ class LocalWorkers(Workers):
             value, unreadable = read_result(process.folder / "result.pickle")
             return attrs.evolve(found, value=value, unreadable=unreadable)
         return self._explained(found, process)
+
+    def _close_output(self, output: Output) -> None:
+        began = monotonic()
+        if not output.close(self._patience):
+            self._late.append(output)
+            # A console that stands still does so for the next worker, too.
+            self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
     def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
         """With all that is known of why it failed."""
@@ -360,8 +370,9 @@ class LocalWorkers(Workers):
 
     def end(self) -> None:
         self.kill()
+        deadline = monotonic() + REAP_SECONDS
         for local_rank, process in list(self._processes.items()):
-            if session.ends_within(process.popen.pid, REAP_SECONDS):
+            if session.ends_within(process.popen.pid, max(0.0, deadline - monotonic())):
                 self.collect(local_rank)
             else:
                 # The guardian has it listed, and goes on trying when we are gone.

@@ -21,6 +21,7 @@ from functools import partial
 from typing import IO
 
 from ..clock import monotonic
+from ..foreign import opened
 from .lines import TAIL_BYTES, Lines, Tail
 from .output_plan import OutputPlan
 from .places import Places
@@ -135,11 +136,11 @@ class Output:
     def close(self, seconds: float = 0.5) -> bool:
         """After the worker and its session are gone: what was written is in its place.
 
-        Something that left the session may hold a pipe open for ever, and a console may stand
-        still. The thread goes on after these seconds, for all streams together, and this worker
-        is waited for no longer. Returns whether all is done.
+        Something that left the session may hold a pipe open for ever: it is not waited for once
+        all that came is passed on. A console may stand still: that is waited for these seconds,
+        for all streams together. The thread goes on behind it. Returns whether all is done.
         """
-        return end_within(self._pumps, seconds)
+        return end_within(self._pumps, seconds, unless=lambda pump: pump.held)
 
     def drain(self, deadline: float) -> None:
         """Before this process ends: wait for what a slow console has not taken yet."""
@@ -153,9 +154,10 @@ class Output:
         if path is not None and not Streams.ERR & self._places.tee:
             tail = Tail()
             try:
-                with open(path, "rb") as file:
-                    file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES - 1))
-                    tail.feed(file.read())
+                # By now its worker may have put something else there.
+                with opened(path) as handle:
+                    size = os.fstat(handle).st_size
+                    tail.feed(os.pread(handle, TAIL_BYTES + 1, max(0, size - TAIL_BYTES - 1)))
             except OSError:
                 return ""
             return tail.text()
@@ -210,6 +212,17 @@ class _Pump(threading.Thread):
             return False
         # In this order: what is no longer in the pipe was taken by one who was busy before.
         return left == 0 and not self._busy
+
+    @property
+    def held(self) -> bool:
+        """Whether all is passed on, and somebody holds the pipe's other end: the worker is gone."""
+        try:
+            look = select.poll()
+            look.register(self._pipe, select.POLLIN)
+            # Without any writer there is an end to be read, and to be waited for.
+            return not look.poll(0) and self.idle
+        except ValueError:
+            return False
 
     def run(self) -> None:
         with self._pipe:

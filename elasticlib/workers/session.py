@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 ROUNDS = 5
 LOOK_SECONDS = 0.1
-THREADS = 17
-"""Where their number stands, of the fields behind the command."""
+THREADS, BEGAN = 17, 19
+"""Where their number stands, and when the process began, of the fields behind the command."""
 
 
 def members(session: int) -> list[int]:
@@ -42,6 +42,15 @@ def _fields_of(pid: int) -> list[bytes]:
     with open(f"/proc/{pid}/stat", "rb") as file:
         # The command may hold spaces and brackets; the fields begin after the last bracket.
         return file.read().rpartition(b")")[2].split()
+
+
+def began_at(pid: int) -> int:
+    """When a process did, in the kernel's own ticks, which no later one of its number has; 0 where
+    there is none."""
+    try:
+        return int(_fields_of(pid)[BEGAN])
+    except OSError:
+        return 0
 
 
 def holds(session: int, pid: int) -> bool:
@@ -130,12 +139,14 @@ def _is_over(pid: int) -> bool:
     return fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1
 
 
-def end(session: int, seconds: float = 2.0) -> list[int]:
+def end(session: int, seconds: float = 2.0, *, began: int = 0) -> list[int]:
     """Kill all of a session and wait until it is gone; returns those that are not.
 
-    The caller makes sure that the number is still that session's: its leader is unreaped, or a
-    member is known to live.
+    The caller makes sure that the number is still that session's, as its leader is unreaped or a
+    member is known to live; or says when its leader began.
     """
+    if began and began_at(session) not in (0, began):
+        return []  # all of it have ended, and the number is another's
     signal_group(session, signal.SIGKILL)
     for _ in range(ROUNDS):
         # A process may fork while it is looked for: look until none is found.

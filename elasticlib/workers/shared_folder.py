@@ -1,19 +1,26 @@
 """A folder in memory that workers are told of and that outlives them: it goes with their agent.
 
-Each start of the workers has a folder of its own in it, numbered as they come: an era.
+Each start of the workers has a folder of its own in it, numbered as they come: an era. Where it is
+removed meanwhile, as by a system that clears up after its users, it is made anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from ..held_folder import FolderLock, try_to_hold
-from .channels import SHARED_MEMORY
+
+log = logging.getLogger("elasticlib.workers")
+
+SHARED_MEMORY = "/dev/shm"
+PREFIX = "elasticlib-memory-"
 
 
 class SharedFolder:
@@ -26,6 +33,7 @@ class SharedFolder:
         self._listed = listed
         self._unlisted = unlisted
         self._path: Path | None = None
+        self._inode = 0
         self._lock: FolderLock | None = None
 
     @property
@@ -35,12 +43,13 @@ class SharedFolder:
 
     def era(self, number: int) -> Path:
         """The folder of this start of the workers. Raises OSError."""
-        folder = self._made_path() / str(number)
+        made = self._made_path()
+        folder = made / str(number)
         if not folder.exists():
-            for earlier in self._made_path().iterdir():
+            for earlier in made.iterdir():
                 with contextlib.suppress(OSError):
                     earlier.rmdir()  # those in which there is something stay
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         return folder
 
     def remove(self) -> None:
@@ -48,22 +57,56 @@ class SharedFolder:
         path, self._path = self._path, None
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
-            if self._lock is not None:
-                self._lock.close()
+            self._let_go()
             self._unlisted(str(path))
 
     def _made_path(self) -> Path:
         if self._path is None:
-            usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-            try:
-                made = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None)
-            except OSError:
-                # Shared memory may be full, of what DataLoaders keep there.
-                made = tempfile.mkdtemp(prefix=PREFIX)
-            self._path = Path(made)
-            self._lock = try_to_hold(self._path)
-            self._listed(made)
+            self._take(_make())
+        elif _inode_of(self._path) != self._inode:
+            log.warning(
+                "%s was removed while this job runs, and with it the snapshots in memory: it is "
+                "made anew (logind does so when its user logs out, without RemoveIPC=no)",
+                self._path,
+            )
+            self._take(self._made_again(self._path))
         return self._path
 
+    def _made_again(self, path: Path) -> Path:
+        """In the same place, where workers may make it anew as well, if nobody else is there."""
+        with contextlib.suppress(OSError):
+            path.mkdir(0o700)
+        if _inode_of(path):
+            return path
+        self._unlisted(str(path))
+        return _make()
 
-PREFIX = "elasticlib-memory-"
+    def _take(self, path: Path) -> None:
+        self._let_go()
+        self._path, self._inode = path, _inode_of(path)
+        self._lock = try_to_hold(path)
+        self._listed(str(path))
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
+
+def _make() -> Path:
+    usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    try:
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None))
+    except OSError:
+        # Shared memory may be full, of what DataLoaders keep there.
+        return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def _inode_of(folder: Path) -> int:
+    """0 where there is no folder, or somebody else's."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return 0
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return found.st_ino if own else 0

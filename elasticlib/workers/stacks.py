@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..clock import monotonic
+from ..foreign import opened
 from .channel import VARIABLE, Channel
 
 FILE = "stacks.txt"
@@ -45,8 +46,10 @@ ALONE = (
     f"the program handles signal {SIGNAL} itself:\n"
 )
 
-Dumper = tuple[int, int, int, str]
-"""Its session, the process, and the number and the name of its file."""
+NAME = "elasticlib-stacks"
+
+Dumper = tuple[int, int, int]
+"""Its session, the process, and the number of its file."""
 
 _asking = threading.Lock()
 
@@ -61,26 +64,22 @@ def begin_in_worker() -> None:
     with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
         if path:
             channel = Channel(path)
-            write_on_demand(channel, path)
+            write_on_demand(channel)
             channel.close()
 
 
-def write_on_demand(channel: Channel, path: str) -> None:
-    """From now on this process adds its stacks to a file beside its channel when it gets the
+def write_on_demand(channel: Channel) -> None:
+    """From now on this process adds its stacks to a file of its own, in memory, when it gets the
     signals, unless it does so already, or does something else."""
     if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
-        handle = _raised(os.open(beside(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        handle = _raised(os.memfd_create(NAME))
+        fcntl.fcntl(handle, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(SECOND, file=handle, all_threads=False)
         with contextlib.suppress(ValueError):  # not in the main thread: then the second alone
             signal.signal(SIGNAL, _writer(handle))
         channel.tell_dumps(os.getpid(), handle)
-
-
-def beside(path: str) -> str:
-    """The file of the stacks, of the channel's."""
-    return f"{path}.stacks"
 
 
 def _raised(handle: int) -> int:
@@ -130,35 +129,44 @@ def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
 
     One after another of those who ask at once, so that each has one writing of them.
     """
-    with _asking:
+    with _asking, contextlib.ExitStack() as files:
         found: dict[int, str] = {}
         asked: dict[int, _Asked] = {}
-        for local, (session, pid, handle, path) in workers.items():
-            numbers, refused = _handled(session, pid, handle, path)
-            if refused:
+        for local, (session, pid, handle) in workers.items():
+            numbers, refused = _handled(session, pid)
+            file = _file_of(pid, handle)
+            if file is None:
+                refused = refused or (
+                    f"process {pid} has closed file {handle}, which elasticlib opened for its "
+                    "stacks"
+                )
+            else:
+                files.callback(os.close, file)
+            if file is None or refused:
                 found[local] = f"It cannot be asked: {refused}.\n"
             else:
-                asked[local] = _Asked(pid, path, numbers)
+                asked[local] = _Asked(pid, file, numbers)
         return {**found, **_answers(asked, seconds)}
 
 
 def keep(folder: Path, text: str) -> None:
     """Add it to what people find among the worker's logs; a full disk loses it."""
-    with contextlib.suppress(OSError), (folder / FILE).open("a", errors="replace") as file:
-        file.write(text)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with contextlib.suppress(OSError), opened(folder / FILE, flags) as handle:
+        os.write(handle, text.encode(errors="replace"))
 
 
 class _Asked:
     """A process that was asked, by the first of the signals that it handles."""
 
-    def __init__(self, pid: int, path: str, numbers: list[int]) -> None:
+    def __init__(self, pid: int, file: int, numbers: list[int]) -> None:
         self._pid = pid
-        self._path = path
+        self._file = file
         self._numbers = numbers
         # It only ever adds to the end, wherever that is by now.
         with contextlib.suppress(OSError):
-            os.truncate(path, 0)
-        self._at = self._size = _size(path)
+            os.truncate(file, 0)
+        self._at = self._size = os.fstat(file).st_size
         self._grew_at = monotonic()
         self.ask()
 
@@ -170,10 +178,10 @@ class _Asked:
 
     def whole(self) -> str:
         """What it wrote between the marks; empty if it has not, or not all of it."""
-        if (size := _size(self._path)) == self._size:
+        if (size := os.fstat(self._file).st_size) == self._size:
             return ""
         self._size, self._grew_at = size, monotonic()
-        _, _, text = _read(self._path, self._at).rpartition(BEGIN)
+        _, _, text = self._written().rpartition(BEGIN)
         text, mark, _ = text.partition(END)
         return text if mark else ""
 
@@ -182,11 +190,14 @@ class _Asked:
         text = self.whole()
         if text or self._size == self._at:
             return text
-        before, begun, text = _read(self._path, self._at).rpartition(BEGIN)
+        before, begun, text = self._written().rpartition(BEGIN)
         if begun and not before:
             return f"{text}\n{CUT}"
         cut = monotonic() < self._grew_at + QUIET_SECONDS
         return f"{ALONE}{before or text}{CUT if cut else ''}"
+
+    def _written(self) -> str:
+        return os.pread(self._file, 2 * LONGEST, self._at).decode(errors="replace")
 
 
 def _answers(asked: Mapping[int, _Asked], seconds: float) -> dict[int, str]:
@@ -205,9 +216,8 @@ def _answers(asked: Mapping[int, _Asked], seconds: float) -> dict[int, str]:
     return {**found, **{local: text for local, text in rest.items() if text}}
 
 
-def _handled(session: int, pid: int, handle: int, path: str) -> tuple[list[int], str]:
-    """Which signals the process handles, which else would end it; and why it is not to be asked,
-    as where it has no more the file open, in whose place it would write into another."""
+def _handled(session: int, pid: int) -> tuple[list[int], str]:
+    """Which signals the process handles, which else would end it; and why it is not to be asked."""
     try:
         # A number that has passed to another process is in another session.
         gone = os.getsid(pid) != session
@@ -222,26 +232,16 @@ def _handled(session: int, pid: int, handle: int, path: str) -> tuple[list[int],
     if not numbers:
         signals = f"the signals {SECOND} and {SIGNAL}"
         return [], f"process {pid} has become another program, or no longer handles {signals}"
-    try:
-        same = os.path.samestat(os.stat(f"/proc/{pid}/fd/{handle}"), os.stat(path))
-    except OSError:
-        same = False
-    if not same:
-        return [], f"process {pid} has closed file {handle}, which elasticlib opened for its stacks"
     return numbers, ""
 
 
-def _size(path: str) -> int:
+def _file_of(pid: int, handle: int) -> int | None:
+    """What the process writes its stacks to, opened here as well; None where it has it open no
+    more, and would write into another in its place."""
+    path = f"/proc/{pid}/fd/{handle}"
     try:
-        return os.stat(path).st_size
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            return None
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return 0
-
-
-def _read(path: str, at: int) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(at)
-            return file.read(2 * LONGEST).decode(errors="replace")
-    except OSError:
-        return ""
+        return None

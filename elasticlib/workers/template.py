@@ -31,6 +31,7 @@ TORCH = (
     "torch._dynamo",
 )
 STREAMS = 3
+MOST_SAID = 2048
 # torch sets it as it is imported, and anew whenever it looks: a script that imports it later may
 # set it first.
 SET_ANEW = ("TORCHINDUCTOR_CACHE_DIR",)
@@ -175,9 +176,14 @@ def _fork(
         os.close(writing)
         raise
     if pid == 0:
-        os.setsid()
-        die_with(template)
-        job = _take_over(descriptors, dispositions)
+        try:
+            os.setsid()
+            die_with(template)
+            job = _take_over(descriptors, dispositions)
+        except BaseException as error:
+            # What catches it further up would go on as a second template.
+            os.write(writing, f"!{type(error).__name__}: {error}".encode()[:MOST_SAID])
+            os._exit(1)
         os.write(writing, b"+")
         for descriptor in (*descriptors, reading, writing, link.detach()):
             os.close(descriptor)
@@ -185,8 +191,11 @@ def _fork(
         return job
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(writing)
-    os.read(reading, 1)
+    said = os.read(reading, MOST_SAID)
     os.close(reading)
+    if said.startswith(b"!"):
+        os.waitpid(pid, 0)
+        raise OSError(f"the worker's process did not begin: {said[1:].decode(errors='replace')}")
     link.send(str(pid).encode())
     return None
 

@@ -6,10 +6,11 @@ worker has one timer of each name (`scope_id`), and when one runs out all of tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import attrs
+
+from ..foreign import read_json
 
 LONGEST_NAME = 1024
 
@@ -34,7 +35,7 @@ class Timers:
         """What they are after this line; wall, now: the time on the clock that workers go by, which
         is this machine's, and on ours. What is no request changes nothing."""
         try:
-            said = json.loads(line)
+            said = read_json(line)
             pid, scope, at = int(said["pid"]), str(said["scope_id"]), float(said["expiration_time"])
             number = int(said["signal"])
         except (ValueError, KeyError, TypeError, OverflowError):

@@ -7,18 +7,23 @@ processors) would otherwise end the wait before the thread has had any of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-TURNS = 20
+TURNS, LONGEST_TURN = 20, 0.05
+Kind = TypeVar("Kind", bound=threading.Thread)
 
 
-def end_within(threads: Sequence[threading.Thread], seconds: float) -> bool:
-    """Whether all of them end in so many seconds, in which they could run."""
-    left = [thread for thread in threads if thread.is_alive()]
-    for _ in range(TURNS):
-        for thread in left:
-            thread.join(seconds / TURNS / len(left))
-        left = [thread for thread in left if thread.is_alive()]
+def end_within(
+    threads: Sequence[Kind], seconds: float, *, unless: Callable[[Kind], bool] = lambda _: False
+) -> bool:
+    """Whether all of them end in so many seconds, in which they could run. unless: who is not
+    waited for, at whatever moment that is so."""
+    turns = max(TURNS, round(seconds / LONGEST_TURN))
+    for _ in range(turns):
+        left = [thread for thread in threads if thread.is_alive() and not unless(thread)]
         if not left:
             break
-    return not left
+        for thread in left:
+            thread.join(seconds / turns / len(left))
+    return not any(thread.is_alive() for thread in threads)

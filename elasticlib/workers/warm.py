@@ -127,7 +127,7 @@ class Template:
             json.dump(job, request)
             request.flush()
             stdin = 0 if has_stdin() else opened.enter_context(open(os.devnull, "rb")).fileno()
-            pipes = [_pipe(opened, target, own) for own, target in enumerate(targets, 1)]
+            pipes = [_stream(opened, target, own) for own, target in enumerate(targets, 1)]
             descriptors = [request.fileno(), stdin, *(theirs for theirs, _ in pipes)]
             try:
                 pid = self._ask(lambda: socket.send_fds(self._link, [b"fork"], descriptors))
@@ -183,15 +183,18 @@ def has_stdin() -> bool:
         return False
 
 
-def _pipe(
+def _stream(
     opened: contextlib.ExitStack, target: int | IO[bytes] | None, own: int
 ) -> tuple[int, IO[bytes] | None]:
     """The worker's end of a stream, and ours where it is a pipe."""
     if target is None:
         return own, None
-    if target != subprocess.PIPE:
-        assert not isinstance(target, int)
+    if target == subprocess.DEVNULL:
+        return opened.enter_context(open(os.devnull, "wb")).fileno(), None
+    if not isinstance(target, int):
         return target.fileno(), None
+    if target != subprocess.PIPE:
+        return target, None
     reading, writing = os.pipe()
     opened.callback(os.close, writing)
     return writing, open(reading, "rb")

@@ -8,10 +8,8 @@ has nobody to wait for.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from figures import Row, Samples
 from results import parser_of, tell
@@ -47,13 +45,10 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--repeat", type=int, default=7)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "channel")
-        Channel(path, create=True).close()
-        context = Context(Channel(path))
-        asked = rounds(context.should_stop, args.calls, args.repeat)
-        told = rounds(lambda: context.step(1), args.calls, args.repeat)
-        more = rounds(lambda: context.step(1, loss=0.5, samples=32), args.calls, args.repeat)
+    context = Context(Channel(Channel.made().path))
+    asked = rounds(context.should_stop, args.calls, args.repeat)
+    told = rounds(lambda: context.step(1), args.calls, args.repeat)
+    more = rounds(lambda: context.step(1, loss=0.5, samples=32), args.calls, args.repeat)
     flag = reduced(max(1, args.calls // 100), args.repeat)
     rows = [
         Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag"),

@@ -318,8 +318,8 @@ import os, sys, torch
 from elasticlib import CheckpointManager, context
 from elasticlib.workers.channel import Channel, VARIABLE
 folder, state = sys.argv[1], {"a": torch.ones(10_000_000)}
-agent = Channel(folder + "/channel", create=True)
-os.environ.update({VARIABLE: folder + "/channel", "TORCHELASTIC_RUN_ID": "job",
+agent = Channel.made()
+os.environ.update({VARIABLE: agent.path, "TORCHELASTIC_RUN_ID": "job",
                    "ELASTICLIB_INCARNATION": "abc", "ELASTICLIB_GENERATION": "4"})
 manager = CheckpointManager(folder)
 manager.save(1, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -157,7 +158,9 @@ def test_memory_that_is_full_is_an_error_with_a_sentence_and_no_end_by_a_signal(
 
 def test_a_worker_whose_agent_is_gone_is_told_so(agent: Agent) -> None:
     with pytest.raises(CheckpointError, match="takes no snapshot: No such file or directory"):
-        SnapshotMemory(Told(str(agent.folder / "9"), "run", 1)).snapshot(1, state(1))
+        SnapshotMemory(Told(str(agent.folder / "gone" / "memory" / "9"), "run", 1)).snapshot(
+            1, state(1)
+        )
 
 
 def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
@@ -345,3 +348,28 @@ def test_an_agent_that_looks_after_the_snapshots_is_woken_and_clears_up_itself(
     assert os.read(pipe, 9) == b"\n"
     assert agent.files() == ["1", "2"]
     os.close(pipe)
+
+
+def test_who_snapshots_goes_on_where_the_memory_was_removed(agent: Agent) -> None:
+    agent.folder = agent.folder / "memory"
+    agent.folder.mkdir()
+    worker = agent.worker(1)
+    for step in (1, 2):
+        worker.snapshot(step, state(step))
+    shutil.rmtree(agent.folder)
+    assert steps(worker) == []
+    worker.snapshot(3, state(3))
+    assert steps(agent.worker(2)) == [3]
+    (held,) = agent.worker(2).held()
+    read = agent.worker(2).read(held)
+    assert torch.equal(unpack(memoryview(read))["model"]["w"], torch.full((5,), 3.0))
+
+
+def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -> None:
+    worker = agent.worker(1)
+    worker.snapshot(1, state(1, size=100_000))
+    (held,) = worker.held()
+    (slot,) = agent.folder.glob("1/own.*")
+    os.truncate(slot, 8192)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        agent.worker(2).read(held)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ class Group(Workers):
     start = collect = running = terminate = kill = close = None
 
     def __init__(self) -> None:
-        self.channels = Channels(lambda _: None, lambda _: None)
+        self.channels = Channels()
 
     def begin(self, watch: Journal, generation: int, count: int) -> list[Context]:
         watch.tell("generation.began", generation=generation)
@@ -151,8 +150,8 @@ def processor_seconds(call: Callable[[], object], calls: int) -> float:
     return (time.process_time() - began) / calls
 
 
-def test_a_worker_of_an_older_version_tells_what_it_knows(tmp_path: Path) -> None:
-    agent = Channel(str(tmp_path / "channel"), create=True)
+def test_a_worker_of_an_older_version_tells_what_it_knows() -> None:
+    agent = Channel.made()
     # Its words: the step, how many, and when.
     agent._words[8], agent._words[9], agent._seconds[10] = 5, 3, 7.0
     beat = agent.beat()

@@ -26,9 +26,10 @@ from elasticlib.workers.shared_folder import SharedFolder
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
-    Channel(str(tmp_path / "channel"), create=True).close()
-    return str(tmp_path / "channel")
+def path() -> Iterator[str]:
+    channel = Channel.made()
+    yield channel.path
+    channel.close()
 
 
 def ends(path: str) -> tuple[Channel, Channel]:
@@ -152,9 +153,9 @@ class Rank:
     A step has three moves: to begin it, to end it once all ranks have begun it, and to ask.
     """
 
-    def __init__(self, path: Path) -> None:
-        Channel(str(path), create=True).close()
-        self.agent, self.worker = ends(str(path))
+    def __init__(self) -> None:
+        self.agent = Channel.made()
+        self.worker = Channel(self.agent.path)
         self.begun = self.call = 0
         self.asking = self.held = False
         self.stopped = 0
@@ -230,11 +231,10 @@ def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None
     warm_up=st.integers(1, 200),
 )
 def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, nodes: int, slots: int, warm_up: int
+    seed: int, nodes: int, slots: int, warm_up: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("ranks")
     draw = random.Random(seed)
-    ranks = [Rank(folder / str(number)) for number in range(nodes * slots)]
+    ranks = [Rank() for _ in range(nodes * slots)]
     agents = [Agent(n, ranks[n * slots : (n + 1) * slots]) for n in range(nodes)]
     needs: dict[int, Need] = {}
     for _ in range(warm_up):
@@ -275,22 +275,17 @@ def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
 
 @pytest.fixture
 def channels() -> Iterator[Channels]:
-    listed: list[str] = []
-    channels = Channels(listed.append, listed.remove)
+    channels = Channels()
     yield channels
     channels.close_all()
-    assert not listed
 
 
-def test_their_folder_and_that_of_memory_are_held_as_long_as_they_are_in_use(
-    channels: Channels,
-) -> None:
+def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
     memory = SharedFolder(lambda _: None, lambda _: None)
-    held = [Path(channels.open(0)).parent, memory.era(0).parent]
-    assert [is_held(folder) for folder in held] == [True, True]
+    folder = memory.era(0).parent
+    assert is_held(folder)
     memory.remove()
-    channels.close_all()
-    assert not any(folder.exists() for folder in held)
+    assert not folder.exists()
 
 
 def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
@@ -339,24 +334,15 @@ def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels:
         assert channels.earliest_stop(now=False) == 2
 
 
-def test_where_shared_memory_cannot_be_had_a_temporary_folder_serves(channels: Channels) -> None:
-    before = Path(channels.open(0))
-    channels._folder, channels._place = None, "/proc"  # where nobody can make a folder
-    path = Path(channels.open(1))
-    assert path.parent != before.parent
-    assert Channel(str(path)).beat().steps == 0
-    channels.close_all()
-    assert not path.parent.exists()
-    assert not before.parent.exists()
-
-
-def test_no_file_is_left(channels: Channels) -> None:
-    folder = Path(channels.open(0)).parent
-    channels.open(1)
+def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: Channels) -> None:
+    before = os.listdir("/proc/self/fd")
+    path = channels.open(0)
+    for size in (0, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.truncate(path, size)
+    assert Channel(path).beat().steps == 0
     channels.close(0)
-    assert len(list(folder.glob("[0-9]*"))) == 1
-    channels.close_all()
-    assert not folder.exists()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) -> None:

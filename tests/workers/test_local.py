@@ -243,6 +243,31 @@ def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
     assert run.end().signal == "SIGKILL"
 
 
+def test_a_guardian_that_stands_still_blocks_nobody_who_tells_it_more(tmp_path: Path) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    guardian = Guardian(patience=30.0)
+    guardian.add_folder(str(folder))
+    assert guardian._process is not None
+    guardian._process.send_signal(signal.SIGSTOP)
+    for number in range(5000):  # more than a pipe takes
+        guardian.add_folder(str(tmp_path / f"none {number}"))
+    guardian.close()
+    assert not folder.exists()
+
+
+def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        began = session.began_at(stranger.pid)
+        assert session.end(stranger.pid, began=began - 1) == []
+        assert stranger.poll() is None
+        assert session.end(stranger.pid, began=began) == []
+        assert stranger.wait(30) == -signal.SIGKILL
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 def test_a_guardian_lives_through_a_signal_that_comes_as_it_starts(run: Run) -> None:
     run.start(shell("while :; do sleep 1; done"))
     (name,) = run.workers.running().values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,10 +17,19 @@ from test_local import Run, shell
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.output_flags import split_at_commas
+from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers.local import LocalWorkers
+from elasticlib.workers.output import Output
+from elasticlib.workers.output_plan import OutputPlan
+from elasticlib.workers.places import Places
+from elasticlib.workers.spec import Script, deal_ranks
+from elasticlib.workers.streams import parse_streams
 from elasticlib.workers.turns import TURNS, end_within
 
 MEGABYTES = 200
 ROOM_KB = 100_000
+TALKS = str(Path(__file__).parent.parent / "programs" / "two_streams.py")
 
 
 @pytest.fixture
@@ -61,6 +71,72 @@ def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
     assert [run.file("stdout.log", rank) for rank in (0, 1)] == ["out 0\n", "out 1\n"]
     (filtered,) = run.folder.glob("*/attempt_0/filtered_stdout.log")
     assert filtered.read_text() == "[role0]:out 0\n"
+
+
+def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    worker = deal_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
+    output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json"))).open()
+    stays = "echo last words >&2; sleep 600 & echo $!"
+    with subprocess.Popen(
+        ["sh", "-c", stays], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        daemon = int(process.stdout.readline())
+        process.stdout.close()
+        process.wait(30)
+        process.stdout = None
+        output.attach(process)
+        try:
+            assert not output.close(1e6)
+            assert output.tail() == "last words"
+        finally:
+            os.kill(daemon, signal.SIGKILL)
+        until("its end", lambda: output.close(0.5))
+
+
+def kept_and_shown(
+    folder: Path, plan: OutputPlan, method: str, shown: pytest.CaptureFixture[bytes]
+) -> tuple[dict[str, bytes], list[bytes], list[bytes]]:
+    run = Run(folder)
+    run.workers.close()
+    run.workers = LocalWorkers(
+        {**os.environ, "PYTHONPATH": WITHOUT_TORCH},
+        output=plan,
+        log_dir=str(folder),
+        run_id="j",
+        start_method=method,
+    )
+    try:
+        run.start(Script(TALKS), count=2)
+        assert all(run.end().ok for _ in range(2))
+    finally:
+        run.workers.close()
+    files = {str(f.relative_to(folder)).partition("/")[2]: f for f in folder.rglob("*.log")}
+    out, err = shown.readouterr()
+    kept = {name: b"".join(sorted(f.read_bytes().splitlines(True))) for name, f in files.items()}
+    return kept, sorted(out.splitlines()), sorted(err.splitlines())
+
+
+@pytest.mark.parametrize("redirects", ["0", "1", "2", "0:1,1:2"])
+@pytest.mark.parametrize("tee", ["0", "1", "3"])
+@pytest.mark.parametrize("ranks", [None, frozenset({1})])
+def test_warm_workers_output_goes_where_cold_ones_does_whatever_the_flags(
+    tmp_path: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    redirects: str,
+    tee: str,
+    ranks: frozenset[int] | None,
+) -> None:
+    needles = ("out 1",) if tee != "0" else ()
+    streams = (parse_streams(redirects, "-r"), parse_streams(tee, "-t"))
+    plan = OutputPlan(*streams, ranks=ranks, stdout_needles=needles)
+    found = [
+        kept_and_shown(tmp_path / method, plan, method, capfdbinary) for method in ("spawn", "warm")
+    ]
+    assert found[0] == found[1]
+    assert b"out 1" in b"".join([*found[0][0].values(), *found[0][1]])
 
 
 class Late(threading.Thread):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +22,12 @@ SECONDS = 10.0
 class Worker:
     """A process that has said that it writes its stacks, and what it goes on to do."""
 
-    def __init__(self, folder: Path, code: str) -> None:
-        self._path = str(folder / "channel")
-        self.channel = Channel(self._path, create=True)
+    def __init__(self, code: str) -> None:
+        self.channel = Channel.made()
         program = f"import os, signal\n{BEGIN}\n{textwrap.dedent(code)}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**os.environ, VARIABLE: self._path},
+            env={**os.environ, VARIABLE: self.channel.path},
             stdout=subprocess.PIPE,
             start_new_session=True,
             text=True,
@@ -42,9 +41,10 @@ class Worker:
 
     def dump(self, seconds: float = SECONDS) -> str:
         pid, handle = self.channel.dumps
-        path = stacks.beside(self._path)
-        found = stacks.dump({0: (self.process.pid, pid, handle, path)}, seconds)
-        self.size = os.stat(path).st_size
+        found = stacks.dump({0: (self.process.pid, pid, handle)}, seconds)
+        self.size = 0
+        with contextlib.suppress(OSError):  # closed
+            self.size = os.stat(f"/proc/{pid}/fd/{handle}").st_size
         return found.get(0, "")
 
     def answer(self, right: Callable[[str], object], seconds: float = 0.5) -> str:
@@ -88,10 +88,8 @@ train()
 """
 
 
-def test_a_process_with_busy_threads_survives_hundreds_of_questions(
-    tmp_path: Path, begun: list[Worker]
-) -> None:
-    begun.append(worker := Worker(tmp_path, BUSY).ready())
+def test_a_process_with_busy_threads_survives_hundreds_of_questions(begun: list[Worker]) -> None:
+    begun.append(worker := Worker(BUSY).ready())
     worker.answer(lambda text: " in train\n" in text, SECONDS)
     for _ in range(200):
         text = worker.dump()
@@ -102,11 +100,9 @@ def test_a_process_with_busy_threads_survives_hundreds_of_questions(
     assert worker.process.poll() is None
 
 
-def test_who_is_in_a_long_call_outside_python_shows_its_main_thread(
-    tmp_path: Path, begun: list[Worker]
-) -> None:
+def test_who_is_in_a_long_call_outside_python_shows_its_main_thread(begun: list[Worker]) -> None:
     code = "def long():\n    print('up', flush=True)\n    sum(range(10**12))\nlong()"
-    begun.append(worker := Worker(tmp_path, code).ready())
+    begun.append(worker := Worker(code).ready())
     # The first question may come before the call, and what is written late is said to be cut.
     alone = worker.answer(
         lambda text: text.startswith(stacks.ALONE) and stacks.CUT not in text, seconds=0.8
@@ -126,16 +122,14 @@ def test_who_is_in_a_long_call_outside_python_shows_its_main_thread(
         ("signal.signal(stacks.SIGNAL, lambda *_: print('mine'))", "The main thread alone"),
     ],
 )
-def test_who_cannot_be_asked_is_told_as_such(
-    tmp_path: Path, begun: list[Worker], code: str, says: str
-) -> None:
+def test_who_cannot_be_asked_is_told_as_such(begun: list[Worker], code: str, says: str) -> None:
     wait = "import time\nprint('up', flush=True)\ntime.sleep(60)"
-    begun.append(worker := Worker(tmp_path, f"{code}\n{wait}").ready())
+    begun.append(worker := Worker(f"{code}\n{wait}").ready())
     assert worker.answer(re.compile(says).search)
     assert worker.process.poll() is None
 
 
-def test_what_is_cut_short_is_said_to_be(tmp_path: Path, begun: list[Worker]) -> None:
+def test_what_is_cut_short_is_said_to_be(begun: list[Worker]) -> None:
     code = """
     import resource, time
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -143,6 +137,6 @@ def test_what_is_cut_short_is_said_to_be(tmp_path: Path, begun: list[Worker]) ->
     print("up", flush=True)
     time.sleep(60)
     """
-    begun.append(worker := Worker(tmp_path, code).ready())
+    begun.append(worker := Worker(code).ready())
     text = worker.answer(lambda text: text.startswith("Current thread"))
     assert text.endswith(stacks.CUT)

@@ -6,10 +6,13 @@ import errno
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+from jobs import WITHOUT_TORCH
 
 from elasticlib.workers import template
 from elasticlib.workers.warm import Template
@@ -41,3 +44,25 @@ def test_a_template_that_nobody_would_listen_to_is_not_left(
     with pytest.raises(OSError, match="nobody would listen to it: can't start new thread"):
         Template(["sleep", "600"], os.environ)
     assert (len(os.listdir("/proc/self/fd")), children.read_text()) == before
+
+
+def test_a_fork_that_cannot_take_over_ends_and_the_template_alone_says_why() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    start = Path(template.__file__).with_name("start.py")
+    command = [sys.executable, "-u", str(start), "", "template", str(theirs.fileno()), ""]
+    environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment) as process:
+        theirs.close()
+        ours.settimeout(60)
+        assert ours.recv(4096) == b"ready"
+        # What is to be a file is a pipe, in which nobody can go back to the beginning.
+        reading, writing = os.pipe()
+        for _ in range(3):
+            socket.send_fds(ours, [b"fork"], [reading, 0, 1, 2])
+            assert b"!the worker's process did not begin: " in ours.recv(4096)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            assert children.read_text() == ""
+        os.close(reading)
+        os.close(writing)
+        ours.shutdown(socket.SHUT_RDWR)
+        assert process.wait(60) == 0

@@ -1,0 +1,65 @@
+"""What a stranger may have written: a worker, a peer, a user, a folder that many share.
+
+A file is looked at only where that cannot block, follow a link or have no end; and what cannot be
+read as JSON raises ValueError, whatever is wrong with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+_NEVER_WAITS = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> Iterator[int]:
+    """The descriptor of a regular file, to be closed by this.
+
+    Raises:
+        OSError: it is not there, or no file: a pipe, a device, a folder or a link.
+    """
+    handle = os.open(path, flags | _NEVER_WAITS, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "this is no regular file", os.fspath(path))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """The first `most` bytes of a regular file. Raises OSError as `opened` does."""
+    with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+        return file.read(most)
+
+
+def read_json(data: bytes | str) -> Any:
+    """What is written there; a number that is none (NaN, Infinity, 1e999) is its text.
+
+    Raises:
+        ValueError: it is no JSON, is nested too deep, or has a whole number of too many digits.
+    """
+    try:
+        return json.loads(data, parse_constant=str, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError(f"brackets are nested too deep in {data[:40]!r}...") from error
+
+
+def read_object(data: bytes | str) -> dict[str, Any]:
+    """The object that is written there. Raises ValueError where that is something else."""
+    found = read_json(data)
+    if not isinstance(found, dict):
+        raise ValueError(f"this is a JSON object, got {data[:40]!r}")
+    return found
+
+
+def _finite(text: str) -> float | str:
+    number = float(text)
+    return number if math.isfinite(number) else text

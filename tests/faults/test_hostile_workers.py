@@ -1,0 +1,156 @@
+"""Workers that leave their agent what no agent expects, in every place that it looks at: it goes
+on, and the job with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from jobs import WITHOUT_TORCH, Job, Node, alive, until
+
+from elasticlib.examples.demo import children
+
+pytestmark = pytest.mark.faults
+
+SCRIPT = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+
+error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
+beside = Path(error_file).parent
+memory = Path(os.environ["ELASTICLIB_SNAPSHOTS"])
+channel = os.environ["ELASTICLIB_CHANNEL"]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    import elasticlib
+    sys.exit(not (memory.is_dir() and elasticlib.context().attached))
+{deed}
+sys.stderr.write("it has done its deed\\n")
+sys.stderr.flush()
+os._exit(3)
+"""
+ERROR_FILES = {
+    "a_page_that_is_cut": "try: os.truncate(channel, 0)\nexcept OSError: pass",
+    "nested_too_deep": "Path(error_file).write_text('[' * 200_000)",
+    "a_message_nested_too_deep": (
+        "Path(error_file).write_text('{\"message\": ' + '[' * 200_000 + ']' * 200_000 + '}')"
+    ),
+    "a_message_that_is_a_number": "Path(error_file).write_text('{\"message\": 5}')",
+    "a_number_too_long": "Path(error_file).write_text('{\"message\": ' + '9' * 9_000 + '}')",
+    "a_pipe": "os.mkfifo(error_file)",
+    "a_link_to_what_never_ends": "os.symlink('/dev/zero', error_file)",
+    "a_folder": "os.mkdir(error_file)",
+    "a_file_of_4_TiB": "open(error_file, 'wb').truncate(1 << 42)",
+    "an_exit_code_that_is_a_pipe": "os.mkfifo(error_file + '.exit')",
+    "an_exit_code_that_is_a_folder": "os.mkdir(error_file + '.exit')",
+    "an_exit_code_too_long": "Path(error_file + '.exit').write_text('9' * 9_000)",
+    "a_log_that_is_a_pipe": "os.unlink(beside / 'stderr.log'); os.mkfifo(beside / 'stderr.log')",
+}
+REMOVED = """
+for folder in {memory.parent, Path(channel).parent}:
+    if str(folder).startswith("/dev/shm/elasticlib-"):
+        shutil.rmtree(folder)
+"""
+MEMORY = {
+    "a_slot_that_is_a_pipe": "os.mkfifo(memory / 'own.1.1')",
+    "a_slot_that_is_a_folder": "os.mkdir(memory / 'own.1.1')",
+    "a_slot_without_a_number": "(memory / 'own').write_bytes(b'')",
+    "an_era_that_is_no_number": "os.mkdir(memory.parent / '1x'); "
+    "(memory.parent / '1x' / 'own.1.1').write_bytes(b'')",
+    "a_record_nested_too_deep": (
+        "import struct, zlib; text = b'[' * 4000; (memory / 'own.1.1').write_bytes("
+        "struct.pack('<8sII', b'ELSLOT1\\n', len(text), zlib.crc32(text, len(text))) + text)"
+    ),
+}
+
+
+def agent(job: Job, deed: str, *flags: str) -> Node:
+    script = job.folder / "script.py"
+    script.write_text(SCRIPT.format(deed=textwrap.dedent(deed)))
+    logs = ("--log-dir", str(job.folder / "logs"), "--redirects", "2")
+    quick = ("--standalone", "--start-method=spawn", "--min-uptime", "0", "--restart-backoff", "0")
+    command = (sys.executable, "-m", "elasticlib.launch", *quick, *logs, *flags, str(script))
+    return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+
+
+@pytest.mark.parametrize("name", ERROR_FILES)
+def test_whatever_a_failed_worker_leaves_its_agent_starts_the_next(job: Job, name: str) -> None:
+    node = agent(job, ERROR_FILES[name], "--max-restarts", "1")
+    assert node.exit_code() == 0, node.text
+    assert "worker of rank 0" in node.text
+    assert "exited with code 3" in node.text
+    assert "Traceback" not in node.text
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_whatever_lies_in_its_memory_an_agent_that_ends_says_how(job: Job, name: str) -> None:
+    node = agent(job, MEMORY[name], "--max-restarts", "0")
+    assert node.exit_code() == 1, node.text
+    assert "exited with code 3" in node.text
+    assert "Traceback" not in node.text
+
+
+def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: Job) -> None:
+    node = agent(job, REMOVED, "--max-restarts", "1")
+    assert node.exit_code() == 0, node.text
+    assert len(re.findall("was removed while this job runs", node.text)) == 1
+
+
+def guardian_of(agent: int) -> int:
+    """0 while it has none."""
+    for pid in children(agent):
+        if b"elasticlib.workers.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    return 0
+
+
+def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(job: Job) -> None:
+    node = job.run("a", "--standalone", worker=("child",), PYTHONPATH=WITHOUT_TORCH)
+    (place,) = job.settled(1)
+    for _ in range(3):
+        killed = until("a guardian", lambda: guardian_of(node.pid))
+        os.kill(killed, signal.SIGKILL)
+        until("another", lambda killed=killed: guardian_of(node.pid) not in (0, killed))
+    node.kill()
+    # And nothing of it is left in the folder for temporary files, or in shared memory.
+    job.gone()
+    assert not alive(place["child"])
+
+
+HOST = """
+import os, signal, sys
+from elasticlib.workers.guardian import Guardian
+
+guardian = Guardian()
+guardian.add_folder(sys.argv[1])
+if os.fork() == 0:
+    signal.pause()  # it has all that its parent had open
+if sys.argv[2] == "closes":
+    guardian.close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+def test_a_fork_that_holds_the_pipe_keeps_no_guardian_waiting(job: Job, end: str) -> None:
+    folder = job.folder / "a folder\nof two lines"
+    folder.mkdir()
+    host = job.start("host", sys.executable, "-c", HOST, str(folder), end)
+    assert host.exit_code() == -signal.SIGKILL
+    until("the folder to be gone", lambda: not folder.exists())
+    (fork,) = until("the fork alone", lambda: len(job.processes()) == 1 and job.processes())
+    os.kill(fork, signal.SIGKILL)
+
+
+def test_a_filter_alone_starts_warm_workers(job: Job) -> None:
+    script = job.folder / "script.py"
+    script.write_text("import os; print('rank', os.environ['RANK'])")
+    flags = ("--standalone", "--nproc-per-node=2", "--local-ranks-filter=1")
+    command = (sys.executable, "-m", "elasticlib.launch", *flags, str(script))
+    node = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+    assert node.exit_code() == 0, node.text
+    assert re.findall(r"rank \d", node.text) == ["rank 1"]
