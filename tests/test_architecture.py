@@ -15,7 +15,10 @@ PACKAGE = ROOT / "elasticlib"
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-LAYER_0 = {"errors.py", "clock.py", "hard_lock.py", "held_folder.py", "_version.py"}
+LAYER_0 = {
+    *("errors.py", "clock.py", "signals.py", "threads.py"),
+    *("hard_lock.py", "held_folder.py", "_version.py"),
+}
 PURE = {
     "endpoint.py",
     "visible.py",

@@ -22,6 +22,7 @@ from ..workers.error_file import failure_record
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
 from .first_process import stand_in
+from .held_signals import HELD
 from .torchrun_options import log_level
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(argv: Sequence[str]) -> int:
     launch = read_launch(argv, os.environ)
     config = with_prefix(launch.config, os.environ)
+    if HELD.active:
+        HELD.keep(config.supervision.agent.drain_signals)
     if launch.settings["dry_run"]:
         return _show_plan(attrs.evolve(launch, config=config))
     reaped = stand_in()
