@@ -68,6 +68,7 @@ PURE = {
     "stores/file_format.py",
     "workers/lines.py",
     "rendezvous/timing.py",
+    "rendezvous/standstill.py",
     "rendezvous/document.py",
     "rendezvous/ranks.py",
     "rendezvous/decide.py",

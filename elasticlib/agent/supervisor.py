@@ -70,6 +70,11 @@ log = logging.getLogger("elasticlib.agent")
 
 Answer = TypeVar("Answer")
 
+START_SECONDS = 120.0
+"""That the start of many workers may take, in which the loop does not turn."""
+KEEP_SECONDS = 660.0
+"""That a memory may take at the end to put what it holds where it lasts."""
+
 
 @attrs.frozen
 class _News:
@@ -128,7 +133,7 @@ class Supervisor:
         self._own_restarts = 0
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
-        self._started_at = clock()
+        self._started_at = self._turned_at = clock()
         self._telling = Telling(journal or NoJournal(), clock)
         self._account = Account(socket.gethostname(), clock)
         self._hang = self._watched(workers)
@@ -156,8 +161,17 @@ class Supervisor:
         self._inbox.put(_News(None, lambda: _answer(asked, call), asked))
         return None if self._now.state is State.ENDED else asked
 
+    def _turn_seen(self, allowed: float = 0.0) -> None:
+        """The loop turns. allowed: seconds that what it does now may take beside."""
+        self._turned_at = self._clock() + allowed
+
+    def _silent(self) -> float:
+        return max(0.0, self._clock() - self._turned_at)
+
     def run(self) -> RunResult:
         """Take part in the job until it is over for this node."""
+        self._turn_seen()
+        self._handler.follow(self._silent)
         self._telling.began()
         with self._signals:
             self._observer.start()
@@ -196,8 +210,10 @@ class Supervisor:
             stack.callback(_closed, lambda: self._observer.stop(seconds=5.0))
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
+            stack.callback(self._turn_seen)
             stack.callback(_closed, self._keep)
             stack.callback(_closed, self._workers.end)
+            stack.callback(self._turn_seen)
             stack.callback(_closed, self._account.close)
             stack.callback(_closed, self._agreements.end)
             if self._hang is not None:
@@ -205,6 +221,7 @@ class Supervisor:
 
     def _keep(self) -> None:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
+        self._turn_seen(KEEP_SECONDS)
         outcome = self._now.outcome
         done = outcome is not None and outcome.kind is OutcomeKind.SUCCEEDED
         self._account.lost = self._memory.finish(keep=not done)
@@ -212,6 +229,7 @@ class Supervisor:
     # -- the loop -----------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        self._turn_seen()
         stopped = self._stop.climb()
         if stopped is not None:
             self._telling.stopped(stopped)
@@ -234,6 +252,7 @@ class Supervisor:
                 self._telling.idle(event)
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         for action in actions:
+            self._turn_seen()
             self._do(action)
 
     # -- commands -----------------------------------------------------------------------------
@@ -267,6 +286,7 @@ class Supervisor:
     def _start(self) -> None:
         info = self._info
         assert info is not None
+        self._turn_seen(START_SECONDS)
         self._account.begin()
         self._stop.forget()
         self._agreements.begin(info, self._attempt)

@@ -86,6 +86,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
             # Beside whatever else a node does before it joins: it takes seconds.
             helper(import_torch, "rendezvous-import").start()
 
+    def follow(self, silent: Callable[[], float]) -> None:
+        self._keeper.silent = silent
+
     def next_rendezvous(self) -> RendezvousInfo:
         self._close_bootstrap()
         self._keeper.start()
