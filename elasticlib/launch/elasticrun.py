@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..workers.error_file import failure_record
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
+from .console import ConsoleHandler, show
 from .first_process import stand_in
 from .held_signals import HELD
 from .torchrun_options import log_level
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
+
+SHOW_SECONDS = 10.0
+"""For the last words to be taken by whoever reads them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,15 +132,16 @@ def _open_streams() -> None:
 def _show(text: str) -> None:
     """How the run ended is in the exit code as well, which a full disk must not change."""
     try:
-        print(text, end="", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
+        sys.stderr.flush()
+        show(sys.stderr.fileno(), text.encode(errors="backslashreplace"), SHOW_SECONDS)
+    except (OSError, ValueError, AttributeError):
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 2)
 
 
 def start_logging(level: int, form: str) -> None:
     """What elasticlib has to say goes to stderr, each line in this form."""
-    handler = logging.StreamHandler()
+    handler = ConsoleHandler()
     handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logger = logging.getLogger("elasticlib")
     logger.handlers = [handler]

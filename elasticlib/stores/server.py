@@ -40,7 +40,8 @@ LONGEST_SLEEP = 3600.0
 class ServerLimits:
     """What one client, and all of them together, may cost the server.
 
-    close_seconds: for its thread to end. spare_descriptors: of those that this process may have, so many are for all else that it does.
+    spare_descriptors: of those that this process may have, so many are for all else that it does.
+    close_seconds: for the server's thread to end.
     """
 
     store: Limits = attrs.field(factory=Limits)
