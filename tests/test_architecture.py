@@ -15,7 +15,10 @@ PACKAGE = ROOT / "elasticlib"
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-LAYER_0 = {"errors.py", "clock.py", "foreign.py", "hard_lock.py", "held_folder.py", "_version.py"}
+LAYER_0 = {
+    *("errors.py", "clock.py", "foreign.py", "signals.py", "threads.py"),
+    *("hard_lock.py", "held_folder.py", "_version.py"),
+}
 PURE = {
     "endpoint.py",
     "visible.py",
@@ -65,6 +68,7 @@ PURE = {
     "stores/file_format.py",
     "workers/lines.py",
     "rendezvous/timing.py",
+    "rendezvous/standstill.py",
     "rendezvous/document.py",
     "rendezvous/ranks.py",
     "rendezvous/decide.py",

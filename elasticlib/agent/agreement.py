@@ -16,6 +16,7 @@ from ..clock import Clock
 from ..errors import ElasticError, StoreError, StoreRefused
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
+from ..threads import helper
 from ..workers.interface import Workers
 from ..workers.notice import RESIZE, Notice
 from .agreed import Need, agreed, decode_need, encode_need, more_urgent
@@ -46,7 +47,8 @@ class Agreement:
         self._told = told
         self._deadline = clock() + notice.seconds
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="agent-agreement", daemon=True)
+        # Without it they do not stop at one call, and the others must not wait for it.
+        self._thread = helper(self._run, "agent-agreement", lambda _: told(Need(None)))
 
     def start(self) -> Agreement:
         """Begin; the workers have been notified."""
@@ -199,7 +201,7 @@ def _say(info: RendezvousInfo, need: Need) -> None:
         except ElasticError as error:
             log.info("the other nodes were not told when the workers here can stop: %s", error)
 
-    threading.Thread(target=say, name="agent-agreement", daemon=True).start()
+    helper(say, "agent-agreement").start()
 
 
 def _keys(info: RendezvousInfo) -> str:

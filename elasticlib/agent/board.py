@@ -17,6 +17,7 @@ from ..clock import Clock, monotonic
 from ..errors import ElasticError
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT
+from ..threads import helper
 from ..workers.exits import WorkerExit
 from .causes import (
     ALSO,
@@ -115,7 +116,7 @@ class CauseBoard:
 
     def _later(self, work: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="agent-causes", daemon=True)
+            self._thread = helper(self._loop, "agent-causes")
             self._thread.start()
         self._work.put(work)
 

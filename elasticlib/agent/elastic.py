@@ -8,6 +8,8 @@ stopped, and nothing more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
 
 from ..clock import Clock, monotonic
 from ..observe.interface import Journal
@@ -21,6 +23,8 @@ from ..workers.spec import WorkerGroup, WorkerSpec
 from .interface import Memory, RunResult
 from .options import AgentOptions
 from .supervisor import Supervisor
+
+Answer = TypeVar("Answer")
 
 
 class ElasticAgent(Workers):
@@ -43,7 +47,7 @@ class ElasticAgent(Workers):
         interval: seconds between looks at a handler that cannot push.
         options: which signals it heeds, and how long workers may save.
         memory: what is kept for the workers over all generations; nothing, if left out.
-        journal: is told what happens; nobody, if left out.
+        journal: is told what happens; nobody, if left out. One that raises is told no more.
     """
 
     def __init__(
@@ -87,9 +91,11 @@ class ElasticAgent(Workers):
         """
         self._supervisor.heed(number)
 
-    def ask(self, call: Callable[[], None]) -> bool:
-        """Have the agent's loop call this between two events, from any thread; whether it still
-        turns. A loop that is stuck does not call it."""
+    def ask(self, call: Callable[[], Answer]) -> Future[Answer] | None:
+        """Have the agent's loop call this between two events, from any thread; None where it turns
+        no more. What the call returns or raises is the future's, and nothing to the run; one that
+        the loop never came to is cancelled. Nothing else happens while it is called: it must not
+        wait for anything. A loop that is stuck does not call it."""
         return self._supervisor.ask(call)
 
     def get_worker_group(self) -> WorkerGroup | None:

@@ -16,6 +16,7 @@ from ..clock import Clock
 from ..errors import ElasticError
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import Store
+from ..threads import helper
 from ..workers.interface import Workers
 from ..workers.spec import WorkerGroup
 from .hang import (
@@ -42,7 +43,10 @@ LINES = 40
 
 
 class HangWatch:
-    """Of one group after another; `hung` hears the attempt and a sentence, from another thread."""
+    """Of one group after another; `hung` hears the attempt and a sentence, from another thread.
+
+    broke: hears it, likewise, if nobody watches any more because that thread has ended.
+    """
 
     def __init__(
         self,
@@ -52,12 +56,14 @@ class HangWatch:
         *,
         clock: Clock,
         hung: Callable[[int, str], None],
+        broke: Callable[[str], object] | None = None,
     ) -> None:
         self._workers = workers
         self._limits = limits
         self._host = host
         self._clock = clock
         self._hung = hung
+        self._broke = broke
         self._over = threading.Event()
         self._since = clock()
 
@@ -87,7 +93,7 @@ class HangWatch:
                 self._since = watch.since
                 self._hung(attempt, reason)
 
-        threading.Thread(target=run, name="agent-hang", daemon=True).start()
+        helper(run, "agent-hang", self._broke).start()
 
     def end(self) -> None:
         """Those workers are being stopped, or have ended."""

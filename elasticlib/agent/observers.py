@@ -17,6 +17,7 @@ from ..clock import monotonic
 from ..errors import describe
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
+from ..threads import helper
 
 HEARD_SECONDS = 0.2
 """Whoever hears signals waits no longer than this without a look.
@@ -31,7 +32,8 @@ class RendezvousObserver:
 
     `ready()` blocks until workers can be started at once: the others do not stop theirs for a
     node that is not. `settled(attempt, info)`, `ended(attempt, error)` and
-    `changed(attempt, change)` are called from the observer's thread and only enqueue.
+    `changed(attempt, change)` are called from the observer's thread and only enqueue, as does
+    `broke(sentence)`, if that thread ends unasked.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RendezvousObserver:
         settled: Callable[[int, RendezvousInfo], None],
         ended: Callable[[int, Exception], None],
         changed: Callable[[int, Change], None],
+        broke: Callable[[str], None],
     ) -> None:
         self._handler = handler
         self._interval = interval
@@ -51,7 +54,7 @@ class RendezvousObserver:
         self._ended = ended
         self._changed = changed
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._observe, name="agent-rendezvous", daemon=True)
+        self._thread = helper(self._observe, "agent-rendezvous", broke)
 
     def start(self) -> None:
         self._thread.start()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import attrs
 
 from ..errors import ConfigError
+from ..signals import can_be_heard, signal_name
 from ..workers.notice import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
 
@@ -50,6 +51,13 @@ class AgentOptions:
     snapshot_replicas: int = 0
 
     def __attrs_post_init__(self) -> None:
+        for name in ("signals", "drain_signals", "save_signals"):
+            for number in getattr(self, name):
+                if not can_be_heard(number):
+                    raise ConfigError(
+                        f"{name}: no process can decide what {signal_name(number)} ({number}) does "
+                        "to it: name others"
+                    )
         for name in ("resize_grace", "drain_grace", "min_uptime"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")

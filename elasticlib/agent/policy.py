@@ -118,6 +118,13 @@ class Changed:
 
 
 @attrs.frozen
+class Broke:
+    """A part of the agent, without which it would go on blind, has ended; `reason` says which."""
+
+    reason: str
+
+
+@attrs.frozen
 class SignalArrived:
     """The agent itself was asked to end."""
 
@@ -142,6 +149,7 @@ Event = (
     | Hung
     | GroupStopped
     | Changed
+    | Broke
     | SignalArrived
     | DrainAsked
 )
@@ -315,17 +323,38 @@ def _finished_changed(_now: Supervision, event: Changed) -> Step:
     if not change.kind.final:
         return Supervision(State.JOINING), (Join(),)
     if change.kind is ChangeKind.LOST:
-        reason = f"this node's workers succeeded; the others' end is unknown: {change.reason}"
-        outcome = Outcome(OutcomeKind.SUCCEEDED, reason)
-    else:
-        outcome = outcome_of(change)
-    return Supervision(State.ENDED, outcome=outcome), (Finish(),)
+        return _finish_unknown(change.reason)
+    return Supervision(State.ENDED, outcome=outcome_of(change)), (Finish(),)
 
 
 def _end(now: Supervision, event: GroupStopped) -> Step:
     # What would not die is the worse news, and nobody else tells it.
     outcome = _undying(event) if event.left else now.outcome
     return Supervision(State.ENDED, outcome=outcome), (Finish(),)
+
+
+def _broke_now(_now: Supervision, event: Broke) -> Step:
+    return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.FAILED, event.reason)), (Finish(),)
+
+
+def _running_broke(now: Supervision, event: Broke) -> Step:
+    outcome = Outcome(OutcomeKind.FAILED, event.reason)
+    return attrs.evolve(now, state=State.ENDING, outcome=outcome), (StopWorkers(),)
+
+
+def _stopping_broke(now: Supervision, event: Broke) -> Step:
+    outcome = Outcome(OutcomeKind.FAILED, event.reason)
+    return attrs.evolve(now, state=State.ENDING, outcome=outcome), (StopSooner(),)
+
+
+def _finished_broke(_now: Supervision, event: Broke) -> Step:
+    return _finish_unknown(event.reason)
+
+
+def _finish_unknown(reason: str) -> Step:
+    """Of workers that succeeded, while nobody can say any more what becomes of the others."""
+    said = f"this node's workers succeeded; the others' end is unknown: {reason}"
+    return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.SUCCEEDED, said)), (Finish(),)
 
 
 def _stay(now: Supervision, _event: object) -> Step:
@@ -351,12 +380,14 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.JOINING, Settled): _start,
     (_S.JOINING, JoinEnded): _finish_now,
     (_S.JOINING, SignalArrived): _leave,
+    (_S.JOINING, Broke): _broke_now,
     (_S.JOINING, DrainAsked): _leave,
     (_S.RUNNING, StartFailed): _cannot_start,
     (_S.RUNNING, WorkerEnded): _worker_ended,
     (_S.RUNNING, Hung): _hung,
     (_S.RUNNING, Changed): _running_changed,
     (_S.RUNNING, SignalArrived): _running_signal,
+    (_S.RUNNING, Broke): _running_broke,
     (_S.RUNNING, DrainAsked): _running_drain,
     (_S.STOPPING, WorkerEnded): _one_less,
     (_S.STOPPING, StartFailed): _stay,
@@ -364,10 +395,12 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.STOPPING, GroupStopped): _rejoin,
     (_S.STOPPING, Changed): _stopping_changed,
     (_S.STOPPING, SignalArrived): _stopping_signal,
+    (_S.STOPPING, Broke): _stopping_broke,
     (_S.STOPPING, DrainAsked): _stopping_drain,
     (_S.FINISHED, Hung): _stay,
     (_S.FINISHED, Changed): _finished_changed,
     (_S.FINISHED, SignalArrived): _leave,
+    (_S.FINISHED, Broke): _finished_broke,
     (_S.FINISHED, DrainAsked): _leave,
     (_S.ENDING, WorkerEnded): _one_less,
     (_S.ENDING, StartFailed): _stay,
@@ -375,6 +408,7 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.ENDING, GroupStopped): _end,
     (_S.ENDING, Changed): _stay,
     (_S.ENDING, SignalArrived): _hurry,
+    (_S.ENDING, Broke): _stay,
     (_S.ENDING, DrainAsked): _stay,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .policy import Changed, DrainAsked, Event, SignalArrived, WorkerEnded
+from .policy import Broke, Changed, DrainAsked, Event, SignalArrived, WorkerEnded
 
 
 def summary(event: Event) -> str:
@@ -11,6 +11,8 @@ def summary(event: Event) -> str:
         return event.exit.describe()
     if isinstance(event, Changed):
         return event.change.reason
+    if isinstance(event, Broke):
+        return event.reason
     if isinstance(event, SignalArrived | DrainAsked):
         return event.name
     return type(event).__name__

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import signal
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import attrs
 
@@ -21,6 +22,7 @@ from ..observe.interface import Journal, NoJournal
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
+from ..signals import signal_name
 from ..workers.blame import failure_kind
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
@@ -34,6 +36,7 @@ from .observers import HEARD_SECONDS, RendezvousObserver, SignalObserver
 from .options import AgentOptions
 from .policy import (
     Action,
+    Broke,
     Changed,
     DrainAsked,
     Event,
@@ -65,13 +68,22 @@ from .telling import Telling
 
 log = logging.getLogger("elasticlib.agent")
 
+Answer = TypeVar("Answer")
+
+START_SECONDS = 120.0
+"""That the start of many workers may take, in which the loop does not turn."""
+KEEP_SECONDS = 660.0
+"""That a memory may take at the end to put what it holds where it lasts."""
+
 
 @attrs.frozen
 class _News:
-    """An entry of the inbox; attempt is None where it belongs to no particular one."""
+    """An entry of the inbox; attempt is None where it belongs to no particular one. asked: whom
+    somebody waits for that asked."""
 
     attempt: int | None
     read: Callable[[], Event | None]
+    asked: Future[Any] | None = None
 
 
 class Supervisor:
@@ -113,6 +125,7 @@ class Supervisor:
             settled=self._settled,
             ended=self._ended,
             changed=self._changed,
+            broke=self._broke,
         )
         self._now = Supervision()
         self._attempt = 0
@@ -120,7 +133,7 @@ class Supervisor:
         self._own_restarts = 0
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
-        self._started_at = clock()
+        self._started_at = self._turned_at = clock()
         self._telling = Telling(journal or NoJournal(), clock)
         self._account = Account(socket.gethostname(), clock)
         self._hang = self._watched(workers)
@@ -134,20 +147,31 @@ class Supervisor:
                 f"{type(workers).__name__} do not: leave it out"
             )
         host = socket.gethostname()
-        return HangWatch(workers, self._options.hang, host, clock=self._clock, hung=self._hung)
+        told = {"hung": self._hung, "broke": self._broke}
+        return HangWatch(workers, self._options.hang, host, clock=self._clock, **told)
 
     @property
     def group(self) -> WorkerGroup | None:
         """That of the generation which this node holds, or None before the first."""
         return self._group
 
-    def ask(self, call: Callable[[], None]) -> bool:
-        """Have the loop call this in a turn of its own; whether it has any more."""
-        self._inbox.put(_News(None, call))
-        return self._now.state is not State.ENDED
+    def ask(self, call: Callable[[], Answer]) -> Future[Answer] | None:
+        """Have the loop call this in a turn of its own; None where it has no more."""
+        asked: Future[Answer] = Future()
+        self._inbox.put(_News(None, lambda: _answer(asked, call), asked))
+        return None if self._now.state is State.ENDED else asked
+
+    def _turn_seen(self, allowed: float = 0.0) -> None:
+        """The loop turns. allowed: seconds that what it does now may take beside."""
+        self._turned_at = self._clock() + allowed
+
+    def _silent(self) -> float:
+        return max(0.0, self._clock() - self._turned_at)
 
     def run(self) -> RunResult:
         """Take part in the job until it is over for this node."""
+        self._turn_seen()
+        self._handler.follow(self._silent)
         self._telling.began()
         with self._signals:
             self._observer.start()
@@ -171,17 +195,25 @@ class Supervisor:
         unexpected = Outcome(OutcomeKind.FAILED, "the agent ended unexpectedly")
         result = self._account.result(self._now.outcome or unexpected, self._group)
         self._telling.over(result)
+        self._telling.end()
         return result
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked = self._inbox.get_nowait().asked
+                if asked is not None:
+                    asked.cancel()
         with contextlib.ExitStack() as stack:
             # Called in reverse order.
             stack.callback(_closed, lambda: self._observer.stop(seconds=5.0))
             stack.callback(_closed, self._handler.shutdown)
             stack.callback(_closed, self._workers.close)
+            stack.callback(self._turn_seen)
             stack.callback(_closed, self._keep)
             stack.callback(_closed, self._workers.end)
+            stack.callback(self._turn_seen)
             stack.callback(_closed, self._account.close)
             stack.callback(_closed, self._agreements.end)
             if self._hang is not None:
@@ -189,6 +221,7 @@ class Supervisor:
 
     def _keep(self) -> None:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
+        self._turn_seen(KEEP_SECONDS)
         outcome = self._now.outcome
         done = outcome is not None and outcome.kind is OutcomeKind.SUCCEEDED
         self._account.lost = self._memory.finish(keep=not done)
@@ -196,6 +229,7 @@ class Supervisor:
     # -- the loop -----------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        self._turn_seen()
         stopped = self._stop.climb()
         if stopped is not None:
             self._telling.stopped(stopped)
@@ -218,6 +252,7 @@ class Supervisor:
                 self._telling.idle(event)
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         for action in actions:
+            self._turn_seen()
             self._do(action)
 
     # -- commands -----------------------------------------------------------------------------
@@ -251,6 +286,7 @@ class Supervisor:
     def _start(self) -> None:
         info = self._info
         assert info is not None
+        self._turn_seen(START_SECONDS)
         self._account.begin()
         self._stop.forget()
         self._agreements.begin(info, self._attempt)
@@ -359,7 +395,7 @@ class Supervisor:
         self._inbox.put(_News(None, lambda: self._heed(number)))
 
     def _heed(self, number: int) -> Event:
-        options, name = self._options, signal.Signals(number).name
+        options, name = self._options, signal_name(number)
         why = options.why_drained(number)
         if number in options.drain_signals or (
             number in options.save_signals and self._listens(why)
@@ -387,8 +423,21 @@ class Supervisor:
 
         self._inbox.put(_News(attempt, tell))
 
+    def _broke(self, reason: str) -> None:
+        self._put(None, Broke(reason))
+
     def _agreed(self, attempt: int, need: Need) -> None:
         self._inbox.put(_News(attempt, lambda: self._stop.agreed(need)))
+
+
+def _answer(asked: Future[Answer], call: Callable[[], Answer]) -> None:
+    """What comes of the call is for who asked, and for nobody else."""
+    if not asked.set_running_or_notify_cancel():
+        return
+    try:
+        asked.set_result(call())
+    except (Exception, SystemExit) as error:
+        asked.set_exception(error)
 
 
 def _closed(close: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from ..clock import Clock
-from ..observe.interface import Journal
+from ..observe.interface import Journal, Journals
 from ..rendezvous.change import ChangeKind
 from ..rendezvous.interface import FailureKind, RendezvousInfo
 from ..workers.exits import WorkerExit
@@ -27,7 +27,7 @@ class Telling:
     """Of one node's run, in the order in which it happens."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
-        self._journal = journal
+        self._journal = Journals(journal)
         self._clock = clock
         self._generation = 0
         self._idle_since = self._began_at = self._stopping_at = clock()
@@ -126,6 +126,10 @@ class Telling:
             if cause is None
             else {"host": cause.host, "rank": cause.rank, "what": cause.sentence},
         )
+
+    def end(self) -> None:
+        """Nothing more is told; what was has been heard, unless that takes too long."""
+        self._journal.settle()
 
     def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
         self._journal.tell(kind, generation=self._generation, rank=rank, **facts)

@@ -2,6 +2,6 @@
 
 import sys
 
-from .elasticrun import main
+from .start import elasticrun
 
-sys.exit(main())
+sys.exit(elasticrun())

@@ -4,13 +4,13 @@ environment, and what can be checked. Nothing is started.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
+from ..signals import signal_name
 from ..workers.processors import count_cores
 from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
 from ..workers.timer_server import VARIABLE as TIMERS
@@ -107,7 +107,7 @@ def _meant(launch: Launch, name: str) -> object:
     config, supervision = launch.config, launch.config.supervision
     if name in _SIGNALS:
         numbers = getattr(supervision.agent, _SIGNALS[name])
-        return [signal.Signals(number).name for number in numbers] or "none"
+        return [signal_name(number) for number in numbers] or "none"
     for holder in (config, supervision, supervision.agent):
         if hasattr(holder, name):
             return getattr(holder, name)

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from ..checkpoint.persisting import Persist
 from ..errors import ConfigError
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
+from ..signals import as_signal
 from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
@@ -46,6 +46,7 @@ from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import RecordingAgent, entry_name
 from .exit_summary import ExitSummary
+from .held_signals import HELD, HeldSignals
 from .journals import kept_logs, open_journal
 from .live import answering, open_standing
 from .logs_specs import open_logs_specs
@@ -104,8 +105,8 @@ def values_of(name: str, result: RunResult) -> dict[int, Any]:
         ChildFailedError: it failed. SignalException: it was stopped or drained.
     """
     if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-        number = signal.Signals(result.signal)
-        raise SignalException(f"{name}: {result.state.value}: {result.reason}", number, result)
+        said = f"{name}: {result.state.value}: {result.reason}"
+        raise SignalException(said, as_signal(result.signal), result)
     if result.state is not WorkerState.SUCCEEDED:
         raise ChildFailedError(name, failures_of(result.failures), result)
     return result.values
@@ -144,6 +145,28 @@ def run_node(
     before it runs, for who is to tell it something from another thread. summary: is told what
     happens, beside the journal.
     """
+    with contextlib.ExitStack() as stack:
+        # From here to the end: a node that has saved and leaves is often told so again.
+        drains = HeldSignals(config.supervision.agent.drain_signals)
+        held = HELD if HELD.active else stack.enter_context(drains)
+
+        def meet(agent: ElasticAgent) -> None:
+            held.give(agent.heed)
+            if began is not None:
+                began(agent)
+
+        return _run_node(config, entrypoint, workers, persist, began=meet, summary=summary)
+
+
+def _run_node(
+    config: LaunchConfig,
+    entrypoint: Entrypoint,
+    workers: Workers | None,
+    persist: Persist,
+    *,
+    began: Callable[[ElasticAgent], object],
+    summary: ExitSummary | None,
+) -> RunResult:
     _check_here(config, entrypoint)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
@@ -175,11 +198,8 @@ def run_node(
             journal=watch,
         )
         observed.begin(agent, standing, journal)
-        if began is not None:
-            began(agent)
+        began(agent)
         stack.enter_context(answering(meeting, standing, agent))
-        # A node that has saved and leaves is often told so again, and must not die of it.
-        stack.enter_context(SignalObserver(options.drain_signals, lambda _: None))
         with watch:
             result = agent.run()
         _write_report(runners, result)

@@ -22,7 +22,9 @@ from ..visible import visible
 from ..workers.error_file import failure_record
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
+from .console import ConsoleHandler, show
 from .first_process import stand_in
+from .held_signals import HELD
 from .torchrun_options import log_level
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
+
+SHOW_SECONDS = 10.0
+"""For the last words to be taken by whoever reads them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(argv: Sequence[str]) -> int:
     launch = read_launch(argv, os.environ)
     config = with_prefix(launch.config, os.environ)
+    if HELD.active:
+        HELD.keep(config.supervision.agent.drain_signals)
     if launch.settings["dry_run"]:
         return _show_plan(attrs.evolve(launch, config=config))
     reaped = stand_in()
@@ -126,8 +133,10 @@ def _open_streams() -> None:
 def _show(text: str) -> None:
     """How the run ended is in the exit code as well, which a full disk must not change."""
     try:
-        print(visible(text), end="", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
+        sys.stderr.flush()
+        said = visible(text).encode(errors="backslashreplace")
+        show(sys.stderr.fileno(), said, SHOW_SECONDS)
+    except (OSError, ValueError, AttributeError):
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 2)
 
@@ -141,7 +150,7 @@ class _Visible(logging.Formatter):
 
 def start_logging(level: int, form: str) -> None:
     """What elasticlib has to say goes to stderr, each line in this form."""
-    handler = logging.StreamHandler()
+    handler = ConsoleHandler()
     handler.setFormatter(_Visible(form, "%H:%M:%S"))
     logger = logging.getLogger("elasticlib")
     logger.handlers = [handler]

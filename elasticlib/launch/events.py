@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -18,13 +19,18 @@ import attrs
 from ..agent.elastic import LocalElasticAgent
 from ..agent.interface import RunResult
 from ..clock import monotonic, wall
+from ..errors import describe
 from ..rendezvous.interface import RendezvousHandler
+from ..threads import Aside
 from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.spec import Entrypoint, Function, Worker, WorkerGroup, WorkerSpec, WorkerState
 
+log = logging.getLogger("elasticlib.launch")
+
 AGENT, WORKER = "AGENT", "WORKER"
 STDERR = 2
+CLOSE_SECONDS = 2.0
 
 
 def entry_name(entrypoint: Entrypoint) -> str:
@@ -65,6 +71,7 @@ class RecordingAgent(LocalElasticAgent):
         self._events.record(
             AGENT, result.state.name, self.get_worker_group(), {}, raw_error=_as_torchs(error)
         )
+        self._events.close()
         return result
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
@@ -97,6 +104,8 @@ class _Events:
         self._spec = spec
         self._handler = handler
         self._write = write
+        # Who reads them may stand still, and the agent does not.
+        self._aside = Aside("agent-events", _told_no_more)
         self._began = self._parted = monotonic()
 
     def parted(self) -> None:
@@ -116,6 +125,26 @@ class _Events:
         **known: Any,
     ) -> None:
         """place: what is known of the worker, if it is one's."""
+        at, running = wall(), monotonic() - self._began
+        self._aside.call(
+            lambda: self._write(self._line((source, state), group, place, known, at, running))
+        )
+
+    def close(self) -> None:
+        """All has been written, unless that takes too long."""
+        if not self._aside.close(CLOSE_SECONDS):
+            log.warning("torch's events are not all written within %g s", CLOSE_SECONDS)
+
+    def _line(
+        self,
+        what: tuple[str, str],
+        group: WorkerGroup | None,
+        place: dict[str, Any],
+        known: dict[str, Any],
+        *now: float,
+    ) -> str:
+        """now: seconds since 1970, and since the run began."""
+        source, state = what
         nodes = None if group is None else group.group_world_size
         more = {"group_world_size": nodes, "entry_point": entry_name(self._spec.entrypoint)}
         rank = place.pop("global_rank", None)
@@ -127,7 +156,7 @@ class _Events:
             "role": self._spec.role,
             "hostname": socket.gethostname(),
             "state": state,
-            "total_run_time": int(monotonic() - self._began),
+            "total_run_time": int(now[1]),
             "rdzv_backend": self._handler.get_backend(),
             "raw_error": None,
             "metadata": json.dumps({**more, **place}),
@@ -137,10 +166,14 @@ class _Events:
         said = {
             "name": f"torchelastic.worker.status.{state}",
             "source": source,
-            "timestamp": int(wall() * 1000),
+            "timestamp": int(now[0] * 1000),
             "metadata": {**metadata, **known},
         }
-        self._write(json.dumps(said) + "\n")
+        return json.dumps(said) + "\n"
+
+
+def _told_no_more(error: BaseException) -> None:
+    log.warning("torch's events are not written any more: %s", describe(error), exc_info=error)
 
 
 def _place(worker: Worker, *, pid: int | None, code: int | None = None) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class ExitSummary(Journal):
         run: the job's id, by which people ask for more.
     """
 
+    prompt = True
+
     def __init__(self, run: str, *, clock: Clock = monotonic) -> None:
         self._run = run
         self._clock = clock

@@ -7,7 +7,6 @@ defaults in `agent/options.py`, and the rest here.
 from __future__ import annotations
 
 import argparse
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..agent.hang import HangLimits
 from ..agent.interface import DRAIN_EXIT_CODE
 from ..agent.options import DRAIN_SIGNALS, RESIZES, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
+from ..signals import signal_name, signal_number
 from .settings import Source
 
 LONGEST = 1e6
@@ -191,7 +191,7 @@ def _heeded(given: argparse.Namespace, named_by: Source) -> AgentOptions:
     both = sorted({*(ends or ())} & {*(drains or ())})
     if both:
         raise ConfigError(
-            f"{signal.Signals(both[0]).name} is in --signals-to-handle, which end the run, and "
+            f"{signal_name(both[0])} is in --signals-to-handle, which end the run, and "
             "in --drain-signals, which save first: name it in one of them"
         )
     # torchrun's jobs name SIGUSR2 among those that end the run.
@@ -214,9 +214,9 @@ def _numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
 def _number(name: str, flag: str) -> int:
     if name in NEVER:
         raise ConfigError(f"{flag}: {name} cannot mean that")
-    try:
-        return int(signal.Signals[name])
-    except KeyError:
+    number = signal_number(name)
+    if number is None:
         raise ConfigError(
             f"{flag} is names of signals with commas between, as SIGTERM,SIGUSR1, got {name!r}"
-        ) from None
+        )
+    return number

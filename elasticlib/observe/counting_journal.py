@@ -14,6 +14,8 @@ from .interface import Journal
 class CountingJournal(Journal):
     """The counts of one node's events; for several threads."""
 
+    prompt = True
+
     def __init__(self, run: str, node: str, *, clock: Clock = monotonic) -> None:
         self._run = run
         self._node = node

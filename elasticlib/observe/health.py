@@ -10,6 +10,7 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import Clock, monotonic
+from ..threads import helper
 from .history import JobState
 
 EVERY_SECONDS = 1.0
@@ -29,13 +30,13 @@ class LoopWatch:
     """A thread that asks, from `begin` to `end`.
 
     Args:
-        ask: has a function called in the loop's own turn, and says whether there are more turns.
+        ask: has a function called in the loop's own turn; false if there are no more turns.
         every: seconds between questions.
     """
 
     def __init__(
         self,
-        ask: Callable[[Callable[[], None]], bool],
+        ask: Callable[[Callable[[], object]], object],
         *,
         every: float = EVERY_SECONDS,
         clock: Clock = monotonic,
@@ -46,7 +47,7 @@ class LoopWatch:
         self._turned = clock()
         self._over = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="agent-health", daemon=True)
+        self._thread = helper(self._watch, "agent-health")
 
     def begin(self) -> None:
         self._turned = self._clock()

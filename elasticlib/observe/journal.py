@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
+from ..threads import helper
 from .event import Event, encode
 from .interface import Journal
 
@@ -29,6 +30,8 @@ class FileJournal(Journal):
         waiting: so many may wait to be written; more of them are lost, and counted.
         retry: seconds before another try where a disk takes nothing.
     """
+
+    prompt = True
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class FileJournal(Journal):
         self._lost = self._lost_in_all = 0
         self._lost_lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+        self._thread = helper(self._write_all, "journal")
         self._thread.start()
 
     def tell(

@@ -21,6 +21,7 @@ import attrs
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
+from ..threads import helper
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -87,7 +88,7 @@ class ObservePort:
         runs = [("observe", self._collect)]
         runs += [(f"observe-{number}", self._serve) for number in range(THREADS)]
         for name, run in runs:
-            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread = helper(run, name)
             thread.start()
             self._threads.append(thread)
 

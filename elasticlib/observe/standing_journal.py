@@ -22,6 +22,8 @@ class StandingJournal(Journal):
         begins: the node before anything is told; its times are set here.
     """
 
+    prompt = True
+
     def __init__(self, begins: NodeStanding, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()

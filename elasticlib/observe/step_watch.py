@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from ..clock import Clock, monotonic
+from ..threads import helper
 from ..workers.interface import Workers
 from .interface import Journal
 from .pace import Known, Look, beginnings, progress
@@ -31,6 +32,8 @@ class StepWatch(Journal):
         journal: is told what the agent tells, and what is seen.
         every: seconds between looks; soon: until training has begun.
     """
+
+    prompt = True
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class StepWatch(Journal):
         self._started = False
         self._over = False
         self._woken = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="agent-steps", daemon=True)
+        self._thread = helper(self._watch, "agent-steps")
 
     def __enter__(self) -> StepWatch:
         if self._workers.tell_steps:
@@ -89,8 +92,7 @@ class StepWatch(Journal):
             self._woken.clear()
             if self._over:
                 return
-            with self._lock:
-                self._look(final=False)
+            self._look_aside()
 
     def _pause(self) -> float:
         if not self._started:
@@ -99,6 +101,19 @@ class StepWatch(Journal):
             return self._soon
         return max(0.01, self._looked + self._every - self._clock())
 
+    def _look_aside(self) -> None:
+        """Between what is told. Some Workers are not ours, and who tells waits for none of them."""
+        if not self._started:
+            return
+        try:
+            look, due = self._seen(final=False)
+            with self._lock:
+                # Of workers that have ended since, more is known by now, and has been told.
+                if self._started and look.generation == self._generation:
+                    self._tell_of(look, due)
+        except Exception:
+            self._fail()
+
     def _look(self, *, final: bool) -> None:
         """Tell what has moved; how far the workers are only now and then, and at the end."""
         if not self._started or not self._workers.tell_steps:
@@ -106,9 +121,12 @@ class StepWatch(Journal):
         try:
             self._tell_of(*self._seen(final=final))
         except Exception:
-            # What is seen is never worth the end of the training; some Workers are not ours.
-            self._looked = self._clock()
-            log.exception("the workers' steps could not be looked at")
+            self._fail()
+
+    def _fail(self) -> None:
+        # What is seen is never worth the end of the training.
+        self._looked = self._clock()
+        log.exception("the workers' steps could not be looked at")
 
     def _seen(self, *, final: bool) -> tuple[Look, bool]:
         beats = self._workers.beats()

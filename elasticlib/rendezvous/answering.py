@@ -23,6 +23,7 @@ from ..observe.question import (
 )
 from ..observe.standing import NodeStanding
 from ..stores.interface import Entry, Store
+from ..threads import helper
 from .backoff import backoff
 from .keys import Keys
 
@@ -72,7 +73,7 @@ class Answerer:
         self._clock = clock
         self._over = threading.Event()
         self._seen: dict[str, int] = {}
-        self._thread = threading.Thread(target=self._run, name="agent-answers", daemon=True)
+        self._thread = helper(self._run, "agent-answers")
 
     def __enter__(self) -> Answerer:
         self._thread.start()

@@ -16,6 +16,7 @@ from ..clock import Clock, monotonic
 from ..endpoint import join_endpoint, split_endpoint
 from ..errors import ElasticError, RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..stores.interface import Store
+from ..threads import helper
 from .bootstrap import OF_TORCH, BootstrapStore, import_torch, open_torch_store
 from .change import Change, ChangeKind, change_since, final_change, has_entered
 from .document import FailureKind, Head, Limits, Node
@@ -83,7 +84,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def prepare(self) -> None:
         if self._open_bootstrap in OF_TORCH:
             # Beside whatever else a node does before it joins: it takes seconds.
-            threading.Thread(target=import_torch, name="rendezvous-import", daemon=True).start()
+            helper(import_torch, "rendezvous-import").start()
+
+    def follow(self, silent: Callable[[], float]) -> None:
+        self._keeper.silent = silent
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._close_bootstrap()

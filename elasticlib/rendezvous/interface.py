@@ -7,6 +7,7 @@ minutes; what is new here has a default, so that such a handler needs none of it
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 
 import attrs
 
@@ -79,6 +80,11 @@ class RendezvousHandler(abc.ABC):
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Begin what takes its time and needs no other node, and return."""
+
+    def follow(self, silent: Callable[[], float]) -> None:  # noqa: B027 - not all keep a lease
+        """Before the first rendezvous: `silent()` says, to any thread, for how many seconds the
+        agent's loop has not turned. A handler that keeps a lease for its node lets that end where
+        the loop stands still, so that the others need not wait for what reacts to nothing."""
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:

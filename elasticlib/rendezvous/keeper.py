@@ -33,6 +33,7 @@ from .exchange import UNANSWERED, Exchange, Wishes, settled
 from .notes import noted
 from .participant import Participant, Snapshot
 from .reminder import REMIND_SECONDS, Reminder
+from .standstill import Standstill
 from .timing import Timing
 from .watcher import Watcher
 
@@ -86,6 +87,9 @@ class Keeper:
         self._note_at = float("inf")
         self._missing_since = self._stood = clock()
         self._reminder = Reminder(timing.join)
+        self._standstill, self._still = Standstill(timing.loop), False
+        self.silent: Callable[[], float] = lambda: 0.0
+        """Seconds for which the loop of this node's agent has not turned."""
         self.heard_at: float | None = None
         """When the store last took this node's word, by our clock; None before it has."""
         self.exchange = Exchange(node, clock, lambda: self._inbox.put(_Event()))
@@ -148,11 +152,30 @@ class Keeper:
                 return 0.0
         self._learn_address()
         now = self._clock()
-        self._participant.speak(exchange.intent, exchange.head, now)
-        self.heard_at = now
+        self._speak(now)
         if now >= self._look_at:
             self._look_at = now + self._look(now, listing)
         return max(0.0, min(self._timing.refresh, self._look_at - self._clock()))
+
+    def _speak(self, now: float) -> None:
+        """Keep this node's place, unless its agent's loop stands still: it gives up its place, and
+        what has become of the generation is read before it speaks again."""
+        still = self._standstill.judge(self.silent(), now)
+        if still and not self._still:
+            log.warning(
+                "the agent's loop has not turned for %g s: this node gives up its place among the "
+                "others until it does",
+                self._timing.loop,
+            )
+        if still:
+            self._participant.withdraw()
+        else:
+            if self._still:
+                log.warning("the agent's loop turns again, and this node speaks again")
+                self.exchange.tell(self._participant.read(self.exchange.intent, now))
+            self._participant.speak(self.exchange.intent, self.exchange.head, now)
+            self.heard_at = now
+        self._still = still
 
     def _arrive(self) -> None:
         """Look before we speak: whoever is going to be refused must not be let in first."""

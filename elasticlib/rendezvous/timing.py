@@ -12,7 +12,8 @@ class Timing:
     """How long a handler waits, in seconds.
 
     join: for a generation to settle. lease: how long a silent node counts as alive; refresh: how
-    often it speaks. store_grace: how long the store may be away. close: for leaving.
+    often it speaks. store_grace: how long the store may be away. close: for leaving. loop: for how
+    long an agent's loop may stand still before its node gives up its place among the others.
     """
 
     join: float = 600.0
@@ -20,6 +21,7 @@ class Timing:
     refresh: float = 1.0
     store_grace: float = 300.0
     close: float = 30.0
+    loop: float = 30.0
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.refresh < self.lease:
@@ -27,3 +29,5 @@ class Timing:
                 f"a lease must be refreshed before it ends: need 0 < refresh < lease, "
                 f"got refresh={self.refresh:g} s and lease={self.lease:g} s"
             )
+        if self.loop <= 0:
+            raise ConfigError(f"an agent's loop may stand still for > 0 s, got loop={self.loop:g}")

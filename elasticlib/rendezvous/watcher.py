@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ..errors import StoreError
 from ..stores.interface import Listing, Store, Watched
+from ..threads import helper
 from .backoff import backoff
 
 log = logging.getLogger("elasticlib.rendezvous")
@@ -33,7 +34,7 @@ class Watcher:
         self._changed = changed
         self._stopping = threading.Event()
         self._fences: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name="rendezvous-watch", daemon=True)
+        self._thread = helper(self._watch, "rendezvous-watch")
         self._failures = 0
 
     def arm(self, prefix: str, version: int, *, listing: bool) -> None:

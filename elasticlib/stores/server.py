@@ -13,6 +13,7 @@ import resource
 import secrets
 import selectors
 import socket
+import sys
 import threading
 from collections.abc import Collection
 
@@ -21,6 +22,7 @@ import attrs
 from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreRefused
+from ..threads import helper
 from .admission import Admission
 from .forks import close_in_children, renew_in_children
 from .peer import Peer, address_of, keep_honest
@@ -39,6 +41,7 @@ class ServerLimits:
     """What one client, and all of them together, may cost the server.
 
     spare_descriptors: of those that this process may have, so many are for all else that it does.
+    close_seconds: for the server's thread to end.
     """
 
     store: Limits = attrs.field(factory=Limits)
@@ -48,6 +51,7 @@ class ServerLimits:
     unsent_bytes: int = 64 * 1024 * 1024
     handshake_seconds: float = 10.0
     silent_network_seconds: float = 60.0
+    close_seconds: float = 10.0
 
     def most_connections(self) -> int:
         """As many as this process may have open now; where that is little, half of it."""
@@ -138,9 +142,16 @@ class TcpStoreServer:
         return self._loop is None or self._loop.wait_stopped(timeout)
 
     def close(self) -> None:
-        """End all connections and the thread. Closing twice is harmless."""
-        if self._loop is not None:
-            self._loop.stop()
+        """End all connections and the thread, within some seconds: what does not end by then is
+        named in the log and left behind. Closing twice is harmless."""
+        seconds = self._limits.close_seconds
+        if self._loop is not None and not self._loop.stop(seconds):
+            log.error(
+                "the store's server at %s has not ended within %g s; it stands %s",
+                self.address,
+                seconds,
+                self._loop.stands(),
+            )
 
     def __enter__(self) -> TcpStoreServer:
         return self.start()
@@ -192,19 +203,27 @@ class _Loop:
         self._stopping = threading.Event()
         self._wake, self._woken = map(close_in_children, socket.socketpair())
         self._selector = close_in_children(selectors.DefaultSelector())
-        self._thread = threading.Thread(target=self._serve, name="tcp-store-server", daemon=True)
+        self._thread = helper(self._serve, "tcp-store-server")
 
     def start(self) -> None:
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, seconds: float) -> bool:
+        """Whether the thread has ended within so many seconds."""
         if not self._stopping.is_set():
             self._stopping.set()
             with contextlib.suppress(OSError):  # the thread has ended by itself
                 self._woken.send(b"!")
-        self._thread.join()
+        return self.wait_stopped(seconds)
+
+    def stands(self) -> str:
+        """In which line the thread is; for people."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "nowhere, as it has ended"
+        return f"in {frame.f_code.co_filename}, line {frame.f_lineno}, {frame.f_code.co_name}"
 
     @property
     def serving(self) -> bool:

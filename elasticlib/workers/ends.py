@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
 
 from ..errors import WorkerStartError
+from ..threads import helper
 from . import session
 from .warm import Warm
 
@@ -23,7 +23,8 @@ def watch(pid: int, local_rank: int, ended: Callable[[int], None]) -> None:
         session.ends_within(pid, None)
         ended(local_rank)
 
-    threading.Thread(target=wait, name=f"worker-{local_rank}-end", daemon=True).start()
+    # One that nobody can wait for any more is taken for one that ended: whoever is told ends it.
+    helper(wait, f"worker-{local_rank}-end", lambda _: ended(local_rank)).start()
 
 
 def reap(popen: subprocess.Popen[bytes] | Warm) -> int | None:

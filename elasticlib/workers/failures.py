@@ -231,10 +231,13 @@ def _explained(rank: int, failure: ProcessFailure) -> list[str]:
 class SignalException(ElasticError):
     """A signal ended this node's part: it was stopped, or it was drained and has saved.
 
-    sigval: which. result: how the run ended, with its state STOPPED or DRAINED; may be None.
+    sigval: which; a number where Python has no name for it. result: how the run ended, with its
+    state STOPPED or DRAINED; may be None.
     """
 
-    def __init__(self, msg: str, sigval: signal.Signals, result: RunResult | None = None) -> None:
+    def __init__(
+        self, msg: str, sigval: signal.Signals | int, result: RunResult | None = None
+    ) -> None:
         super().__init__(msg)
         self.sigval = sigval
         self.result = result

@@ -12,6 +12,8 @@ from elasticlib.workers.spec import Script, WorkerGroup, WorkerSpec, deal_ranks
 
 
 class Kept(Journal):
+    prompt = True
+
     def __init__(self) -> None:
         self.told: dict[str, dict[str, Any]] = {}
 

@@ -288,3 +288,28 @@ def stopped_late(process: subprocess.Popen[str], stores: list[TcpStore]) -> list
 def spend(seconds: float) -> None:
     """Time is what is tested here; nothing is synchronised by it."""
     threading.Event().wait(seconds)
+
+
+def test_closing_one_whose_thread_stands_still_ends_and_says_where_it_stands(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held, free = threading.Event(), threading.Event()
+
+    class Limits(ServerLimits):
+        """Whose server's thread waits when somebody connects, as before a log that nobody reads."""
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "silent_network_seconds":
+                held.set()
+                free.wait(60)
+            return super().__getattribute__(name)
+
+    server = TcpStoreServer("127.0.0.1", 0, limits=Limits(close_seconds=0.2)).start()
+    with dial(server):
+        assert held.wait(60)
+        server.close()
+        assert "has not ended within 0.2 s; it stands in" in caplog.text
+        assert server.serving
+        free.set()
+    server.close()
+    assert not server.serving

@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import secrets
-import signal
 import sys
 import uuid
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from ...launch.descriptors import allow_descriptors
 from ...launch.elastic_launch import shutdown_seconds
 from ...launch.tcp_place import SPARE_DESCRIPTORS
 from ...rendezvous.keys import Keys, Read
+from ...signals import signal_name
 from ...stores.server import TcpStoreServer
 from ...stores.tcp import TcpStore
 from ...workers.spec import Entrypoint, WorkerState
@@ -161,7 +161,7 @@ class Driver:
         self._fleet.end()
 
     def _heed(self, number: int) -> None:
-        log.warning("%s: told to all agents", signal.Signals(number).name)
+        log.warning("%s: told to all agents", signal_name(number))
         self._asked = number
         options = self._config.supervision.agent
         self._fleet.tell(number)

@@ -1,0 +1,52 @@
+"""What a launcher says on stderr, where nobody may read it: a terminal that was stopped by Ctrl-S,
+or a pipe whose reader stands still, loses lines and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+
+PIECE = 512
+"""Bytes of one write, which a pipe or a terminal that takes any takes at once."""
+PATIENCE = 1.0
+
+
+def show(number: int, text: bytes, seconds: float) -> bool:
+    """Write it to this descriptor; False once nothing of it was taken for so many seconds."""
+    ready = select.poll()
+    ready.register(number, select.POLLOUT)
+    while text:
+        if not ready.poll(seconds * 1000):
+            return False
+        text = text[os.write(number, text[:PIECE]) :]
+    return True
+
+
+class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """To stderr. Once a line was not taken in time, the others are not waited for until one is."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._missed = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            number = self.stream.fileno()
+        except (AttributeError, OSError, ValueError):
+            super().emit(record)  # no descriptor behind it, as in tests and notebooks
+            return
+        try:
+            line = f"{self.format(record)}\n"
+            if self._missed:
+                line = f"[{self._missed} lines are missing here: nobody took them]\n{line}"
+            taken = show(number, line.encode(errors="backslashreplace"), self._patience)
+            self._missed = 0 if taken else self._missed + 1
+        except OSError:
+            self.handleError(record)
+
+    @property
+    def _patience(self) -> float:
+        return 0.0 if self._missed else PATIENCE

@@ -1,0 +1,222 @@
+"""The agent's loop goes on whatever those do who ask it, watch it or look on beside it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+from lone_agent import LoneNode, OneWorker, running
+
+from elasticlib import WorkerState
+from elasticlib.agent.hang import HangLimits
+from elasticlib.agent.options import AgentOptions
+from elasticlib.errors import ConfigError
+from elasticlib.launch.events import RecordingAgent
+from elasticlib.observe.interface import Journal
+from elasticlib.workers.notice import Notice
+
+
+def refuse() -> None:
+    raise LookupError("there is no such thing")
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def test_who_asks_the_loop_gets_the_answer_or_the_error_and_the_run_goes_on() -> None:
+    workers = OneWorker()
+    with running(workers) as run:
+        answer = run.agent.ask(lambda: 42)
+        assert answer is not None
+        assert answer.result(60) == 42
+        for call, kind in ((refuse, LookupError), (leave, SystemExit)):
+            asked = run.agent.ask(call)
+            assert asked is not None
+            assert isinstance(asked.exception(60), kind)
+        in_turn = run.agent.ask(threading.get_ident)
+        assert in_turn is not None
+        assert in_turn.result(60) != threading.get_ident()
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert run.agent.ask(lambda: 42) is None
+
+
+def test_what_the_loop_never_came_to_is_told_to_who_asked_it() -> None:
+    workers = OneWorker()
+    with running(workers) as run:
+        held = threading.Event()
+        first = run.agent.ask(lambda: held.wait(60))
+        workers.finish()
+        last = run.agent.ask(lambda: 42)
+        held.set()
+        run.result()
+    assert first is not None
+    assert last is not None
+    assert last.cancelled()
+
+
+class Raises(Journal):
+    """A view of the events that breaks at the second one."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        del generation, rank, facts
+        self.told.append(kind)
+        if len(self.told) == 2:
+            raise ZeroDivisionError("a view of mine")
+
+
+class Keeps(Raises):
+    """One that does not."""
+
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        del generation, rank, facts
+        self.told.append(kind)
+
+
+class StandsStill(Keeps):
+    """One that takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        self.free.wait(60)
+        super().tell(kind, generation=generation, rank=rank, **facts)
+
+
+def test_a_view_of_the_events_that_breaks_is_told_of_once_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers, view = OneWorker(), Raises()
+    with caplog.at_level(logging.INFO, "elasticlib"), running(workers, journal=view) as run:
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert len(view.told) == 2
+    (said,) = [record for record in caplog.records if "Raises" in record.getMessage()]
+    assert "ZeroDivisionError: a view of mine" in said.getMessage()
+
+
+def test_all_that_a_view_is_to_hear_it_has_heard_when_the_run_is_over() -> None:
+    workers, view = OneWorker(), Keeps()
+    with running(workers, journal=view) as run:
+        workers.finish()
+        run.result()
+        assert (view.told[0], view.told[-1]) == ("rendezvous.began", "run.ended")
+
+
+def test_a_view_that_stands_still_holds_up_nothing() -> None:
+    workers, view = OneWorker(), StandsStill()
+    with running(workers, journal=view) as run:
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+        view.free.set()
+
+
+@pytest.mark.parametrize("field", ["signals", "drain_signals", "save_signals"])
+@pytest.mark.parametrize("number", [0, 9, 19, 32, 4711, -1])
+def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{field}: .* \({number}\)"):
+        AgentOptions(**{field: (number,)})
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(37, "SIGRTMIN+3"), (64, "SIGRTMAX"), (10, "SIGUSR1")]
+)
+def test_a_signal_without_a_name_of_its_own_drains_like_any_other(number: int, name: str) -> None:
+    workers = OneWorker()
+    with running(workers, options=AgentOptions(drain_signals=(number,))) as run:
+        run.agent.heed(number)
+        result = run.result()
+    assert (result.state, result.signal) == (WorkerState.DRAINED, number)
+    assert result.reason == f"received {name}"
+
+
+class Leaves(LoneNode):
+    """Somebody else's handler, which ends what it was called in."""
+
+    def next_rendezvous(self) -> Any:
+        raise SystemExit("the handler leaves")
+
+
+def test_a_thread_that_a_handler_ends_ends_the_run_with_its_words() -> None:
+    workers = OneWorker()
+    workers.up.set()
+    with running(workers, Leaves()) as run:
+        result = run.result()
+    assert result.state is WorkerState.FAILED
+    assert "SystemExit: the handler leaves" in result.reason
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_torchs_events_that_nobody_takes_hold_up_nothing(
+    raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers, free, lines = OneWorker(), threading.Event(), []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        if raises:
+            raise ZeroDivisionError("a console of mine")
+        free.wait(60)
+
+    with running(workers, kind=partial(RecordingAgent, write=write)) as run:
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+        free.set()
+    told = [record for record in caplog.records if "torch's events" in record.getMessage()]
+    assert len(told) == 1
+    assert len(lines) == 1 or not raises
+
+
+class Blind(OneWorker):
+    """Workers whose steps cannot be looked at any more."""
+
+    tell_steps = True
+
+    def beats(self) -> Any:
+        raise ZeroDivisionError("a beat of mine")
+
+
+def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> None:
+    with running(Blind(), options=AgentOptions(hang=HangLimits(seconds=1.0))) as run:
+        result = run.result()
+    assert result.state is WorkerState.FAILED
+    assert result.reason == "the thread agent-hang broke: ZeroDivisionError: a beat of mine"
+
+
+class CannotAgree(OneWorker):
+    """Workers that listen, and then cannot be asked at which call they stop."""
+
+    agrees = True
+
+    def notify(self, notice: Notice) -> bool:
+        del notice
+        return True
+
+    def earliest_stop(self, *, now: bool) -> int | None:
+        raise ZeroDivisionError(f"a call of mine, {now}")
+
+
+def test_workers_that_cannot_be_asked_when_to_stop_are_stopped_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = AgentOptions(drain_grace=600.0)
+    with running(CannotAgree(), options=options) as run:
+        run.agent.heed(signal.SIGUSR2)
+        assert run.result().state is WorkerState.DRAINED
+    assert "agent-agreement broke: ZeroDivisionError: a call of mine" in caplog.text

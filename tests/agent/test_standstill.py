@@ -1,0 +1,161 @@
+"""A node whose agent's loop stands still gives up its place, and no node whose loop turns does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from jobs import until
+from lone_agent import OneWorker, Run, running
+
+from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerGroup, WorkerState
+from elasticlib.errors import ConfigError
+from elasticlib.rendezvous.document import Limits
+from elasticlib.rendezvous.keys import Keys
+from elasticlib.rendezvous.standstill import Standstill
+from elasticlib.rendezvous.timing import Timing
+from elasticlib.testing.rendezvous_over_store import Listener
+
+PATIENCE = 60.0
+LOOP = 1.0
+
+
+class Recorded(OneWorker):
+    """A worker whose starts and stops stand in a list, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[str] = []
+        self.groups: list[tuple[int, int]] = []
+
+    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        self.history.append("start")
+        super().start(group, ended)
+        self.groups.append((group.generation, group.group_world_size))
+
+    def terminate(self) -> None:
+        self.history.append("stop")
+        super().terminate()
+
+
+class Nodes:
+    """Those of one job, each an agent in a thread of its own, over a store in memory."""
+
+    def __init__(self, least: int, most: int, loop: float = LOOP) -> None:
+        self.store = MemoryStore()
+        self._limits = Limits(least, most, 0, last_call=0.0)
+        self._timing = Timing(join=PATIENCE, lease=2.0, refresh=0.1, close=5.0, loop=loop)
+
+    def handler(self, name: str) -> DynamicRendezvousHandler:
+        return DynamicRendezvousHandler(
+            self.store.client(),
+            "job",
+            Node(name, name, "127.0.0.1", 1),
+            self._limits,
+            timing=self._timing,
+            open_bootstrap=Listener,
+        )
+
+    def here(self) -> set[str]:
+        """Whose lease stands."""
+        keys = Keys("job").node()
+        return {entry.key.removeprefix(keys) for entry in self.store.list(keys).entries}
+
+
+@contextlib.contextmanager
+def standing_still(run: Run) -> Iterator[None]:
+    """The agent's loop waits for something, from `with` to its end."""
+    held, free = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        held.set()
+        free.wait(PATIENCE)
+
+    run.agent.ask(wait)
+    assert held.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        free.set()
+
+
+def finished(*pairs: tuple[Recorded, Run]) -> list[WorkerState]:
+    for workers, _ in pairs:
+        workers.finish()
+    return [run.result().state for _, run in pairs]
+
+
+def together(*workers: Recorded, after: int) -> int:
+    """Waits until all are in one generation past that, and returns its number."""
+
+    def look() -> int:
+        found = {worker.groups[-1] for worker in workers}
+        number, nodes = max(found)
+        return number if len(found) == 1 and nodes == len(workers) and number > after else 0
+
+    return until(f"all to be together after generation {after}", look)
+
+
+def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns() -> None:
+    nodes, a, b = Nodes(1, 2), Recorded(), Recorded()
+    with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
+        before = together(a, b, after=0), len(a.history)
+        with standing_still(first):
+            until("b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0])
+            assert nodes.here() == {"b"}
+            assert len(a.history) == before[1], "nobody stopped what the loop did not"
+        together(a, b, after=before[0])
+        # It stops its workers before it is among the others again.
+        assert a.history[before[1] :] == ["stop", "start"]
+        assert finished((a, first), (b, second)) == [WorkerState.SUCCEEDED] * 2
+
+
+def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
+    nodes, workers = Nodes(1, 1), Recorded()
+    with running(workers, nodes.handler("a")) as run:
+        with standing_still(run):
+            until("its lease to end", lambda: not nodes.here())
+        until("it to be there again", lambda: nodes.here() == {"a"})
+        assert finished((workers, run)) == [WorkerState.SUCCEEDED]
+    assert workers.history == ["start"]
+
+
+class SlowToStart(Recorded):
+    """Workers whose start takes three times as long as a loop may stand still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = False
+        self.here: Callable[[], set[str]] = set
+
+    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        over = threading.Event()
+        for _ in range(30):
+            over.wait(LOOP / 10)
+            self.lost = self.lost or not self.here()
+        super().start(group, ended)
+
+
+def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:
+    nodes, workers = Nodes(1, 1), SlowToStart()
+    workers.here = nodes.here
+    with running(workers, nodes.handler("a")) as run:
+        assert finished((workers, run)) == [WorkerState.SUCCEEDED]
+    assert not workers.lost
+
+
+def test_what_was_paused_as_a_whole_has_not_stood_still() -> None:
+    looks = Standstill(30.0)
+    assert not any(looks.judge(0.1, now) for now in range(10))
+    # The machine was away for 1000 s: neither who looks nor the loop could run.
+    assert not looks.judge(1000.0, 1010.0)
+    assert not any(looks.judge(1000.0 + s, 1010.0 + s) for s in range(30))
+    assert looks.judge(1031.0, 1041.0)
+    assert not looks.judge(0.0, 1042.0)
+
+
+def test_a_bound_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loop=0"):
+        Timing(loop=0.0)

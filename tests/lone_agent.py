@@ -1,0 +1,131 @@
+"""An agent alone with workers that are no processes: each part of it may be somebody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jobs import until
+
+from elasticlib import (
+    BootstrapStoreInfo,
+    Command,
+    ElasticAgent,
+    LocalElasticAgent,
+    Node,
+    RendezvousHandler,
+    RendezvousInfo,
+    RunResult,
+    WorkerGroup,
+    Workers,
+    WorkerSpec,
+    deal_seats,
+)
+from elasticlib.workers.exits import WorkerExit
+
+
+class LoneNode(RendezvousHandler):
+    """A rendezvous of one node, which settles at once."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.generation = 0
+        self.facts = facts
+
+    def get_backend(self) -> str:
+        return "lone"
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.generation += 1
+        (seat,) = deal_seats([Node("n-1", "n", "127.0.0.1", slots=1)])
+        place = BootstrapStoreInfo("127.0.0.1", 1)
+        return RendezvousInfo("run", self.generation, seat, place, **self.facts)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class OneWorker(Workers):
+    """A worker that runs until it is told to end; `finish` has it succeed."""
+
+    def __init__(self) -> None:
+        self.up = threading.Event()
+        self.starts = 0
+        self._ended: Callable[[int], None] = lambda _: None
+        self._running = False
+        self._code = 0
+
+    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        del group
+        self._ended, self._running, self._code = ended, True, 0
+        self.starts += 1
+        self.up.set()
+
+    def finish(self, code: int = 0) -> None:
+        self._code = code
+        self._ended(0)
+
+    def collect(self, local_rank: int) -> WorkerExit:
+        self._running = False
+        return WorkerExit(local_rank, 0, 1, self._code)
+
+    def running(self) -> dict[int, str]:
+        return {0: "the worker"} if self._running else {}
+
+    def terminate(self) -> None:
+        if self._running:
+            self.finish(-15)
+
+    def kill(self) -> None:
+        self.terminate()
+
+    def close(self) -> None:
+        self._running = False
+
+
+class Run:
+    """An agent's run in a thread of its own."""
+
+    def __init__(self, agent: ElasticAgent) -> None:
+        self.agent = agent
+        self._results: list[RunResult] = []
+        self._thread = threading.Thread(target=lambda: self._results.append(agent.run()))
+        self._thread.start()
+
+    def result(self) -> RunResult:
+        self._thread.join(60)
+        assert self._results, "the run has not ended"
+        return self._results[0]
+
+
+@contextlib.contextmanager
+def running(
+    workers: OneWorker,
+    handler: RendezvousHandler | None = None,
+    *,
+    kind: Callable[..., ElasticAgent] = LocalElasticAgent,
+    **settings: Any,
+) -> Iterator[Run]:
+    """An agent whose worker is up; in the end it has ended, and its threads with it."""
+    before = set(threading.enumerate())
+    spec = WorkerSpec(Command("none"))
+    run = Run(kind(spec, handler or LoneNode(), workers, **settings))
+    try:
+        until("the worker to be up", workers.up.is_set)
+        yield run
+    finally:
+        workers.finish()
+        run.result()
+        until("the run's threads to end", lambda: set(threading.enumerate()) <= before)
