@@ -35,7 +35,7 @@ LONGEST_SLEEP = 3600.0
 FRAMES_A_TURN = 64
 """Of one client, before it is the others' turn."""
 FLUSH_BYTES = 64 * 1024
-"""Are sent at once, not at the end of the turn."""
+"""So many are sent at once, not at the end of the turn."""
 CROWDED_RECEIVE_BYTES = 4096
 LINGER_SECONDS = 2.0
 """For which a refused client may read why, and is then cut."""
@@ -271,9 +271,10 @@ class _Loop:
             while self._go_on():
                 pass
             self._service.end_silent_leases(monotonic())
-        for number, frame in self._service.settle(monotonic(), self._takes_long_answers):
+        now = monotonic()
+        for number, frame in self._service.settle(now, self._takes_long_answers):
             # Who is dropped in here has no waits left.
-            self._send(self._peers[number], frame)
+            self._send(self._peers[number], frame, now)
         self._flush()
         now = monotonic()
         self._end_unsettled(now)
@@ -380,29 +381,25 @@ class _Loop:
         """Handle what has arrived of it, as far as it is its turn and there is room."""
         if self._waiting.pop(peer.number, False):
             self._dirty.add(peer.number)  # it is to be read from again
+        now = monotonic()
         try:
             for _ in range(FRAMES_A_TURN):
-                frame = peer.next_frame(monotonic())
+                frame = peer.next_frame(now)
                 if frame is None or not self._may_go_on(peer):
                     break
                 peer.handled()
                 if peer.label is None:
                     self._admit(peer, frame)
-                else:
-                    self._answer(peer, frame)
-                if peer.number not in self._peers or peer.ending:
+                elif (answer := self._service.answer(peer.number, frame, now)) is not None:
+                    self._send(peer, answer, now)
+                if peer.ending or peer.number not in self._peers:
                     return
-            if peer.next_frame(monotonic()) is not None:
+            if peer.next_frame(now) is not None:
                 self._wait_for_room(peer)
         except StoreRefused as error:
             self._refuse(peer, 0, error)
         else:
             self._count(peer)
-
-    def _answer(self, peer: Peer, frame: Frame) -> None:
-        reply = self._service.answer(peer.number, frame, monotonic())
-        if reply is not None:
-            self._send(peer, reply)
 
     # -- bounds -------------------------------------------------------------------------------
 
@@ -473,16 +470,17 @@ class _Loop:
             del self._unsettled[peer.number]
             with self._labels_changed:
                 self._labels[peer.number] = peer.label
-        self._send(peer, answer)
+        self._send(peer, answer, monotonic())
 
-    def _send(self, peer: Peer, frame: Frame) -> None:
-        now = monotonic()
+    def _send(self, peer: Peer, frame: Frame, now: float) -> None:
         peer.send(frame, now)
-        if peer.unsent >= FLUSH_BYTES and not peer.flush(now):
-            self._drop(peer)
-            return
         self._dirty.add(peer.number)
-        self._count(peer)
+        if peer.unsent < FLUSH_BYTES:
+            return
+        if peer.flush(now):
+            self._count(peer)
+        else:
+            self._drop(peer)
 
     def _flush(self) -> None:
         now = monotonic()
@@ -509,7 +507,7 @@ class _Loop:
     def _refuse(self, peer: Peer, number: int, error: ElasticError) -> None:
         """Say why, then end the connection once the client has had time to read it."""
         peer.end()
-        self._send(peer, error_frame(number, error))
+        self._send(peer, error_frame(number, error), monotonic())
         if peer.number not in self._peers:
             return
         self._leave(peer)

@@ -16,7 +16,7 @@ import attrs
 from ..errors import StoreRefused
 from .secret import DIGITS, is_digits
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 
 _LENGTHS = struct.Struct(">II")
@@ -66,14 +66,12 @@ TRUTH = _Field("true or false", lambda v: type(v) is bool)
 ROWS = _Field("a list of [key, version, size]", lambda v: type(v) is list and all(map(_is_row, v)))
 
 HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_digits)
-MAYBE_HEXADECIMAL = _Field(
-    f"null or {DIGITS} hexadecimal digits", lambda v: v is None or is_digits(v)
-)
 
 # hello stays as it is in every protocol, so that one of another protocol is refused by number.
 SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "hello": {"protocol": WHOLE, "job": TEXT, "client": TEXT},
-    "response": {"nonce": HEXADECIMAL, "proof": HEXADECIMAL},
+    "nonce": {"nonce": HEXADECIMAL},
+    "response": {"proof": HEXADECIMAL},
     "get": {"key": TEXT},
     "set": {"key": TEXT, "ttl": MAYBE_SECONDS},
     "compare_set": {"key": TEXT, "ttl": MAYBE_SECONDS, "expected": WHOLE},
@@ -83,7 +81,8 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "wait": {"prefix": TEXT, "after": WHOLE, "timeout": SECONDS},
     "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "challenge": {"nonce": HEXADECIMAL},
-    "welcome": {"protocol": WHOLE, "job": TEXT, "proof": MAYBE_HEXADECIMAL},
+    "proof": {"proof": HEXADECIMAL},
+    "welcome": {"protocol": WHOLE, "job": TEXT},
     "entry": {"version": WHOLE},
     "absent": {},
     "written": {"version": WHOLE},
