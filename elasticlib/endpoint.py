@@ -10,6 +10,10 @@ from .errors import ConfigError
 STORE_PORT = 29400
 """Where a store listens unless told otherwise, as torch's c10d backend does."""
 
+LONGEST_NAME = 253
+_LABEL = re.compile(r"\w(?:[\w-]{0,61}\w)?", re.ASCII)
+"""Of a host's name, by RFC 1123; an underscore is none of its, and names of containers have it."""
+_ZONE = re.compile(r"[\w.-]+", re.ASCII)
 _ZEROS = re.compile(r"(0x)?0+(\.(0x)?0+){0,3}", re.IGNORECASE)
 """0.0.0.0 as resolvers read it too: in one to four parts, octal or hexadecimal."""
 
@@ -28,13 +32,13 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         valid = bool(bracket) and (not rest or rest.startswith(":")) and _is_ipv6(host)
-        digits = rest[1:]
+        colon, digits = rest[:1], rest[1:]
     elif text.count(":") > 1:
-        host, digits, valid = text, "", _is_ipv6(text)
+        host, colon, digits, valid = text, "", "", _is_ipv6(text)
     else:
-        host, _, digits = text.partition(":")
+        host, colon, digits = text.partition(":")
         valid = bool(host)
-    port = default_port if not digits else port_of(digits)
+    port = port_of(digits) if colon else default_port
     if not valid or port is None:
         raise ConfigError(f"an endpoint is HOST:PORT or [IPV6]:PORT, got {endpoint!r}")
     check_host("an endpoint's host", host)
@@ -50,7 +54,8 @@ def port_of(digits: str) -> int | None:
 
 
 def check_host(said: str, host: str) -> None:
-    """Refuse what cannot be looked up as a host; said: what gave it.
+    """Refuse what cannot be looked up as a host; said: what gave it. Whether one may be left out,
+    and is empty then, is for the caller to say.
 
     Raises:
         ConfigError: names both and the rule.
@@ -59,13 +64,11 @@ def check_host(said: str, host: str) -> None:
         if not _is_ipv6(host):
             raise ConfigError(f"{said} is a name or an address, without a port, got {host!r}")
         return
-    try:
-        host.encode("idna")  # as getaddrinfo does, which lets the error through
-    except UnicodeError:
+    if host and not _is_name(host):
         raise ConfigError(
-            f"{said} is a name of parts between dots, of 1 to 63 characters each, got {host!r}; "
-            "if it was put together, look whether a part is missing"
-        ) from None
+            f"{said} is a name of parts between dots, each of 1 to 63 letters, digits, - or _, or "
+            f"an IPv4 address, got {host!r}; if it was put together, look whether a part is missing"
+        )
 
 
 def is_wildcard(host: str) -> bool:
@@ -79,8 +82,21 @@ def is_wildcard(host: str) -> bool:
 
 
 def _is_ipv6(host: str) -> bool:
+    address, percent, zone = host.partition("%")
     try:
-        ipaddress.IPv6Address(host)
+        ipaddress.IPv6Address(address)
     except ValueError:
         return False
-    return True
+    return not percent or _ZONE.fullmatch(zone) is not None
+
+
+def _is_name(host: str) -> bool:
+    """Whether a resolver may know it: what else there is, it would be asked for in vain."""
+    try:
+        name = host.encode("idna").decode().removesuffix(".")  # as getaddrinfo does
+    except UnicodeError:
+        return False
+    labels = name.split(".")
+    if len(labels) == 4 and all(map(str.isdigit, labels)):
+        return all(len(label) < 4 and int(label) < 256 for label in labels)
+    return len(name) <= LONGEST_NAME and all(map(_LABEL.fullmatch, labels))

@@ -17,7 +17,7 @@ import attrs
 
 from ..errors import ElasticError, StoreRefused
 from ..rendezvous.interface import RendezvousInfo
-from ..stores.secret import NONCE_BYTES
+from ..stores.secret import NONCE_BYTES, check_secret
 from .buddies import Place, decode_place
 from .memory import pinned
 from .replica_link import FRAME_SECONDS, Link, Refused
@@ -52,7 +52,7 @@ class ReplicaSender:
         self._info = info
         self._rank = rank
         self._place_key = place_key
-        self._secret = secret
+        self._secret = check_secret(secret)
         self._memory = memory
         self._newest = newest
         self._kept = kept
@@ -158,11 +158,11 @@ class ReplicaSender:
             raise StoreRefused(f"it speaks protocol {challenge['protocol']}, not {PROTOCOL}")
         proofs = Proofs(place.token, self._secret, self._info.board)
         nonce, own = secrets.token_bytes(NONCE_BYTES).hex(), self._info.rank
-        proof = proofs.of_giver(challenge["nonce"], nonce, own)
-        link.say(Kind.HELLO, rank=own, nonce=nonce, proof=proof)
-        welcome = link.hear(Kind.WELCOME)
-        if not proofs.is_taker(welcome["proof"], challenge["nonce"], nonce, own):
+        link.say(Kind.HELLO, rank=own, nonce=nonce)
+        if not proofs.is_taker(link.hear(Kind.PROOF)["proof"], challenge["nonce"], nonce, own):
             raise StoreRefused("it did not prove that it is the node that it says")
+        link.say(Kind.PROOF, proof=proofs.of_giver(challenge["nonce"], nonce, own))
+        link.hear(Kind.WELCOME)
 
     def _serve(self, link: Link) -> None:
         while True:

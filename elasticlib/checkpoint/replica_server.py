@@ -18,7 +18,7 @@ from pathlib import Path
 import attrs
 
 from ..errors import CheckpointError, ElasticError, StoreRefused
-from ..stores.secret import NONCE_BYTES
+from ..stores.secret import NONCE_BYTES, check_secret
 from .buddies import Place
 from .memory import Slots
 from .replica_link import Link
@@ -27,8 +27,8 @@ from .slot import Record, read_record
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-STRANGERS = 8
-"""So many may be on their way in at once."""
+STRANGERS = 32
+"""So many may be on their way in at once; one more, and the oldest of them makes way."""
 ACCEPT_SECONDS = 0.5
 """Before it is tried again, where this process has too many files open."""
 KINDS = 256
@@ -59,6 +59,7 @@ class ReplicaServer:
 
     Raises:
         OSError: the address is not this node's.
+        ConfigError: the secret is too short.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ReplicaServer:
         secret: bytes | None,
         kept: Callable[[], None],
     ) -> None:
+        check_secret(secret)
         token = secrets.token_bytes(NONCE_BYTES).hex()
         self._duty = Duty(board, folder, frozenset(givers), token, secret)
         self._kept = kept
@@ -78,6 +80,7 @@ class ReplicaServer:
         self._listener = socket.create_server((address, 0), family=family, backlog=STRANGERS)
         self.place = Place(address, self._listener.getsockname()[1], token)
         self._lock = threading.Lock()
+        self._strangers: dict[Link, None] = {}
         self._links: set[Link] = set()
         self._giving: dict[int, Link] = {}
         self._turns = {rank: threading.Lock() for rank in self._duty.givers}
@@ -92,7 +95,7 @@ class ReplicaServer:
         self._pause.set()
         with self._lock:
             self._closed = True
-            links = list(self._links)
+            links = [*self._strangers, *self._links]
         # Who waits in accept is woken by this alone.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -126,11 +129,15 @@ class ReplicaServer:
                 continue
             link = Link(connection)
             with self._lock:
-                crowded = len(self._links) - len(self._giving) >= STRANGERS
-                if crowded or self._closed:
+                if self._closed:
                     link.close()
                     continue
-                self._links.add(link)
+                crowd = list(self._strangers)[: -STRANGERS + 1]
+                for stranger in crowd:
+                    del self._strangers[stranger]
+                self._strangers[link] = None
+            for stranger in crowd:
+                stranger.close()  # which ends its thread
             self._begin(self._serve, "agent-replica", link)
 
     def _serve(self, link: Link) -> None:
@@ -148,6 +155,7 @@ class ReplicaServer:
             log.exception("taking replicas broke")
         finally:
             with self._lock:
+                self._strangers.pop(link, None)
                 self._links.discard(link)
                 if rank is not None and self._giving.get(rank) is link:
                     del self._giving[rank]
@@ -160,16 +168,22 @@ class ReplicaServer:
         link.say(Kind.CHALLENGE, protocol=PROTOCOL, nonce=nonce)
         hello = link.hear(Kind.HELLO)
         rank, theirs, proofs = hello["rank"], hello["nonce"], self._duty.proofs
-        known = proofs.is_giver(hello["proof"], nonce, theirs, rank)
+        # First, so that a node whose place somebody else pretends to be gives nothing away.
+        link.say(Kind.PROOF, proof=proofs.of_taker(nonce, theirs, rank))
+        known = proofs.is_giver(link.hear(Kind.PROOF)["proof"], nonce, theirs, rank)
         if not known or rank not in self._duty.givers:
             link.say(Kind.REFUSED, message="this is no node whose replicas I keep", final=True)
             raise StoreRefused("a stranger wanted to leave replicas")
         with self._lock:
+            if self._closed:
+                raise StoreRefused("no more replicas are taken")
+            self._strangers.pop(link, None)
+            self._links.add(link)
             earlier, self._giving[rank] = self._giving.get(rank), link
         if earlier is not None:
             # It has come again: what it began before is not going to be finished.
             earlier.close()
-        link.say(Kind.WELCOME, proof=proofs.of_taker(nonce, theirs, rank))
+        link.say(Kind.WELCOME)
         return int(rank)
 
     def _take_next(self, link: Link, rank: int) -> None:

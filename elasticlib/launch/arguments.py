@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..workers.spec import Command, Entrypoint, Module, Script
 from .backends import BACKENDS
 from .cluster import CLUSTERS, read_cluster
-from .config import MASTER_PORT, LaunchConfig
+from .config import MASTER_PORT, LaunchConfig, read_pairs
 from .devices import worker_count
 from .flags import FlagTable
 from .observe_flags import add_observe_flags
@@ -275,7 +275,7 @@ def _config(given: argparse.Namespace, settings: Settings, said: Mapping[str, An
         local_addr=given.local_addr,
         start_method=_start_method(given),
         preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),
-        rdzv_configs=_pairs(",".join(given.rdzv_conf)),
+        rdzv_configs=read_pairs(",".join(given.rdzv_conf)),
         logs_specs=given.logs_specs,
         event_log_handler=given.event_log_handler,
         torchrun=TorchrunOptions(**said),
@@ -335,14 +335,3 @@ def _node_range(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise ConfigError(f"--nnodes needs 1 <= MIN <= MAX, got {text!r}")
     return least, most
-
-
-def _pairs(text: str) -> dict[str, str]:
-    """`k=v,k=v` as a mapping."""
-    pairs: dict[str, str] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not key or key in pairs:
-            raise ConfigError(f"--rdzv-conf is k=v,k=v with each key once, got {text!r}")
-        pairs[key] = value
-    return pairs

@@ -59,6 +59,23 @@ _ELSEWHERE = {
 }
 
 
+def read_pairs(text: str) -> dict[str, str]:
+    """`k=v,k=v`, as --rdzv-conf has it, as a mapping; white space around a word means nothing.
+
+    Raises:
+        ConfigError: a part is no such pair, has an empty value, or a key comes twice.
+    """
+    pairs: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if not key or not value:
+            raise ConfigError(f"--rdzv-conf is k=v,k=v, got {part!r} in {text!r}")
+        if key in pairs:
+            raise ConfigError(f"--rdzv-conf is k=v,k=v with each key once, got {text!r}")
+        pairs[key] = value
+    return pairs
+
+
 def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
     """The options from names and (string) values.
 

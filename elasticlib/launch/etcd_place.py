@@ -56,8 +56,7 @@ class EtcdPlace:
         for one, other in (("cert", "key"), ("user", "password_file")):
             if (getattr(self, one) is None) != (getattr(self, other) is None):
                 raise ConfigError(f"--rdzv-conf {one} and {other} go together, got one of them")
-        # Read for its errors.
-        assert self.members
+        _ = self.members  # read for its errors
 
     @property
     def members(self) -> tuple[Member, ...]:

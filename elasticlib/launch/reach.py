@@ -28,8 +28,8 @@ from ..stores.file import FileStore
 from ..stores.handshake import NOT_OURS
 from ..stores.interface import Store
 from ..stores.tcp import TcpStore
-from .backends import BACKENDS
-from .config import TCP_BACKENDS, LaunchConfig
+from .backends import BACKENDS, OUR_BACKENDS
+from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
 from .etcd_place import ETCD_BACKENDS, check_etcd_keys, read_etcd_place
 from .secret import read_secret
 from .tcp_endpoints import parts_of
@@ -99,18 +99,29 @@ def find_target(chosen: argparse.Namespace) -> Target:
     Raises:
         ConfigError: the command line contradicts itself. NoSuchRun: there is none of that name.
     """
-    conf = _pairs(chosen.rdzv_conf)
+    conf = read_pairs(chosen.rdzv_conf)
     if chosen.rdzv_backend or chosen.rdzv_id:
         if not chosen.named:
             raise ConfigError("--rdzv-id and --rdzv-backend are for an ENDPOINT, and there is none")
-        return Target(chosen.rdzv_id, chosen.rdzv_backend or "tcp", chosen.named, conf)
+        backend = chosen.rdzv_backend or "tcp"
+        return Target(chosen.rdzv_id, backend, chosen.named, _known(conf, backend))
     try:
         records = tuple(find_runs(chosen.named))
     except NoSuchRun:
         if not is_endpoint(chosen.named):
             raise
-        return Target("", "tcp", chosen.named, conf)
-    return _told(records, conf)
+        return Target("", "tcp", chosen.named, _known(conf, "tcp"))
+    target = _told(records, conf)
+    _known(conf, target.backend)
+    return target
+
+
+def _known(conf: dict[str, str], backend: str) -> dict[str, str]:
+    """The same, of which each key means something to the backend; ConfigError if not."""
+    if backend in OUR_BACKENDS:
+        check_etcd_keys(backend, conf)
+        read_options(conf)
+    return conf
 
 
 def is_endpoint(text: str) -> bool:
@@ -140,17 +151,10 @@ def _told(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
             # What an agent itself serves is gone with it.
             served = event.facts.get("endpoint") if os.path.realpath(path) in living else ""
             endpoint = str(served or settings.get("rdzv_endpoint", ""))
-            conf = {**_pairs(str(settings.get("rdzv_conf", ""))), **conf}
+            conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
             if endpoint:
                 break
     return Target(run_id, backend, endpoint, conf, records)
-
-
-def _pairs(text: str) -> dict[str, str]:
-    found = dict(part.partition("=")[::2] for part in text.split(",") if part)
-    if not all(found.values()):
-        raise ConfigError(f"--rdzv-conf is k=v,k=v, got {text!r}")
-    return found
 
 
 # -- through the store -----------------------------------------------------------------------------
@@ -183,7 +187,6 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
         return read_etcd_place(target.endpoint, target.conf).open(chosen.timeout)
     if target.backend not in TCP_BACKENDS:
         return _open_foreign(target, chosen.timeout)
-    check_etcd_keys(target.backend, target.conf)
     path = chosen.secret_file or target.conf.get("secret_file")
     named = "--secret-file" if chosen.secret_file else "secret_file of the run's --rdzv-conf"
     secret = read_secret(os.environ, path, named)

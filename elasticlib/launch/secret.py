@@ -10,9 +10,7 @@ import os
 from collections.abc import Mapping
 
 from ..errors import ConfigError
-from ..stores.secret import VARIABLE
-
-LONGEST = 64 * 1024
+from ..stores.secret import LONGEST, VARIABLE, check_secret
 
 
 def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> bytes | None:
@@ -31,17 +29,13 @@ def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> 
     if not given:
         raise ConfigError(f"{VARIABLE} is empty: unset it, or put a secret there")
     # The bytes as the system handed them over, as they would stand in a file.
-    return os.fsencode(given)
+    return check_secret(os.fsencode(given), VARIABLE)
 
 
-def _read_file(path: str, flag: str) -> bytes:
+def _read_file(path: str, flag: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
-            content = file.read(LONGEST + 1)
+            content = file.read(LONGEST + 2)
     except OSError as error:
         raise ConfigError(f"{flag} {path!r} cannot be read: {error.strerror}") from error
-    secret = content.removesuffix(b"\n")
-    if not 0 < len(secret) <= LONGEST:
-        size = f"more than {LONGEST}" if secret else "none"
-        raise ConfigError(f"{flag} {path!r} holds 1 to {LONGEST} bytes, got {size}")
-    return secret
+    return check_secret(content.removesuffix(b"\n"), f"{flag} {path!r}")

@@ -1,7 +1,8 @@
-"""How one connection is let in by the TCP store's server: hello, perhaps a challenge, welcome.
+"""How one connection is let in by the TCP store's server: hello, perhaps proofs, welcome.
 
 Until the welcome is given nothing else is listened to, and where there is a secret, a client
-that has not shown that it knows it learns nothing of the server but the protocol.
+that has not shown that it knows it learns nothing of the server but the protocol, and that the
+server knows it.
 """
 
 from __future__ import annotations
@@ -28,30 +29,34 @@ class Admission:
         self._secret = secret
         self._nonce = nonce
         self._hello: Frame | None = None
+        self._exchange: Exchange | None = None
 
     def hear(self, frame: Frame) -> Frame:
         """The answer to the client's next frame, or StoreRefused by name."""
         if self._hello is None:
             self._hello = _checked(frame)
             if self._secret is None:
-                return self._welcome(self._hello, None)
+                return self._welcome(self._hello)
             return Frame("challenge", frame.id, {"nonce": self._nonce})
-        if frame.op != "response":
-            raise StoreRefused(f"a challenge is answered by response, got {frame.op}")
-        assert self._secret is not None
-        exchange = Exchange(self._nonce, frame.fields["nonce"], self._hello.fields["job"])
-        if not proves(frame.fields["proof"], self._secret, Role.CLIENT, exchange):
+        due = "nonce" if self._exchange is None else "response"
+        if frame.op != due or self._secret is None:
+            raise StoreRefused(f"a {due} was due from this client, got {frame.op}")
+        if self._exchange is None:
+            job = self._hello.fields["job"]
+            self._exchange = Exchange(self._nonce, frame.fields["nonce"], job)
+            proof = prove(self._secret, Role.SERVER, self._exchange)
+            return Frame("proof", frame.id, {"proof": proof})
+        if not proves(frame.fields["proof"], self._secret, Role.CLIENT, self._exchange):
             raise StoreRefused(f"has another secret than this client: {HOW}")
-        return self._welcome(self._hello, prove(self._secret, Role.SERVER, exchange))
+        return self._welcome(self._hello)
 
-    def _welcome(self, hello: Frame, proof: str | None) -> Frame:
+    def _welcome(self, hello: Frame) -> Frame:
         job = hello.fields["job"]
         # Who names no job asks whose store it is, and learns it by the welcome.
         if self._job and job not in ("", self._job):
             raise StoreRefused(f"serves job {self._job!r}, not {job!r}")
         self.client = hello.fields["client"]
-        fields = {"protocol": PROTOCOL, "job": self._job, "proof": proof}
-        return Frame("welcome", hello.id, fields)
+        return Frame("welcome", hello.id, {"protocol": PROTOCOL, "job": self._job})
 
 
 def _checked(hello: Frame) -> Frame:

@@ -1,7 +1,7 @@
 """How a client of the TCP store is let in, and makes sure that it is where it wanted to be.
 
-With a secret, the client talks to nobody who has not shown that it knows it too; a server that
-asks for none is refused like one with another.
+With a secret, the client talks to nobody who has not shown that it knows it too, and proves nothing
+to them either; a server that asks for none is refused like one with another.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ def shake_hands(
         StoreRefused: it is no store of ours, says no to us, or does not know our secret.
     """
     line = _Line(connection, name, deadline)
-    answer = line.ask(Frame("hello", 0, {"protocol": PROTOCOL, **hello}))
+    greeting = Frame("hello", 0, {"protocol": PROTOCOL, **hello})
     if secret is None:
-        if answer.op == "challenge":
+        line.say(greeting)
+        if line.hear("welcome", "challenge").op == "challenge":
             raise StoreRefused(f"{name} asks for a shared secret, and this client has none: {HOW}")
-        line.expect("welcome", answer)
         return
-    if answer.op == "welcome":
+    nonce = secrets.token_bytes(NONCE_BYTES).hex()
+    # Both at once, which saves a round trip; a server that asks for no secret has refused by then.
+    line.say(greeting, Frame("nonce", 0, {"nonce": nonce}))
+    challenge = line.hear("challenge", "welcome")
+    if challenge.op == "welcome":
         raise StoreRefused(
             f"{name} asks for no secret, and this client has one: {HOW}, or unset {VARIABLE} here"
         )
-    line.expect("challenge", answer)
-    nonce = secrets.token_bytes(NONCE_BYTES).hex()
-    exchange = Exchange(answer.fields["nonce"], nonce, hello["job"])
-    proof = prove(secret, Role.CLIENT, exchange)
-    welcome = line.ask(Frame("response", 0, {"nonce": nonce, "proof": proof}))
-    line.expect("welcome", welcome)
-    if not proves(welcome.fields["proof"] or "", secret, Role.SERVER, exchange):
-        raise StoreRefused(f"{name} did not prove that it knows the secret: it is not our store")
+    exchange = Exchange(challenge.fields["nonce"], nonce, hello["job"])
+    if not proves(line.hear("proof").fields["proof"], secret, Role.SERVER, exchange):
+        raise StoreRefused(
+            f"{name} has another secret than this client, or is not our store: {HOW}"
+        )
+    line.say(Frame("response", 0, {"proof": prove(secret, Role.CLIENT, exchange)}))
+    line.hear("welcome")
 
 
 class _Line:
-    """A connection on which one frame is answered by one frame, until a deadline."""
+    """A connection on which frames are said and heard in turn, until a deadline."""
 
     def __init__(self, connection: socket.socket, name: str, deadline: float) -> None:
         self._connection = connection
@@ -65,31 +68,32 @@ class _Line:
         self._deadline = deadline
         self._reader = FrameReader(LONGEST_ANSWER)
 
-    def ask(self, frame: Frame) -> Frame:
-        """The answer, which is no refusal."""
+    def say(self, *frames: Frame) -> None:
         self._be_patient()
-        self._connection.sendall(encode(frame))
-        answer = self._read()
-        if answer.op == "error":
-            raise StoreRefused(f"{self._name} {answer.fields['message']}")
-        return answer
+        self._connection.sendall(b"".join(map(encode, frames)))
 
-    def expect(self, op: str, answer: Frame) -> None:
-        if answer.op != op:
-            raise self._not_ours(answer.op)
+    def hear(self, *ops: str) -> Frame:
+        """The next frame, which is one of these; StoreRefused for a refusal, or another one."""
+        frame = self._read()
+        if frame.op == "error":
+            raise StoreRefused(f"{self._name} {frame.fields['message']}")
+        if frame.op not in ops:
+            raise self._not_ours(frame.op)
+        return frame
 
     def _read(self) -> Frame:
         while True:
+            try:
+                frame = self._reader.take()
+            except StoreError as error:
+                raise self._not_ours(str(error)) from None
+            if frame is not None:
+                return frame
             self._be_patient()
             data = self._connection.recv(4096)
             if not data:
                 raise ConnectionResetError(f"{self._name} ended the connection before it answered")
-            try:
-                frames = self._reader.feed(data)
-            except StoreError as error:
-                raise self._not_ours(str(error)) from None
-            if frames:
-                return frames[0]
+            self._reader.add(data)
 
     def _be_patient(self) -> None:
         left = self._deadline - monotonic()

@@ -5,15 +5,18 @@ Whatever a client sends or leaves unread costs its own connection at most, never
 
 from __future__ import annotations
 
+import selectors
 import socket
 import struct
-from collections.abc import Iterable
 from typing import Any
 
 from .admission import HANDSHAKE_BYTES, Admission
 from .wire import Frame, FrameReader, encode
 
 RECEIVE_BYTES = 256 * 1024
+LINGER_BYTES = 1024 * 1024
+"""Of what a client that was refused goes on sending, so much is read and dropped, for closing over
+unread bytes would take the refusal from it."""
 
 
 def address_of(name: tuple[Any, ...]) -> str:
@@ -46,7 +49,11 @@ def bound_sending(connection: socket.socket, timeout: float) -> None:
 
 
 class Peer:
-    """A client's connection: what has arrived in part, and what is still to be sent."""
+    """A client's connection: what has arrived and is still to be handled, and to be sent.
+
+    ending: it was refused; whatever else it sends is dropped unread. counted: of its `held_bytes`,
+    by the server.
+    """
 
     def __init__(
         self, number: int, connection: socket.socket, admission: Admission, frame_bytes: int
@@ -55,15 +62,36 @@ class Peer:
         self.connection = connection
         self.admission = admission
         self.ending = False
-        self.watching_writes = False
+        self.counted = 0
+        self.events = selectors.EVENT_READ
         self._frame_bytes = frame_bytes
         self._reader = FrameReader(min(frame_bytes, HANDSHAKE_BYTES))
+        self._next: Frame | None = None
+        self._next_since: float | None = None
         self._unsent = bytearray()
+        self._unsent_since = 0.0
+        self._sent = self._sent_goal = 0
+        self._dropped = 0
 
     @property
     def unsent(self) -> int:
         """Bytes that the client has not taken yet."""
         return len(self._unsent)
+
+    @property
+    def waiting_frame(self) -> Frame | None:
+        """What `next_frame` found, until it is handled."""
+        return self._next
+
+    @property
+    def has_half_a_frame(self) -> bool:
+        return self._next is None and self._reader.held_bytes > 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What its buffers take, in both directions."""
+        size = len(self._unsent) + self._reader.held_bytes
+        return size if self._next is None else size + len(self._next.value)
 
     @property
     def label(self) -> str | None:
@@ -74,30 +102,56 @@ class Peer:
         """The handshake is done: from its next frame on, it may send long ones."""
         self._reader.max_bytes = self._frame_bytes
 
-    def receive(self) -> Iterable[Frame] | None:
-        """The frames that are complete now; None when the connection has ended.
-
-        To go through them raises StoreRefused where bytes are no frame.
-        """
+    def receive(self, most: int) -> bool:
+        """Take in at most so many bytes; whether the connection still stands."""
         try:
-            data = self.connection.recv(RECEIVE_BYTES)
+            data = self.connection.recv(most)
         except BlockingIOError:
-            return []
+            return True
         except OSError:
-            return None
-        if not data:
-            return None
-        return [] if self.ending else self._reader.frames(data)
+            return False
+        if self.ending:
+            self._dropped += len(data)
+            return bool(data) and self._dropped <= LINGER_BYTES
+        self._reader.add(data)
+        return bool(data)
 
-    def send(self, frame: Frame) -> None:
+    def next_frame(self, now: float) -> Frame | None:
+        """The first frame that is not handled, once it is complete; StoreRefused for what is none.
+
+        It stays the first until `handled`.
+        """
+        if self._next is None and self._reader.held_bytes:
+            self._next = self._reader.take()
+            if self._next_since is None:
+                self._next_since = now
+        return self._next
+
+    def handled(self) -> None:
+        self._next = self._next_since = None
+
+    def end(self) -> None:
+        """Take no more frames; `flush` closes our side once all is sent."""
+        self.ending = True
+        self._reader.forget()
+        self.handled()
+
+    def send(self, frame: Frame, now: float) -> None:
         """Put a frame behind those still to be sent; `flush` sends."""
+        was_empty = not self._unsent
         self._unsent += encode(frame)
+        if was_empty:
+            self._measure(now)
 
-    def flush(self) -> bool:
+    def flush(self, now: float) -> bool:
         """Send what the connection takes; whether the connection still stands."""
         try:
             if self._unsent:
-                del self._unsent[: self.connection.send(self._unsent)]
+                count = self.connection.send(self._unsent)
+                del self._unsent[:count]
+                self._sent += count
+                if self._sent >= self._sent_goal:
+                    self._measure(now)
             if self.ending and not self._unsent:
                 self.connection.shutdown(socket.SHUT_WR)
         except BlockingIOError:
@@ -105,3 +159,13 @@ class Peer:
         except OSError:
             return False
         return True
+
+    def _measure(self, now: float) -> None:
+        # From now until all that is unsent now is sent: who reads all the time is never behind.
+        self._unsent_since, self._sent_goal = now, self._sent + len(self._unsent)
+
+    def behind_since(self, now: float) -> float:
+        """Since when bytes have lain here: of a frame that is not handled, or that it has not
+        taken; `now` if there are none."""
+        unsent = self._unsent_since if self._unsent else now
+        return unsent if self._next_since is None else min(self._next_since, unsent)

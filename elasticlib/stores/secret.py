@@ -1,8 +1,12 @@
 """How the two ends of a TCP store show each other that they know a secret, and never the secret.
 
-The server sends a nonce; the client answers with one of its own and its proof; only whoever has
-proven itself is sent the server's proof. A proof covers both nonces, the job and the role of the
-prover, so none is of use in another connection, for another job, or sent back to its sender.
+Each side sends a nonce; the server proves itself first, and only a server that has is sent the
+client's proof, so what merely listens where a store is expected gets nothing to guess the secret
+from. A proof covers both nonces, the job and the role of the prover, so none is of use in another
+connection, for another job, or sent back to its sender.
+
+Whoever connects to a server does get its proof, and may try secrets against it for as long as they
+like; that is why a short secret is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +26,15 @@ VARIABLE = "ELASTICLIB_SECRET"
 HOW = f"give all nodes and the store the same one, in {VARIABLE} or a secret_file"
 """What to do about secrets that do not match, as the end of a sentence."""
 
+SHORTEST = 16
+"""Bytes of a secret: a shorter one is soon guessed by who has seen a proof."""
+LONGEST = 64 * 1024
+
 NONCE_BYTES = 32
 DIGITS = 64
 """Of a nonce, and of a proof: both are 32 bytes in hexadecimal."""
 
-_PURPOSE = b"elasticlib store handshake 2"
+_PURPOSE = b"elasticlib store handshake 3"
 _LENGTH = struct.Struct(">I")
 
 
@@ -46,10 +54,15 @@ class Exchange:
     job: str
 
 
-def check_secret(secret: bytes | None) -> bytes | None:
-    """The secret itself, or a ConfigError that does not show it."""
-    if secret is not None and not (isinstance(secret, bytes) and secret):
-        raise ConfigError(f"a secret is one or more bytes, got {type(secret).__name__} without any")
+def check_secret(secret: bytes | None, said: str = "secret") -> bytes | None:
+    """The secret itself, or a ConfigError that does not show it; said: what gave it."""
+    if secret is not None and not isinstance(secret, bytes):
+        raise ConfigError(f"{said} is bytes, got {type(secret).__name__}")
+    if secret is not None and not SHORTEST <= len(secret) <= LONGEST:
+        raise ConfigError(
+            f"{said} holds {SHORTEST} to {LONGEST} bytes, got {len(secret)}: a shorter one can be "
+            "guessed; take a random one, such as `openssl rand -hex 32` prints"
+        )
     return secret
 
 

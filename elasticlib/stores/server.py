@@ -25,15 +25,26 @@ from ..errors import ConfigError, ElasticError, StoreRefused
 from ..threads import helper
 from .admission import Admission
 from .forks import close_in_children, renew_in_children
-from .peer import Peer, address_of, keep_honest
+from .peer import RECEIVE_BYTES, Peer, address_of, keep_honest
 from .secret import NONCE_BYTES, VARIABLE, check_secret
-from .service import StoreService, error_frame
+from .service import MAX_WAITS_IN_ALL, StoreService, error_frame
 from .state import Limits
 from .wire import MAX_FRAME_BYTES, Frame
 
 log = logging.getLogger("elasticlib.stores")
 
 LONGEST_SLEEP = 3600.0
+FRAMES_A_TURN = 64
+"""Of one client, before it is the others' turn."""
+FLUSH_BYTES = 64 * 1024
+"""So many are sent at once, not at the end of the turn."""
+CROWDED_RECEIVE_BYTES = 4096
+LINGER_SECONDS = 2.0
+"""For which a refused client may read why, and is then cut."""
+LOOK_SECONDS = 0.5
+"""Between two looks for clients that are to be cut."""
+LONG_ANSWERS = frozenset({"get", "compare_set", "list", "watch"})
+"""Operations whose answers carry values."""
 
 
 @attrs.frozen
@@ -41,15 +52,23 @@ class ServerLimits:
     """What one client, and all of them together, may cost the server.
 
     spare_descriptors: of those that this process may have, so many are for all else that it does.
-    close_seconds: for the server's thread to end.
+    close_seconds: for the server's thread to end. unsent_bytes: above so many that a client has not
+    taken yet, nothing more is done for it. held_bytes: above so many in the buffers of all
+    connections, in both directions, long answers wait until there are fewer. unread_seconds: who
+    leaves bytes unread, or a frame unfinished, for so long is cut; crowded_seconds: the same while
+    there are more than held_bytes, largest first, until half of that is free.
     """
 
     store: Limits = attrs.field(factory=Limits)
     frame_bytes: int = MAX_FRAME_BYTES
     connections: int = 10_000
     spare_descriptors: int = 256
-    unsent_bytes: int = 64 * 1024 * 1024
+    waits: int = MAX_WAITS_IN_ALL
+    unsent_bytes: int = 1024 * 1024
+    held_bytes: int = 128 * 1024 * 1024
     handshake_seconds: float = 10.0
+    unread_seconds: float = 60.0
+    crowded_seconds: float = 2.0
     silent_network_seconds: float = 60.0
     close_seconds: float = 10.0
 
@@ -191,11 +210,16 @@ class _Loop:
         self._most = limits.most_connections()
         self._job = job
         self._secret = secret
-        self._service = StoreService(limits.store, limits.frame_bytes)
+        self._service = StoreService(limits.store, limits.frame_bytes, limits.waits)
         self._listener = listener
         self._peers: dict[int, Peer] = {}
         self._unsettled: dict[int, float] = {}
+        self._refused: dict[int, float] = {}
         self._dirty: set[int] = set()
+        self._waiting: dict[int, bool] = {}
+        self._behind: dict[int, None] = {}
+        self._held = 0
+        self._next_look = 0.0
         self._accepted = 0
         self._accept_again: float | None = None
         self._labels: dict[int, str] = {}
@@ -262,23 +286,32 @@ class _Loop:
         if self._service.look_is_due(monotonic()):
             # If this process stood still, its clients' refreshes lie unread: they come first.
             self._handle(0)
+            while self._go_on():
+                pass
             self._service.end_silent_leases(monotonic())
         now = monotonic()
-        for number, frame in self._service.settle(now):
-            self._send(self._peers[number], frame)
-        self._end_unsettled(now)
+        for number, frame in self._service.settle(now, self._takes_long_answers):
+            # Who is dropped in here has no waits left.
+            self._send(self._peers[number], frame, now)
         self._flush()
+        now = monotonic()
+        self._end_unsettled(now)
+        self._cut_off(now)
 
     def _patience(self, now: float) -> float:
         """Seconds that the loop may sleep if nothing arrives."""
+        if any(self._may_go_on(self._peers[number]) for number in self._waiting):
+            return 0.0
         # A client may wait for longer than a selector can.
         pauses = [
             LONGEST_SLEEP,
             self._service.until_due(now),
-            *(t - now for t in self._first_unsettled()),
+            *(t - now for _, t in self._first_unsettled()),
         ]
         if self._accept_again is not None:
             pauses.append(self._accept_again - now)
+        if self._behind:
+            pauses.append(self._next_look - now)
         return max(min(p for p in pauses if p is not None), 0.0)
 
     def _handle(self, patience: float) -> None:
@@ -291,9 +324,20 @@ class _Loop:
                     self._dirty.add(key.data.number)
             elif key.data is self._listener:
                 self._accept()
+        self._go_on()
         if self._accept_again is not None and monotonic() >= self._accept_again:
             self._accept_again = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+
+    def _go_on(self) -> bool:
+        """A turn for each client that has sent more than could be handled yet; whether any had."""
+        went_on = False
+        for number in list(self._waiting):
+            peer = self._peers.get(number)
+            if peer is not None and self._may_go_on(peer):
+                self._proceed(peer)
+                went_on = True
+        return went_on
 
     def _accept(self) -> None:
         for _ in range(256):
@@ -333,32 +377,105 @@ class _Loop:
         most = self._most
         if len(self._peers) <= most:
             return
-        oldest = next(iter(self._unsettled))
+        oldest, _ = self._first_unsettled()[0]
         if oldest != newcomer.number:
             self._drop(self._peers[oldest])
         if len(self._peers) > most:
             self._refuse(newcomer, 0, StoreRefused(f"serves at most {most} connections"))
 
     def _receive(self, peer: Peer) -> None:
-        frames = peer.receive()
-        if frames is None:
-            self._drop(peer)
+        if peer.number in self._waiting:
+            return  # what it has sent before comes first
+        if not self._may_go_on(peer):
+            self._wait_for_room(peer)
             return
+        little = self._is_crowded() and not peer.has_half_a_frame
+        if not peer.receive(CROWDED_RECEIVE_BYTES if little else RECEIVE_BYTES):
+            self._drop(peer)
+        elif not peer.ending:
+            self._proceed(peer)
+
+    def _proceed(self, peer: Peer) -> None:
+        """Handle what has arrived of it, as far as it is its turn and there is room."""
+        if self._waiting.pop(peer.number, False):
+            self._dirty.add(peer.number)  # it is to be read from again
+        now = monotonic()
         try:
-            for frame in frames:
+            for _ in range(FRAMES_A_TURN):
+                frame = peer.next_frame(now)
+                if frame is None or not self._may_go_on(peer):
+                    break
+                peer.handled()
                 if peer.label is None:
                     self._admit(peer, frame)
-                else:
-                    self._answer(peer, frame)
-                if peer.ending:
+                elif (answer := self._service.answer(peer.number, frame, now)) is not None:
+                    self._send(peer, answer, now)
+                if peer.ending or peer.number not in self._peers:
                     return
+            if peer.next_frame(now) is not None:
+                self._wait_for_room(peer)
         except StoreRefused as error:
             self._refuse(peer, 0, error)
+        else:
+            self._count(peer)
 
-    def _answer(self, peer: Peer, frame: Frame) -> None:
-        reply = self._service.answer(peer.number, frame, monotonic())
-        if reply is not None:
-            self._send(peer, reply)
+    # -- bounds -------------------------------------------------------------------------------
+
+    def _is_crowded(self) -> bool:
+        return self._held > self._limits.held_bytes
+
+    def _may_go_on(self, peer: Peer) -> bool:
+        """Whether there is room for what it sends next, or for the answer to what it has sent."""
+        if peer.ending:
+            return True
+        if not self._is_crowded():
+            return peer.unsent <= self._limits.unsent_bytes
+        frame = peer.waiting_frame
+        if frame is not None:
+            return not peer.unsent and frame.op not in LONG_ANSWERS
+        # Of those that have sent a part of a frame, one at a time may send the rest.
+        return not peer.has_half_a_frame or peer.number == next(iter(self._behind), None)
+
+    def _takes_long_answers(self, number: int) -> bool:
+        """Whether this client may be sent what is there, in place of that there is something."""
+        unsent = self._peers[number].unsent
+        return not self._is_crowded() and unsent <= self._limits.unsent_bytes
+
+    def _wait_for_room(self, peer: Peer) -> None:
+        """Read nothing more from it; each turn looks whether there is room again."""
+        self._waiting[peer.number] = True
+        self._dirty.add(peer.number)
+
+    def _count(self, peer: Peer) -> None:
+        """Keep the account of what the buffers take, and who takes it, the first one first."""
+        size = peer.held_bytes
+        self._held += size - peer.counted
+        peer.counted = size
+        if size:
+            self._behind.setdefault(peer.number)
+        else:
+            self._behind.pop(peer.number, None)
+
+    def _cut_off(self, now: float) -> None:
+        """End the connections of those who hold bytes here for too long."""
+        if not self._behind or now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        # Where it is crowded, not the least is made room: those who wait are to get on.
+        enough = self._limits.held_bytes // 2 if self._is_crowded() else self._limits.held_bytes
+        behind = [self._peers[number] for number in self._behind]
+        for peer in sorted(behind, key=lambda peer: peer.counted, reverse=True):
+            waited = now - peer.behind_since(now)
+            too_long = self._held > enough and waited > self._limits.crowded_seconds
+            if too_long or waited > self._limits.unread_seconds:
+                log.warning(
+                    "cut off client %s: %d bytes, of answers that it does not read or of a frame "
+                    "that it does not finish, lay here for %.1f s",
+                    peer.label,
+                    peer.counted,
+                    waited,
+                )
+                self._drop(peer)
 
     def _admit(self, peer: Peer, frame: Frame) -> None:
         try:
@@ -371,32 +488,54 @@ class _Loop:
             del self._unsettled[peer.number]
             with self._labels_changed:
                 self._labels[peer.number] = peer.label
-        self._send(peer, answer)
+        self._send(peer, answer, monotonic())
 
-    def _send(self, peer: Peer, frame: Frame) -> None:
-        peer.send(frame)
+    def _send(self, peer: Peer, frame: Frame, now: float) -> None:
+        peer.send(frame, now)
         self._dirty.add(peer.number)
+        if peer.unsent < FLUSH_BYTES:
+            return
+        if peer.flush(now):
+            self._count(peer)
+        else:
+            self._drop(peer)
 
     def _flush(self) -> None:
+        now = monotonic()
         for peer in [self._peers[n] for n in self._dirty if n in self._peers]:
-            if not peer.flush() or peer.unsent > self._limits.unsent_bytes:
+            if not peer.flush(now):
                 self._drop(peer)
-            elif bool(peer.unsent) != peer.watching_writes:
-                peer.watching_writes = bool(peer.unsent)
-                events = selectors.EVENT_READ | selectors.EVENT_WRITE * peer.watching_writes
-                self._selector.modify(peer.connection, events, peer)
+                continue
+            self._count(peer)
+            reading = peer.number not in self._waiting or self._may_go_on(peer)
+            events = selectors.EVENT_READ * reading | selectors.EVENT_WRITE * bool(peer.unsent)
+            if events != peer.events:
+                self._listen_for(peer, events)
         self._dirty.clear()
+
+    def _listen_for(self, peer: Peer, events: int) -> None:
+        if not events:
+            self._selector.unregister(peer.connection)
+        elif not peer.events:
+            self._selector.register(peer.connection, events, peer)
+        else:
+            self._selector.modify(peer.connection, events, peer)
+        peer.events = events
 
     def _refuse(self, peer: Peer, number: int, error: ElasticError) -> None:
         """Say why, then end the connection once the client has had time to read it."""
-        self._send(peer, error_frame(number, error))
-        peer.ending = True
+        peer.end()
+        self._send(peer, error_frame(number, error), monotonic())
+        if peer.number not in self._peers:
+            return
         self._leave(peer)
-        self._unsettled[peer.number] = monotonic() + self._limits.handshake_seconds
+        seconds = min(LINGER_SECONDS, self._limits.handshake_seconds)
+        self._refused[peer.number] = monotonic() + seconds
 
     def _leave(self, peer: Peer) -> None:
         self._service.depart(peer.number)
-        self._unsettled.pop(peer.number, None)
+        for numbers in (self._unsettled, self._refused, self._waiting):
+            numbers.pop(peer.number, None)
         with self._labels_changed:
             self._labels.pop(peer.number, None)
             self._labels_changed.notify_all()
@@ -404,14 +543,19 @@ class _Loop:
     def _drop(self, peer: Peer) -> None:
         del self._peers[peer.number]
         self._leave(peer)
-        self._selector.unregister(peer.connection)
+        self._held -= peer.counted
+        self._behind.pop(peer.number, None)
+        if peer.events:
+            self._selector.unregister(peer.connection)
         peer.connection.close()
 
-    def _first_unsettled(self) -> list[float]:
-        # All have the same patience, so the first to come is the first to go.
-        return [next(iter(self._unsettled.values()))] if self._unsettled else []
+    def _first_unsettled(self) -> list[tuple[int, float]]:
+        """Who is to go first, and when, of those refused and of those who are not in yet."""
+        # In each all have the same patience, so the first to come is the first to go.
+        return [next(iter(one.items())) for one in (self._refused, self._unsettled) if one]
 
     def _end_unsettled(self, now: float) -> None:
         """Drop those who did not finish their handshake, or linger after a refusal."""
-        while any(deadline <= now for deadline in self._first_unsettled()):
-            self._drop(self._peers[next(iter(self._unsettled))])
+        while due := [number for number, deadline in self._first_unsettled() if deadline <= now]:
+            for number in due:
+                self._drop(self._peers[number])

@@ -19,6 +19,7 @@ from .wire import MAX_FRAME_BYTES, Frame
 
 MAX_WAITS = 1000
 """How many waits one client may have pending."""
+MAX_WAITS_IN_ALL = 100_000
 
 KINDS: Mapping[str, type[ElasticError]] = {
     "refused": StoreRefused,
@@ -72,7 +73,14 @@ class _Wait:
 class StoreService:
     """A keyspace, the waits on it, and the answers to each operation."""
 
-    def __init__(self, limits: Limits, frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        frame_bytes: int = MAX_FRAME_BYTES,
+        most_waits: int = MAX_WAITS_IN_ALL,
+    ) -> None:
+        self._most_waits = most_waits
+        self._wait_count = 0
         self._space = KeySpace(limits)
         self._listing_bytes = min(frame_bytes, MAX_FRAME_BYTES) - 1024
         self._waits: dict[str, dict[tuple[int, int], _Wait]] = {}
@@ -104,9 +112,14 @@ class StoreService:
         """Whether `end_silent_leases` is worth calling."""
         return self._space.clock.due(now)
 
-    def settle(self, now: float) -> Iterator[Outgoing]:
-        """The answers to waits whose change came, or whose time is over."""
-        yield from self._woken()
+    def settle(
+        self, now: float, may_list: Callable[[int], bool] = lambda _: True
+    ) -> Iterator[Outgoing]:
+        """The answers to waits whose change came, or whose time is over.
+
+        may_list: whether that client may be sent a listing; else it is told to ask for it.
+        """
+        yield from self._woken(may_list)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, client, number = heapq.heappop(self._deadlines)
             if self._release(client, number):
@@ -122,19 +135,21 @@ class StoreService:
         deadline = max(self._deadlines[0][0] - now, 0.0)
         return deadline if look is None else min(look, deadline)
 
-    def _woken(self) -> Iterator[Outgoing]:
+    def _woken(self, may_list: Callable[[int], bool]) -> Iterator[Outgoing]:
         if self._told == self._space.version:
             return
         touched = [p for p in self._waits if self._space.changed(p, self._told)]
         self._told = self._space.version
         for prefix in touched:
             listing: Frame | None = None
-            for (client, number), wait in list(self._waits[prefix].items()):
-                # A wait that came behind the change, in the same turn, goes on waiting.
+            for (client, number), wait in list(self._waits.get(prefix, {}).items()):
+                # A wait that came behind the change, in the same turn, goes on waiting; and who
+                # was told of another may have been found gone.
                 if not self._space.changed(prefix, wait.after):
                     continue
-                self._release(client, number)
-                if wait.listing:
+                if not self._release(client, number):
+                    continue
+                if wait.listing and may_list(client):
                     listing = listing or self._listing(prefix)
                     yield client, attrs.evolve(listing, id=number)
                 else:
@@ -144,6 +159,9 @@ class StoreService:
         held = self._held.setdefault(call.client, {})
         if len(held) >= MAX_WAITS or call.id in held:
             raise StoreRefused(f"a client has at most {MAX_WAITS} waits, each with its own id")
+        if self._wait_count >= self._most_waits:
+            raise StoreRefused(f"all clients together have at most {self._most_waits} waits")
+        self._wait_count += 1
         prefix = held[call.id] = call.fields["prefix"]
         self._waits.setdefault(prefix, {})[call.client, call.id] = wait
         if deadline < math.inf:
@@ -158,6 +176,7 @@ class StoreService:
         return True
 
     def _forget_wait(self, client: int, number: int, prefix: str) -> None:
+        self._wait_count -= 1
         waits = self._waits[prefix]
         del waits[client, number]
         if not waits:
@@ -165,7 +184,7 @@ class StoreService:
 
     def _tidy(self) -> None:
         # Deadlines of waits that were answered stay until they pass; long ones must not pile up.
-        if len(self._deadlines) > 1000 + 2 * sum(map(len, self._held.values())):
+        if len(self._deadlines) > 1000 + 2 * self._wait_count:
             self._deadlines = [
                 (deadline, client, number)
                 for deadline, client, number in self._deadlines

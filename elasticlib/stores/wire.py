@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import attrs
 from ..errors import StoreRefused
 from .secret import DIGITS, is_digits
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 
 _LENGTHS = struct.Struct(">II")
@@ -67,14 +66,12 @@ TRUTH = _Field("true or false", lambda v: type(v) is bool)
 ROWS = _Field("a list of [key, version, size]", lambda v: type(v) is list and all(map(_is_row, v)))
 
 HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_digits)
-MAYBE_HEXADECIMAL = _Field(
-    f"null or {DIGITS} hexadecimal digits", lambda v: v is None or is_digits(v)
-)
 
 # hello stays as it is in every protocol, so that one of another protocol is refused by number.
 SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "hello": {"protocol": WHOLE, "job": TEXT, "client": TEXT},
-    "response": {"nonce": HEXADECIMAL, "proof": HEXADECIMAL},
+    "nonce": {"nonce": HEXADECIMAL},
+    "response": {"proof": HEXADECIMAL},
     "get": {"key": TEXT},
     "set": {"key": TEXT, "ttl": MAYBE_SECONDS},
     "compare_set": {"key": TEXT, "ttl": MAYBE_SECONDS, "expected": WHOLE},
@@ -84,7 +81,8 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "wait": {"prefix": TEXT, "after": WHOLE, "timeout": SECONDS},
     "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "challenge": {"nonce": HEXADECIMAL},
-    "welcome": {"protocol": WHOLE, "job": TEXT, "proof": MAYBE_HEXADECIMAL},
+    "proof": {"proof": HEXADECIMAL},
+    "welcome": {"protocol": WHOLE, "job": TEXT},
     "entry": {"version": WHOLE},
     "absent": {},
     "written": {"version": WHOLE},
@@ -170,25 +168,39 @@ class FrameReader:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that have arrived and were not asked for yet, as a frame or as a part of one."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now; StoreRefused for bytes that are none of ours."""
         return list(self.frames(data))
 
     def frames(self, data: bytes) -> Iterator[Frame]:
         """The same one by one, each looked at when it is asked for."""
-        self._buffer += data
-        at = 0
-        try:
-            while (end := self._end_of_frame(at)) <= len(self._buffer):
-                start, at = at + _LENGTH.size, end
-                yield decode(bytes(self._buffer[start:end]))
-        finally:
-            del self._buffer[:at]
+        self.add(data)
+        while (frame := self.take()) is not None:
+            yield frame
 
-    def _end_of_frame(self, at: int) -> int:
-        if len(self._buffer) - at < _LENGTH.size:
-            return sys.maxsize
-        (total,) = _LENGTH.unpack_from(self._buffer, at)
+    def add(self, data: bytes) -> None:
+        """More bytes, for `take`."""
+        self._buffer += data
+
+    def take(self) -> Frame | None:
+        """The next frame; None while it is not complete. StoreRefused as `feed`."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (total,) = _LENGTH.unpack_from(self._buffer)
         if total > self.max_bytes:
             raise StoreRefused(f"a frame is at most {self.max_bytes} bytes, got {total}")
-        return at + _LENGTH.size + int(total)
+        end = _LENGTH.size + int(total)
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return decode(body)
+
+    def forget(self) -> None:
+        """Drop what has arrived."""
+        self._buffer = bytearray()

@@ -37,7 +37,7 @@ from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.workers.spec import Script, WorkerGroup, WorkerSpec, deal_ranks
 
-SECRET = b"the job's"
+SECRET = b"the secret of the job"
 
 
 class Host:
@@ -210,10 +210,12 @@ def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = S
         stack.callback(link.close)
         challenge = link.hear(Kind.CHALLENGE)
         proofs, nonce = Proofs(place.token, secret, info.board), "ab" * 32
-        proof = proofs.of_giver(challenge["nonce"], nonce, info.rank)
-        link.say(Kind.HELLO, rank=info.rank, nonce=nonce, proof=proof)
-        welcome = link.hear(Kind.WELCOME)
-        assert proofs.is_taker(welcome["proof"], challenge["nonce"], nonce, info.rank)
+        link.say(Kind.HELLO, rank=info.rank, nonce=nonce)
+        taker = link.hear(Kind.PROOF)
+        known = proofs.is_taker(taker["proof"], challenge["nonce"], nonce, info.rank)
+        assert known is (secret == SECRET and "/1/" in info.board)
+        link.say(Kind.PROOF, proof=proofs.of_giver(challenge["nonce"], nonce, info.rank))
+        link.hear(Kind.WELCOME)
         stack.pop_all()
     return link
 
@@ -245,13 +247,33 @@ def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Ho
     hosts[0].begin(infos[0])
     connection, _ = listener.accept()
     link = Link(connection)
-    link.say(Kind.CHALLENGE, protocol=1, nonce="ab" * 32)
+    link.say(Kind.CHALLENGE, protocol=2, nonce="ab" * 32)
     link.hear(Kind.HELLO)
-    link.say(Kind.WELCOME, proof="ef" * 32)
+    link.say(Kind.PROOF, proof="ef" * 32)
+    # It is not even given a proof, which it could guess the secret from.
     with pytest.raises(OSError, match="closed the connection"):
-        link.hear(Kind.OFFER)
+        link.hear(Kind.PROOF)
     link.close()
     listener.close()
+
+
+def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host]) -> None:
+    store = MemoryStore()
+    giver, taker = generation(1, 2, store)
+    hosts[0].begin(taker)
+    entry = until("the place", lambda: store.get(f"{giver.board}snapshots/place/{taker.rank}"))
+    place = decode_place(entry.value)
+    assert place is not None
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            address = (place.address, place.port)
+            silent = stack.enter_context(socket.create_connection(address, timeout=10))
+            # It has been taken in, and is never heard of again.
+            assert silent.recv(1)
+        link = let_in(store, giver, taker.rank)
+        give(link, Record("s", 1, 1, 3, "run", 1), b"one")
+        link.close()
+    assert [one.record.step for one in hosts[0].found("0")] == [1]
 
 
 def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> None:

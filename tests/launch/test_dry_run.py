@@ -153,7 +153,7 @@ def test_a_secret_is_said_to_be_asked_for_where_it_is(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ("--nnodes", "2", "--rdzv-id", "j", "--rdzv-endpoint")
-    monkeypatch.setenv("ELASTICLIB_SECRET", "s")
+    monkeypatch.setenv("ELASTICLIB_SECRET", "sixteen or more bytes")
     _, rows = dry(capsys, *flags, "127.0.0.1:1", script)
     assert rows["secret"] == ["ok", "secret", "nodes must prove to know it"]
     file = (*flags, str(tmp_path / "store"), "--rdzv-backend", "file", script)

@@ -30,6 +30,7 @@ def test_a_port_may_be_left_out_where_one_is_the_default(text: str, place: tuple
     [
         *("", ":5", "h:", "h:x", "h:65536", "[::1", "[::1]5", "h:-1", "[]:1", "h:²"),
         *("h:" + "9" * 5000, "http://h:1", "h::1", "h:1:1", "[h]:1", "[h:1]:1", "[127.0.0.1]:1"),
+        *("dummy.com:", "[::1]:", "[fe80::1%]:1", "[fe80::1%a b]:1", "h:5 6", "h: 5"),
     ],
 )
 def test_what_is_no_endpoint_is_refused(text: str) -> None:
@@ -37,15 +38,40 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         split_endpoint(text)
 
 
-@pytest.mark.parametrize("host", [".svc", "a..b", "h" * 64, "h" * 64 + ".svc", "h\udcff"])
+@pytest.mark.parametrize("host", [
+        *(".svc", "a..b", "h" * 64, "h" * 64 + ".svc", "h\udcff", "~", "dummy.com ", "a b", "-a"),
+        *("a-.b", "user@h", "h/x", "$HOST", "{head}", "256.1.1.1", "a.b..", ".".join("a" * 130)),
+    ],
+)
 def test_what_no_resolver_takes_for_a_name_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="an endpoint's host is a name of parts between dots"):
         split_endpoint(f"{host}:1")
 
 
-@pytest.mark.parametrize("host", ["h.", "h_1.svc", "h" * 63, "straße.de", "10.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["h.", "h_1.svc", "_h", "h" * 63, "straße.de", "10.0.0.1", "1a.2b", "xn--strae-oqa.de"]
+)
 def test_what_a_resolver_takes_is_left_to_it(host: str) -> None:
     assert split_endpoint(f"{host}:1") == (host, 1)
+
+
+ANY = st.text(max_size=30) | st.lists(
+    st.sampled_from([*"aZ9_-.:[]%~ @/\n\t", "::", "fe80::1", "10.0.0.1", ":29400", "²"]), max_size=8
+).map("".join)
+
+
+@given(ANY, st.none() | st.integers(0, 65535))
+def test_any_text_is_an_endpoint_that_comes_back_or_is_refused(
+    text: str, default: int | None
+) -> None:
+    try:
+        host, port = split_endpoint(text, default)
+    except ConfigError as error:
+        assert repr(text) in str(error) or "got" in str(error)
+        return
+    assert 0 <= port <= 65535
+    assert not set(host) & set(" \t\n[]/@~")
+    assert split_endpoint(join_endpoint(host, port)) == (host, port)
 
 
 def test_the_wildcard_address_is_known_in_all_of_its_spellings() -> None:

@@ -19,11 +19,12 @@ from elasticlib.launch.meeting import open_meeting
 from elasticlib.launch.secret import read_secret
 
 VARIABLE = "ELASTICLIB_SECRET"
+S = b"sixteen or more bytes"
 
 
 @pytest.mark.parametrize(
     ("content", "secret"),
-    [(b"s\n", b"s"), (b"s", b"s"), (b"s\n\n", b"s\n"), (b" s \xff", b" s \xff")],
+    [(S + b"\n", S), (S, S), (S + b"\n\n", S + b"\n"), (b" " + S + b" \xff", b" " + S + b" \xff")],
 )
 def test_a_file_is_the_secret_but_for_one_newline(
     tmp_path: Path, content: bytes, secret: bytes
@@ -33,20 +34,24 @@ def test_a_file_is_the_secret_but_for_one_newline(
 
 
 def test_the_environment_gives_the_same_bytes_as_a_file() -> None:
-    assert read_secret({VARIABLE: "s\udcff"}, None, "--secret-file") == b"s\xff"
+    given = {VARIABLE: S.decode() + "\udcff"}
+    assert read_secret(given, None, "--secret-file") == S + b"\xff"
     assert read_secret({}, None, "--secret-file") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"x" * 70_000])
+@pytest.mark.parametrize("content", [b"", b"\n", b"x" * 70_000, b"fifteen bytes!!\n"])
 def test_a_file_without_a_secret_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "secret").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"--secret-file .*secret' holds 1 to 65536 bytes"):
+    with pytest.raises(ConfigError, match=r"--secret-file .*secret' holds 16 to 65536 bytes"):
         read_secret({}, str(tmp_path / "secret"), "--secret-file")
 
 
 def test_no_file_an_empty_variable_and_two_places_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--secret-file .*none' cannot be read: No such file"):
         read_secret({}, str(tmp_path / "none"), "--secret-file")
+    with pytest.raises(ConfigError, match=f"{VARIABLE} holds 16 to 65536 bytes, got 15: ") as short:
+        read_secret({VARIABLE: "fifteen bytes!!"}, None, "--secret-file")
+    assert "fifteen" not in str(short.value)
     with pytest.raises(ConfigError, match=f"{VARIABLE} is empty"):
         read_secret({VARIABLE: ""}, None, "--secret-file")
     (tmp_path / "secret").write_text("same")
@@ -68,36 +73,36 @@ def test_a_secret_that_nobody_is_asked_for_is_mentioned(
 ) -> None:
     place = str(tmp_path / "meeting")
     config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=place, run_id="job")
-    open_meeting(config, b"open sesame").close()
+    open_meeting(config, b"open sesame, please").close()
     assert "nobody is asked for the secret: it is not for file" in caplog.text
 
 
 @pytest.mark.faults
 def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> None:
-    (job.folder / "secret").write_text("open sesame\n")
+    (job.folder / "secret").write_text("open sesame, please\n")
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "2:3", "--rdzv-endpoint", endpoint)
     conf = ("--rdzv-conf", f"secret_file={job.folder / 'secret'}")
-    host = job.run("host", *flags, **{VARIABLE: "open sesame"})
+    host = job.run("host", *flags, **{VARIABLE: "open sesame, please"})
     host.says("this node hosts the store")
-    wrong = job.run("wrong", *flags, **{VARIABLE: "open barley"})
+    wrong = job.run("wrong", *flags, **{VARIABLE: "open barley, please"})
     none = job.run("none", *flags)
     guest = job.run("guest", *flags, *conf)
     check_one_world(job.settled(2))
     assert (wrong.exit_code(), none.exit_code()) == (1, 1)
-    assert f"{endpoint} has another secret than this client: give all nodes" in wrong.text
+    assert f"{endpoint} has another secret than this client, or is not our store: give all nodes" in wrong.text
     assert f"{endpoint} asks for a shared secret, and this client has none: give" in none.text
     job.finish()
     assert (host.exit_code(), guest.exit_code()) == (0, 0)
     for node in job.nodes:
-        assert "open sesame" not in node.text
-        assert "open barley" not in node.text
+        assert "open sesame, please" not in node.text
+        assert "open barley, please" not in node.text
 
 
 @pytest.mark.faults
 def test_a_node_with_a_secret_leaves_a_store_without_one(job: Job) -> None:
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
-    node = job.run("a", *flags, **{VARIABLE: "open sesame"})
+    node = job.run("a", *flags, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 1
     assert "asks for no secret, and this client has one" in node.text
 
@@ -106,7 +111,7 @@ def test_a_node_with_a_secret_leaves_a_store_without_one(job: Job) -> None:
 def test_workers_are_not_handed_the_secret(tmp_path: Path) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
     script = (str(tmp_path / "dump.py"), str(tmp_path))
-    environment = {**os.environ, VARIABLE: "open sesame"}
+    environment = {**os.environ, VARIABLE: "open sesame, please"}
     done = subprocess.run([*RUN, *script], env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert VARIABLE not in json.loads((tmp_path / "0.json").read_text())
@@ -115,7 +120,7 @@ def test_workers_are_not_handed_the_secret(tmp_path: Path) -> None:
 @pytest.mark.faults
 def test_two_places_for_one_secret_end_before_anything_starts(tmp_path: Path) -> None:
     flags = ("--rdzv-conf", "secret_file=s", "--no-python", "touch", str(tmp_path / "started"))
-    environment = {**os.environ, VARIABLE: "open sesame"}
+    environment = {**os.environ, VARIABLE: "open sesame, please"}
     done = subprocess.run(
         [*RUN, *flags], env=environment, capture_output=True, text=True, timeout=60
     )
@@ -129,12 +134,12 @@ def test_two_places_for_one_secret_end_before_anything_starts(tmp_path: Path) ->
 
 @pytest.mark.faults
 def test_the_store_command_asks_for_the_secret_of_its_file(job: Job) -> None:
-    (job.folder / "secret").write_text("open sesame\n")
+    (job.folder / "secret").write_text("open sesame, please\n")
     command = (sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind", "127.0.0.1:0")
     store = job.start("store", *command, "--secret-file", str(job.folder / "secret"))
     endpoint = store.says(r"(127\.0\.0\.1:\d+)").group(1)
     job.finish()
-    node = job.run("a", "--rdzv-endpoint", endpoint, **{VARIABLE: "open sesame"})
+    node = job.run("a", "--rdzv-endpoint", endpoint, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 0
     refused = job.start("refused", *command, "--secret-file", "/nowhere")
     assert refused.exit_code() == 2

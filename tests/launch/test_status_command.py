@@ -169,6 +169,33 @@ def test_a_run_that_nobody_runs_any_more_has_no_state(
     assert [node["answers"] for node in said["nodes"]] == [False]
 
 
+@pytest.mark.parametrize("command", ["status", "stacks"])
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--rdzv-conf secretfile=x", "--rdzv-conf has no key 'secretfile'"),
+        ("--rdzv-conf join_timeout=5,,colour=red", "--rdzv-conf has no key 'colour'"),
+        ("--rdzv-conf join_timeout=5,join_timeout=6", "with each key once"),
+        ("--rdzv-conf cacert=x", "cacert belongs to --rdzv-backend etcd, not to tcp"),
+        ("--rdzv-conf cacert=x --rdzv-backend file", "belongs to --rdzv-backend etcd, not to file"),
+        ("--rdzv-conf secret_file=", "--rdzv-conf is k=v,k=v"),
+    ],
+)
+def test_a_key_that_means_nothing_is_refused_and_not_passed_over(
+    command: str, flags: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--timeout", "1", *flags.split(), "127.0.0.1:1"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_white_space_around_a_key_means_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conf = f"join_timeout=5, secret_file = {tmp_path}/gone"
+    assert main(["status", "--timeout", "1", "--rdzv-conf", conf, "127.0.0.1:1"]) == 2
+    assert f"'{tmp_path}/gone' cannot be read" in capsys.readouterr().err
+
+
 def test_a_secret_that_cannot_be_read_is_blamed_on_who_named_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

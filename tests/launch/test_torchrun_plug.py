@@ -181,12 +181,12 @@ def test_nodes_with_the_secret_meet_and_no_other_gets_in_nor_one_of_elasticrun(
 ) -> None:
     port = free_port()
     asked = params(f"127.0.0.1:{port}", nodes=(2, 2), join_timeout="9", **QUICK)
-    monkeypatch.setenv("ELASTICLIB_SECRET", "of the job")
+    monkeypatch.setenv("ELASTICLIB_SECRET", "the secret of the job")
     handlers = [open_for_torchrun("tcp", asked) for _ in range(2)]
     joining = [Joining(handler) for handler in handlers]
     assert sorted(j.result().rank for j in joining) == [0, 1]
     with (
-        TcpStore("127.0.0.1", port, job="job", secret=b"of the job") as elasticruns,
+        TcpStore("127.0.0.1", port, job="job", secret=b"the secret of the job") as elasticruns,
         pytest.raises(StoreRefused, match="job@torchrun"),
     ):
         elasticruns.get("key")

@@ -120,8 +120,8 @@ def test_who_does_not_answer_is_named_and_not_waited_for_longer(
 @pytest.fixture
 def served() -> Iterator[tuple[TcpStoreServer, TcpStore]]:
     with (
-        TcpStoreServer("127.0.0.1", 0, job="job", secret=b"known") as server,
-        TcpStore(server.host, server.port, job="job", secret=b"known") as store,
+        TcpStoreServer("127.0.0.1", 0, job="job", secret=b"known to both sides") as server,
+        TcpStore(server.host, server.port, job="job", secret=b"known to both sides") as store,
     ):
         yield server, store
 
@@ -196,7 +196,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(
     served: tuple[TcpStoreServer, TcpStore],
 ) -> None:
     server, _ = served
-    for secret in (None, b"guessed"):
+    for secret in (None, b"guessed by somebody"):
         with (
             TcpStore(server.host, server.port, secret=secret) as store,
             pytest.raises(StoreRefused, match="secret"),
@@ -212,7 +212,7 @@ def test_the_jobs_of_a_store_are_found_without_their_names(
     other = Keys("an/other job")
     store.set(other.head, encode_head(Document(Limits(1, 1))))
     Asker(store, "job").ask(What.STANDING, 0.1)
-    with TcpStore(server.host, server.port, secret=b"known") as nameless:
+    with TcpStore(server.host, server.port, secret=b"known to both sides") as nameless:
         assert jobs_in(nameless) == (["an/other job", "job"], ["job"])
 
 

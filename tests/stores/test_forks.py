@@ -142,7 +142,7 @@ os._exit(0)
 
 
 def test_a_child_born_while_its_parent_connects_does_not_wait_for_that() -> None:
-    welcome = Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": None})
+    welcome = Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20.0)
         with script(CONNECTING, *listener.getsockname()) as process:

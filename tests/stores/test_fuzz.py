@@ -28,7 +28,7 @@ from elasticlib.stores.tcp import TcpStore
 from elasticlib.stores.wire import PROTOCOL, SCHEMA, Frame, FrameReader, encode
 from elasticlib.testing.store_process import said
 
-SECRET = b"secret"
+SECRET = b"a secret of the job"
 HELLO = encode(Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "stranger"}))
 LIMITS = ServerLimits(handshake_seconds=0.2, frame_bytes=64 * 1024, unsent_bytes=1_000_000)
 MIB = 1024 * 1024
@@ -94,8 +94,10 @@ def shake_hands(connection: socket.socket, secret: bytes | None) -> None:
     if secret is not None:
         nonce = "0" * 64
         exchange = Exchange(answer.fields["nonce"], nonce, "")
-        fields = {"nonce": nonce, "proof": prove(secret, Role.CLIENT, exchange)}
-        connection.sendall(encode(Frame("response", 0, fields)))
+        connection.sendall(encode(Frame("nonce", 0, {"nonce": nonce})))
+        assert answered(connection).op == "proof"
+        proof = prove(secret, Role.CLIENT, exchange)
+        connection.sendall(encode(Frame("response", 0, {"proof": proof})))
         answer = answered(connection)
     assert answer.op == "welcome"
 
@@ -273,7 +275,7 @@ def peak(pid: int) -> int:
 def test_strangers_cost_the_server_no_memory_worth_speaking_of(tmp_path: Path) -> None:
     part = struct.pack(">II", 4 * MIB, 4 * MIB - 4) + b" " * MIB
     with (
-        served(tmp_path / "log", secret="secret") as (pid, port),
+        served(tmp_path / "log", secret=SECRET.decode()) as (pid, port),
         TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good,
         ExitStack() as stack,
     ):
@@ -320,7 +322,7 @@ def test_strangers_without_the_secret_leave_the_server_descriptors_and_clients_a
     tmp_path: Path, lowered: bool
 ) -> None:
     limits = {"descriptors": 48} if lowered else {"before": 48}
-    with served(tmp_path / "log", secret="secret", **limits) as (pid, port), ExitStack() as stack:
+    with served(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port), ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10.0))
         with TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good:

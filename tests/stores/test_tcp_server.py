@@ -26,7 +26,7 @@ from elasticlib.stores.wire import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.testing.store_process import ClientRecipe, said
 
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
-LIMITS = ServerLimits(frame_bytes=64 * 1024, unsent_bytes=100_000)
+LIMITS = ServerLimits(frame_bytes=64 * 1024, unsent_bytes=100_000, unread_seconds=3.0)
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ BY_RULE = {
     "null or a number of seconds": st.none() | SECONDS,
     "text": TEXT,
     "64 hexadecimal digits": DIGITS,
-    "null or 64 hexadecimal digits": st.none() | DIGITS,
     "true or false": st.booleans(),
     "a list of [key, version, size]": st.lists(st.tuples(TEXT, WHOLE, WHOLE).map(list), max_size=4),
 }

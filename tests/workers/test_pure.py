@@ -116,7 +116,7 @@ def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
 
 
 def test_a_worker_is_not_handed_the_secret_of_its_agent() -> None:
-    inherited = {"ELASTICLIB_SECRET": "open sesame", "PATH": "/bin"}
+    inherited = {"ELASTICLIB_SECRET": "open sesame, if you please", "PATH": "/bin"}
     told = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
     assert told["PATH"] == "/bin"
     assert "ELASTICLIB_SECRET" not in told

@@ -1,0 +1,268 @@
+"""What clients leave unread, or send in halves, costs the server a bounded piece of memory."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from test_fuzz import HELLO, MIB, answered, peak, served, stranger
+
+from elasticlib.clock import monotonic
+from elasticlib.errors import StoreRefused
+from elasticlib.stores.server import ServerLimits, TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.wire import Frame, FrameReader, encode
+
+BOUND = 400 * MIB
+"""Of the whole process, whatever is asked of it and left unread."""
+PORT = int
+Attack = Callable[[PORT, ExitStack], None]
+
+
+def attacker(port: PORT, stack: ExitStack) -> socket.socket:
+    """A connection that has been let in, whose receive buffer is small."""
+    connection = stack.enter_context(socket.socket())
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+    connection.settimeout(20.0)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(HELLO)
+    assert answered(connection).op == "welcome"
+    return connection
+
+
+def pipelined(op: str, fields: dict[str, object], clients: int, each: int) -> Attack:
+    """Requests of which no answer is read."""
+
+    def attack(port: PORT, stack: ExitStack) -> None:
+        requests = b"".join(encode(Frame(op, n, fields)) for n in range(1, each + 1))
+        for _ in range(clients):
+            attacker(port, stack).sendall(requests)
+
+    return attack
+
+
+def half_frames(port: PORT, stack: ExitStack) -> None:
+    """Each sends 7 of 8 MiB, where the server takes them, and never the rest."""
+    half = struct.pack(">II", 8 * MIB - 4, 7 * MIB) + b" " * (7 * MIB)
+    unsent = {attacker(port, stack): memoryview(half) for _ in range(80)}
+    deadline = monotonic() + 4.0
+    while unsent and monotonic() < deadline:
+        _, ready, _ = select.select([], list(unsent), [], 0.5)
+        if not ready:
+            return  # the server takes nothing more
+        for connection in ready:
+            connection.setblocking(False)
+            try:
+                unsent[connection] = unsent[connection][connection.send(unsent[connection]) :]
+            except ConnectionError:
+                del unsent[connection]
+                continue
+            if not unsent[connection]:
+                del unsent[connection]
+
+
+ATTACKS: dict[str, Attack] = {
+    "gets of one client": pipelined("get", {"key": "big/0"}, 1, 300),
+    "lists of one client": pipelined("list", {"prefix": "big"}, 1, 300),
+    "a get of each of many clients": pipelined("get", {"key": "big/0"}, 300, 3),
+    "lost races of many clients": pipelined(
+        "compare_set", {"key": "big/0", "ttl": None, "expected": 7}, 300, 3
+    ),
+    "halves of long frames": half_frames,
+}
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_whatever_is_left_unread_the_server_keeps_little_and_serves_the_others(
+    tmp_path: Path, what: str
+) -> None:
+    with (
+        served(tmp_path / "log") as (pid, port),
+        TcpStore("127.0.0.1", port, timeout=60.0) as good,
+        ExitStack() as stack,
+    ):
+        good.set("big/0", b"x" * 4 * MIB)
+        lease = good.set("lease", b"", ttl=1000.0)
+        ATTACKS[what](port, stack)
+        for number in range(50):
+            good.refresh("lease", lease.version)
+            good.set("small", b"%d" % number)
+        # What is long may have to wait until those who read nothing are cut.
+        found = good.get("big/0")
+        assert found is not None
+        assert len(found.value) == 4 * MIB
+        assert peak(pid) < BOUND
+
+
+def test_watchers_that_read_nothing_are_told_that_there_is_news_and_not_sent_it(
+    tmp_path: Path,
+) -> None:
+    with (
+        served(tmp_path / "log") as (pid, port),
+        TcpStore("127.0.0.1", port, timeout=60.0) as good,
+        ExitStack() as stack,
+    ):
+        version = good.set("quiet", b"").version
+        fields = {"prefix": "big", "after": version, "listing": True}
+        pipelined("watch", fields, 10, 40)(port, stack)
+        # Those watches have arrived, as they were sent before this was.
+        for _ in range(3):
+            good.set("quiet", b"")
+        with TcpStore("127.0.0.1", port, timeout=60.0) as watcher:
+            told = threading.Event()
+            watcher.watch(
+                "big", after=version, changed=lambda news: told.set() if news else None, listing=True
+            )
+            good.set("big/0", b"x" * 4 * MIB)
+            assert told.wait(60.0)
+        assert peak(pid) < BOUND
+
+
+def test_all_clients_together_have_so_many_waits_and_one_more_is_refused() -> None:
+    waits = b"".join(
+        encode(Frame("watch", n, {"prefix": "x", "after": 0, "listing": False}))
+        for n in range(1, 101)
+    )
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=ServerLimits(waits=250)) as server,
+        TcpStore(server.host, server.port, timeout=60.0) as good,
+        ExitStack() as stack,
+    ):
+        for number in range(3):
+            last = attacker(server.port, stack)
+            last.sendall(waits)
+            # Answered behind them: they are there.
+            good.get("key")
+        refused = answered(last)
+        assert refused.op == "error"
+        assert "at most 250 waits" in refused.fields["message"]
+        with pytest.raises(StoreRefused, match="at most 250 waits"):
+            good.wait("quiet", after=0, timeout=1.0)
+        last.close()
+        assert good.set("key", b"").version == 1
+        assert good.wait("quiet", after=1, timeout=0.01) is False
+
+
+@contextmanager
+def small(limits: ServerLimits) -> Iterator[tuple[TcpStoreServer, TcpStore]]:
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
+        TcpStore(server.host, server.port, timeout=60.0) as good,
+    ):
+        good.set("key", b"x" * 60_000)
+        yield server, good
+
+
+def test_who_reads_its_answers_late_gets_each_of_them_once() -> None:
+    limits = ServerLimits(unsent_bytes=100_000)
+    with small(limits) as (server, good), ExitStack() as stack:
+        connection = attacker(server.port, stack)
+        count = 500
+        asked = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(count))
+        connection.sendall(asked)
+        for number in range(100):
+            good.set("other", b"%d" % number)
+        got = [frame for frame in _read(connection, count) if len(frame.value) == 60_000]
+        assert [frame.id for frame in got] == list(range(count))
+
+
+def _read(connection: socket.socket, count: int) -> list[Frame]:
+    reader, frames = FrameReader(), list[Frame]()
+    while len(frames) < count:
+        data = connection.recv(1 << 20)
+        assert data, f"the server ended the connection after {len(frames)} answers"
+        frames += reader.feed(data)
+    return frames
+
+
+def test_who_never_reads_is_cut_and_its_leases_end() -> None:
+    limits = ServerLimits(unsent_bytes=100_000, unread_seconds=1.0)
+    with small(limits) as (server, good), ExitStack() as stack:
+        connection = attacker(server.port, stack)
+        connection.sendall(encode(Frame("set", 1, {"key": "lease", "ttl": 1000.0})))
+        assert good.wait("lease", after=1, timeout=20.0)
+        taken = good.list("lease").version
+        requests = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(2, 2000))
+        connection.sendall(requests)
+        assert good.wait("lease", after=taken, timeout=30.0)
+        assert good.get("lease") is None
+
+
+def test_who_floods_the_server_does_not_keep_it_from_the_others() -> None:
+    over = threading.Event()
+
+    def flood(connection: socket.socket) -> None:
+        requests = b"".join(encode(Frame("get", n, {"key": "none"})) for n in range(2000))
+        with suppress(OSError):
+            while not over.is_set():
+                connection.sendall(requests)
+
+    def swallow(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while connection.recv(1 << 20):
+                pass
+
+    with small(ServerLimits()) as (server, good), ExitStack() as stack:
+        connections = [attacker(server.port, stack) for _ in range(4)]
+        threads = [
+            threading.Thread(target=act, args=(connection,), daemon=True)
+            for connection in connections
+            for act in (flood, swallow)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            version = good.set("lease", b"", ttl=5.0).version
+            for _ in range(20):
+                good.refresh("lease", version)
+        finally:
+            over.set()
+            for connection in connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(20.0)
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_refused_stranger_is_cut_however_much_it_goes_on_sending(greeted: bool) -> None:
+    limits = ServerLimits(handshake_seconds=60.0)
+    with small(limits) as (server, _), stranger(server, None, greeted) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        sent, chunk = 0, b"x" * MIB
+        with pytest.raises(ConnectionError):
+            while sent < 200 * MIB:
+                sent += connection.send(chunk)
+        assert sent < 50 * MIB
+
+
+def test_a_refused_stranger_that_says_nothing_more_is_cut_soon() -> None:
+    limits = ServerLimits(handshake_seconds=60.0)
+    with small(limits) as (server, _), stranger(server, None, False) as connection:
+        start = monotonic()
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert answered(connection).op == "error"
+        with suppress(ConnectionError):
+            while monotonic() - start < 30.0 and connection.send(b"x"):
+                select.select([], [], [], 0.05)
+        assert monotonic() - start < 15.0
+
+
+def test_a_value_that_comes_slowly_is_taken_and_one_that_never_ends_is_not() -> None:
+    limits = ServerLimits(unread_seconds=2.0)
+    with small(limits) as (server, good), ExitStack() as stack:
+        slow, stuck = attacker(server.port, stack), attacker(server.port, stack)
+        whole = encode(Frame("set", 1, {"key": "slow", "ttl": None}, b"x" * MIB))
+        slow.sendall(whole[: MIB // 2])
+        stuck.sendall(whole[: MIB // 2])
+        slow.sendall(whole[MIB // 2 :])
+        assert answered(slow).op == "written"
+        with suppress(ConnectionError):
+            assert stuck.recv(100) == b""
+        assert good.get("slow") is not None
