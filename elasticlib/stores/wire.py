@@ -17,7 +17,7 @@ import attrs
 from ..errors import StoreRefused
 from .secret import DIGITS, is_digits
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 
 _LENGTHS = struct.Struct(">II")
@@ -81,6 +81,7 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "delete": {"key": TEXT, "expected": MAYBE_WHOLE},
     "refresh": {"key": TEXT, "version": WHOLE},
     "list": {"prefix": TEXT},
+    "rest": {"number": WHOLE},
     "wait": {"prefix": TEXT, "after": WHOLE, "timeout": SECONDS},
     "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "challenge": {"nonce": HEXADECIMAL},
@@ -90,7 +91,7 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "written": {"version": WHOLE},
     "lost": {"version": WHOLE},
     "answer": {"yes": TRUTH},
-    "listing": {"version": WHOLE, "rows": ROWS},
+    "listing": {"version": WHOLE, "rows": ROWS, "rest": MAYBE_WHOLE},
     "error": {"kind": TEXT, "message": TEXT},
 }
 """Each operation and each answer, with exactly the fields that it has."""
