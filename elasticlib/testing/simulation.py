@@ -156,8 +156,9 @@ class Simulation:
         settled = document.phase is Phase.SETTLED
         full = len(document.members) == min(wanted, self.limits.max_nodes)
         members = {node.id for node in living if node.training == document.generation}
-        idle = all(not n.training for n in living if n.id not in document.member_ids)
-        return settled and full and members == document.member_ids and idle
+        wanted_ids = document.member_ids
+        idle = all(not n.training for n in living if n.id not in wanted_ids)
+        return settled and full and members == wanted_ids and idle
 
     def forgotten(self) -> None:
         """From now on, nobody can know of a generation but those who were in it."""
