@@ -96,6 +96,23 @@ def decide(view: View) -> Decision:
     return _gather(view, document)
 
 
+def waiting(view: View) -> int:
+    """How many nodes wait for the members to end their generation, and find room in the next one.
+
+    Newcomers, and once it is over, members that have stopped their workers as well. Spares beyond
+    max_nodes are not counted: for them nobody need start anew.
+    """
+    document = view.document
+    if document is None or not document.roll or document.phase.terminal:
+        return 0
+    members, over = document.member_ids, document.phase is Phase.OPEN
+    here = [n for n in _candidates(view, document) if not n.draining]
+    back = [n for n in here if over and n.id in members and n.left == document.roll]
+    newcomers = [n for n in here if n.id not in members and not n.runs]
+    staying = sum(n.id in members for n in here) if over else len(members)
+    return min(len(back) + len(newcomers), document.limits.max_nodes - (staying - len(back)))
+
+
 def gives_way(head: Head | None, incarnation: str) -> bool:
     """Whether nothing has come yet of what the store holds, so that a job which it has forgotten
     may take its place. (One that was begun in place of that very job was begun knowingly.)"""

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 import pytest
 from crowd import Crowd, Told, crowd
 
+from elasticlib.rendezvous.document import Limits, Phase
+from elasticlib.testing.simulation import Faults, Simulation
+
 NODES = 10_000
+SIMULATED = 20_000
 PROCESSES = 8
 
 
@@ -28,16 +32,13 @@ def check_one_generation(told: list[Told], nodes: int) -> int:
 def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
     """A whole job: all settle, some of the first process leave, as many others come there, and
     all are done. How many seconds each part of it took."""
-    taken, number = {}, 0
-    for part, orders, count in (
-        ("settle", "join", nodes),
-        ("lose some", f"change {some} 0", nodes - some),
-        ("let others in", f"change 0 {some}", nodes),
-    ):
-        others = "change 0 0" if number else orders
-        told, taken[part] = crowd.ask(orders, others)
-        number += 1
-        assert check_one_generation(told, count) == number
+    taken = {}
+    told, taken["settle"] = crowd.ask("join", "join")
+    assert check_one_generation(told, nodes) == 1
+    told, taken["lose some"] = crowd.ask(f"change {some} 0", "change 0 0")
+    assert check_one_generation(told, nodes - some) == 2
+    told, taken["let others in"] = crowd.ask(f"change 0 {some}", "change 0 0")
+    assert check_one_generation(told, nodes) == 3
     told, taken["end"] = crowd.ask("end", "end")
     assert told == [["succeeded"]] * nodes
     return taken
@@ -66,3 +67,15 @@ def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
         pytest.fail(f"the store needs {NODES} descriptors, and may have {hard}: ulimit -Hn")
     with crowd(port, NODES, PROCESSES) as many:
         print(play(many, NODES, 100))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_promise_holds_for_twenty_thousand_simulated_nodes() -> None:
+    """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""
+    limits = Limits(1, SIMULATED + 10, max_restarts=10)
+    faults = Faults(leaves=3, span=6.0)
+    played = Simulation(1, limits, nodes=SIMULATED, faults=faults).run()
+    settled = [d for d in played.documents if d.phase is Phase.SETTLED]
+    assert len(settled) > 1
+    assert len(settled[-1].members) == len(played.living) > SIMULATED - 10
