@@ -17,7 +17,7 @@ from .document import Ending, Failure, FailureKind, Head, Limits, Node, Phase
 from .intent import Leader
 from .ranks import Row, Seat
 
-FORMAT = 3
+FORMAT = 4
 
 _Fields = dict[str, tuple[type, ...]]
 _OPTIONAL_STR = (str, type(None))
@@ -79,6 +79,7 @@ _NOTE: _Fields = {
     "here": (list,),
     "count": (int,),
     "waiting": (int,),
+    "roll": (str,),
     "stuck": (bool,),
 }
 
@@ -86,12 +87,14 @@ _NOTE: _Fields = {
 @attrs.frozen
 class Note:
     """What the node that leads tells those who wait: why, who is here (the first names of
-    `count`), how many wait to be let in, and whether there are too few to go on."""
+    `count`), how many wait for the generation with that roll to end, and whether there are too few
+    to go on."""
 
     reason: str = ""
     here: tuple[str, ...] = ()
     count: int = 0
     waiting: int = 0
+    roll: str = ""
     stuck: bool = False
 
 

@@ -6,7 +6,7 @@ out is a `Decision`, whose sentence is the log line.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
@@ -94,6 +94,23 @@ def decide(view: View) -> Decision:
     if document.phase is Phase.SETTLED:
         return _watch(view, document)
     return _gather(view, document)
+
+
+def waiting(view: View) -> int:
+    """How many nodes wait for the members to end their generation, and find room in the next one.
+
+    Newcomers, and once it is over, members that have stopped their workers as well. Spares beyond
+    max_nodes are not counted: for them nobody need start anew.
+    """
+    document = view.document
+    if document is None or not document.roll or document.phase.terminal:
+        return 0
+    members, over = document.member_ids, document.phase is Phase.OPEN
+    here = [n for n in _candidates(view, document) if not n.draining]
+    back = [n for n in here if over and n.id in members and n.left == document.roll]
+    newcomers = [n for n in here if n.id not in members and not n.runs]
+    staying = sum(n.id in members for n in here) if over else len(members)
+    return min(len(back) + len(newcomers), document.limits.max_nodes - (staying - len(back)))
 
 
 def gives_way(head: Head | None, incarnation: str) -> bool:
@@ -215,7 +232,7 @@ def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool
     return document.limits.quorum and len(accounted) * 2 < len(members)
 
 
-def _minority(lost: Iterable[Node], view: View, document: Document) -> Decision:
+def _minority(lost: Sequence[Node], view: View, document: Document) -> Decision:
     return Decision(
         f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
         f"{document.generation} are out of reach, and half must be here ({QUORUM})",
@@ -225,9 +242,9 @@ def _minority(lost: Iterable[Node], view: View, document: Document) -> Decision:
 
 def _admit(view: View, document: Document) -> Decision:
     """Newcomers wait out the last call while the members go on training."""
-    limits = document.limits
+    limits, members = document.limits, document.member_ids
     stay = [n for n in _candidates(view, document) if not n.draining]
-    newcomers = [n for n in stay if n.id not in document.member_ids]
+    newcomers = [n for n in stay if n.id not in members]
     room = limits.max_nodes - len(document.members)
     surplus = [] if limits.spares is None else newcomers[room + limits.spares :]
     if surplus:
@@ -343,9 +360,9 @@ def _candidates(view: View, document: Document) -> list[Node]:
 
 def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
+    members = document.member_ids
     for node in live:
-        member = node.id in document.member_ids
-        if member and node.claim is not None and node.claim_roll == document.roll:
+        if node.id in members and node.claim is not None and node.claim_roll == document.roll:
             return Failure(node.id, node.claim, node.claim_kind)
     return None
 
@@ -357,10 +374,9 @@ def _last_call(quiet: float, limits: Limits) -> Decision:
     )
 
 
-def _names(nodes: Iterable[Node], view: View) -> str:
-    names = [_name_of(node.id, view) for node in nodes]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _names(nodes: Sequence[Node], view: View) -> str:
+    more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+    return ", ".join(_name_of(node.id, view) for node in nodes[:3]) + more
 
 
 def _name_of(node_id: str, view: View) -> str:

@@ -141,7 +141,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._exchange.close_job(cause, self._timing.close)
 
     def num_nodes_waiting(self) -> int:
-        return self._exchange.note.waiting
+        self._keeper.freshen_note()
+        note = self._exchange.note
+        # What was counted before this generation settled was for the one before.
+        return note.waiting if note.roll == self._exchange.intent.node.roll else 0
 
     def heard(self) -> float | None:
         """Seconds since the store last took this node's word; None if it never has."""

@@ -112,7 +112,13 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait to be let in."""
+        """How many nodes wait for the held generation to end, and find room in the next one.
+
+        As with torch's, an agent that has nothing else to go by asks this again and again, and
+        where it is above 0 stops its workers and calls `next_rendezvous`. So it counts a newcomer
+        until it is let in, and a member that waits for the others once it has stopped its own
+        workers; not a spare beyond the maximum, for which nobody need stop.
+        """
 
     @abc.abstractmethod
     def shutdown(self) -> bool:

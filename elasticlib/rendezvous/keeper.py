@@ -30,7 +30,7 @@ from .codec import Note
 from .decide import Decision, is_empty
 from .document import Ending, Limits, Node, Phase
 from .exchange import UNANSWERED, Exchange, Wishes, settled
-from .notes import noted
+from .notes import NOTE_SECONDS, noted
 from .participant import Participant, Snapshot
 from .reminder import REMIND_SECONDS, Reminder
 from .standstill import Standstill
@@ -85,6 +85,7 @@ class Keeper:
         self._look_at = float("-inf")
         self._pace_until = float("-inf")
         self._note_at = float("inf")
+        self._freshened = float("-inf")
         self._missing_since = self._stood = clock()
         self._reminder = Reminder(timing.join)
         self._standstill, self._still = Standstill(timing.loop), False
@@ -118,6 +119,14 @@ class Keeper:
         unknown = self.exchange.snapshot is None
         thread.join(min(UNKNOWN_SECONDS, self._timing.close) if unknown else self._timing.close)
         return not thread.is_alive()
+
+    def freshen_note(self) -> None:
+        """Somebody asks for what the note tells, perhaps many times a second: read it again soon,
+        but not that often."""
+        now = self._clock()
+        if now - self._freshened >= NOTE_SECONDS:
+            self._freshened = self._note_at = now
+            self._inbox.put(_Event())
 
     # -- the loop -----------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ..stores.interface import Store
 from .codec import Note, decode_note, encode_note
-from .decide import Decision, View
-from .document import Phase
+from .decide import Decision, View, waiting
 from .ranks import natural
 
 NOTE_SECONDS = 1.0
@@ -39,16 +38,12 @@ class Notes:
 
 def noted(decision: Decision, view: View) -> Note:
     """What there is to tell of a decision: why, who is here, and how many wait to be let in."""
-    document = view.document
-    waiting = 0
-    if document is not None and document.phase is Phase.SETTLED:
-        members = document.member_ids
-        waiting = sum(node.id not in members for node in view.live)
     names = sorted((node.host for node in view.live), key=natural)
     return Note(
         reason=decision.reason,
         here=tuple(names[:NAMES_IN_A_NOTE]),
         count=len(names),
-        waiting=waiting,
+        waiting=waiting(view),
+        roll="" if view.document is None else view.document.roll,
         stuck=decision.stuck,
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
 import attrs
@@ -24,7 +26,10 @@ from .tcp import TcpStore
 log = logging.getLogger("elasticlib.stores")
 
 SCAN_SECONDS = 0.5
-"""For one place, when we look at which of them the store is served."""
+"""For one place, when we look at which of them the store is served; for all of them together,
+when that is done by one whose leases stand."""
+SCAN_SHARE = 1 / 4
+"""Of the patience, which is a lease: a scan takes no more, or its caller's own lease would end."""
 
 Answer = TypeVar("Answer")
 
@@ -76,6 +81,7 @@ class MovingStore(Store):
         self._heard_at = clock()
         self._why_left = ""  # for those who still ask there
         self._refused: set[int] = set()
+        self._probed: set[int] = set()
 
     @property
     def server(self) -> TcpStoreServer | None:
@@ -122,38 +128,52 @@ class MovingStore(Store):
         )
 
     def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
-        with self._moving:
-            for number, place in enumerate(self._places):
-                if number == self._at or self._closed:
-                    continue
-                found = place.reach()
-                try:
-                    found.connect(SCAN_SECONDS)
-                    accepted = accept(found, number < self._at)
-                except ElasticError as error:
-                    # What stands there may be another version's, too, and is not ours to read.
-                    log.debug("not at %s: %s", place.name, error)
-                    accepted = False
-                if accepted:
+        """As in the contract; `accept` is called in threads of its own, one for each place, and a
+        place that has not answered within SCAN_SECONDS in all is passed over this time."""
+        store, at = self._store, self._at
+        probes = [
+            (number, self._probe(number, accept, number < at))
+            for number in range(len(self._places))
+            if number != at and number not in self._probed and not self._closed
+        ]
+        deadline = monotonic() + min(SCAN_SECONDS, self._patience * SCAN_SHARE)
+        went = False
+        for number, probe in probes:
+            found = _result(probe, 0.0 if went else deadline - monotonic())
+            if found is None:
+                continue
+            with self._moving:
+                if not went and store is self._store and not self._closed:
                     self._prefer(number, found)
-                    return True
-                found.close()
-        return False
+                    went = True
+                    continue
+            found.close()
+        return went
 
     def follow(self) -> bool:
         """Where the place that we serve at has come to be another's, and is served there: leave
         our own server for it, if nobody else is with us; whether that was done."""
+        if not self._is_alone():
+            return False
+        # Without the lock: to look up a name may take long, and others speak to our server.
+        found = self._reached(self._at, self._places[self._at])
+        if found is None:
+            return False
+        with self._moving:
+            if self._is_alone():
+                self._stays = False
+                self._prefer(self._at, found)
+                return True
+        found.close()
+        return False
+
+    def _is_alone(self) -> bool:
+        """Whether we serve here, and for nobody but ourselves."""
         with self._moving:
             server, store = self._server, self._store
             if self._closed or server is None or store is None:
                 return False
-            if not set(server.labels) <= {store.label}:
-                return False
-            found = self._reached(self._at, self._places[self._at])
-            if found is not None:
-                self._stays = False
-                self._prefer(self._at, found)
-            return found is not None
+            return set(server.labels) <= {store.label}
 
     def close(self) -> None:
         # Without the lock: whoever holds it may be trying to connect.
@@ -252,6 +272,45 @@ class MovingStore(Store):
         if self._closed:  # while we moved
             self.close()
 
+    def _probe(
+        self, number: int, accept: Callable[[Store, bool], bool], earlier: bool
+    ) -> Future[TcpStore | None]:
+        """In a thread of its own: the store at that place, if one is served there and accepted.
+        Whoever cancels the future before that leaves it to the thread to close the store."""
+        future: Future[TcpStore | None] = Future()
+        self._probed.add(number)
+
+        def look() -> None:
+            try:
+                found = self._accepted(self._places[number], accept, earlier)
+            finally:
+                self._probed.discard(number)
+            if future.set_running_or_notify_cancel():
+                future.set_result(found)
+            elif found is not None:
+                found.close()
+
+        try:
+            threading.Thread(target=look, name="store-elsewhere", daemon=True).start()
+        except RuntimeError as error:
+            self._probed.discard(number)
+            raise StoreUnavailable(f"no thread to look elsewhere with: {error}") from error
+        return future
+
+    def _accepted(
+        self, place: Place, accept: Callable[[Store, bool], bool], earlier: bool
+    ) -> TcpStore | None:
+        found = place.reach()
+        try:
+            found.connect(SCAN_SECONDS)
+            if accept(found, earlier):
+                return found
+        except ElasticError as error:
+            # What stands there may be another version's, too, and is not ours to read.
+            log.debug("not at %s: %s", place.name, error)
+        found.close()
+        return None
+
     def _reached(self, number: int, place: Place) -> TcpStore | None:
         store = place.reach()
         try:
@@ -264,3 +323,11 @@ class MovingStore(Store):
             self._refuse(number, error)
             return None
         return store
+
+
+def _result(probe: Future[TcpStore | None], seconds: float) -> TcpStore | None:
+    """What the probe has found, if it does so in time; if not, it finds it for nobody."""
+    try:
+        return probe.result(max(seconds, 0.0))
+    except NotYet:
+        return None if probe.cancel() else probe.result()

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError, ElasticError, LeaseLost, StoreRefused
+from .pages import Pages
 from .state import MAX_KEY_BYTES, KeySpace, Lease, Limits, check_key, check_ttl
 from .wire import MAX_FRAME_BYTES, Frame
 
@@ -82,7 +83,7 @@ class StoreService:
         self._most_waits = most_waits
         self._wait_count = 0
         self._space = KeySpace(limits)
-        self._listing_bytes = min(frame_bytes, MAX_FRAME_BYTES) - 1024
+        self._pages = Pages(min(frame_bytes, MAX_FRAME_BYTES) - 1024, limits.total_bytes)
         self._waits: dict[str, dict[tuple[int, int], _Wait]] = {}
         self._held: dict[int, dict[int, str]] = {}
         self._deadlines: list[tuple[float, int, int]] = []
@@ -99,8 +100,9 @@ class StoreService:
             return error_frame(frame.id, error)
 
     def depart(self, client: int) -> None:
-        """The client's connection ended: so do its leases and waits."""
+        """The client's connection ended: so do its leases, its waits and its listings."""
         self._space.end_leases_of(client)
+        self._pages.depart(client)
         for number, prefix in self._held.pop(client, {}).items():
             self._forget_wait(client, number, prefix)
 
@@ -149,8 +151,10 @@ class StoreService:
                     continue
                 if not self._release(client, number):
                     continue
-                if wait.listing and may_list(client):
-                    listing = listing or self._listing(prefix)
+                wanted = wait.listing and may_list(client)
+                if wanted and listing is None:
+                    listing = self._if_short(prefix)
+                if wanted and listing is not None:
                     yield client, attrs.evolve(listing, id=number)
                 else:
                     yield client, Frame("answer", number, {"yes": True})
@@ -224,22 +228,16 @@ class StoreService:
         return Frame("answer", call.id, {"yes": True})
 
     def _list(self, call: _Call) -> Frame:
-        return attrs.evolve(self._listing(call.fields["prefix"]), id=call.id)
+        first = self._pages.first(call.client, self._space.list(call.fields["prefix"]))
+        return attrs.evolve(first, id=call.id)
 
-    def _listing(self, prefix: str) -> Frame:
-        """What is there, or why that cannot be sent."""
+    def _rest(self, call: _Call) -> Frame:
+        return attrs.evolve(self._pages.next(call.client, call.fields["number"]), id=call.id)
+
+    def _if_short(self, prefix: str) -> Frame | None:
+        """What is there, if one page holds it; else whoever wants it must ask for each."""
         listing = self._space.list(prefix)
-        rows: list[Any] = [[e.key, e.version, len(e.value)] for e in listing.entries]
-        # Twelve bytes are the longest escape of one character in JSON.
-        size = sum(12 * len(key) + 50 + length for key, _, length in rows)
-        if size > self._listing_bytes:
-            text = (
-                f"a listing is at most {self._listing_bytes} bytes, "
-                f"{len(rows)} entries under {prefix!r} take up to {size}"
-            )
-            return error_frame(0, StoreRefused(text))
-        value = b"".join(entry.value for entry in listing.entries)
-        return Frame("listing", 0, {"version": listing.version, "rows": rows}, value)
+        return self._pages.first(0, listing) if self._pages.is_one_page(listing) else None
 
     def _wait(self, call: _Call) -> Frame | None:
         if self._has_changed(call):
@@ -250,7 +248,8 @@ class StoreService:
     def _watch(self, call: _Call) -> Frame | None:
         listing = call.fields["listing"]
         if self._has_changed(call):
-            return self._list(call) if listing else Frame("answer", call.id, {"yes": True})
+            found = self._if_short(call.fields["prefix"]) if listing else None
+            return attrs.evolve(found or Frame("answer", 0, {"yes": True}), id=call.id)
         self._hold(call, _Wait(call.fields["after"], listing))
         return None
 
@@ -277,6 +276,7 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "delete": StoreService._delete,
     "refresh": StoreService._refresh,
     "list": StoreService._list,
+    "rest": StoreService._rest,
     "wait": StoreService._wait,
     "watch": StoreService._watch,
 }

@@ -25,6 +25,7 @@ from .wire import MAX_FRAME_BYTES, Frame, check_fields
 
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
+LISTING_TRIES = 10
 HEADER_ROOM = 16 * 1024
 """More than the header of any request takes, whatever its key."""
 
@@ -120,7 +121,14 @@ class TcpStore(Store):
         self._request("refresh", {"key": check_key(key), "version": version})
 
     def list(self, prefix: str) -> Listing:
-        return self._listing(self._request("list", {"prefix": prefix}))
+        for _ in range(LISTING_TRIES):
+            listing = self._paged(prefix)
+            if listing is not None:
+                return listing
+        raise StoreUnavailable(
+            f"{self.address} forgot the rest of a listing of {prefix!r} {LISTING_TRIES} times "
+            "before it was asked for: too many clients list too much there at once"
+        )
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         patience = min(max(timeout, 0.0), LONGEST_WAIT)
@@ -142,12 +150,24 @@ class TcpStore(Store):
     def _watched(self, answer: Answer) -> Watched:
         if not isinstance(answer, Frame):
             return False
-        if answer.op != "listing":
-            return bool(answer.fields.get("yes"))
+        if answer.op != "listing" or answer.fields["rest"] is not None:
+            return bool(answer.fields.get("yes", True))
         try:
             return self._listing(answer)
         except StoreRefused:
             return False
+
+    def _paged(self, prefix: str) -> Listing | None:
+        """All pages, which are of one moment; None if the server has forgotten those to come."""
+        answer = self._request("list", {"prefix": prefix})
+        entries = list(self._listing(answer).entries)
+        while (rest := answer.fields["rest"]) is not None:
+            # After a new connection the server knows of no listing, and says so.
+            answer = self._request("rest", {"number": rest})
+            if answer.op == "absent":
+                return None
+            entries += self._listing(answer).entries
+        return Listing(tuple(entries), answer.fields["version"])
 
     def _listing(self, answer: Frame) -> Listing:
         entries = []
@@ -250,5 +270,6 @@ _ANSWERS: Mapping[str, frozenset[str]] = {
     "delete": frozenset({"answer"}),
     "refresh": frozenset({"answer"}),
     "list": frozenset({"listing"}),
+    "rest": frozenset({"listing", "absent"}),
     "wait": frozenset({"answer"}),
 }

@@ -78,6 +78,7 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "delete": {"key": TEXT, "expected": MAYBE_WHOLE},
     "refresh": {"key": TEXT, "version": WHOLE},
     "list": {"prefix": TEXT},
+    "rest": {"number": WHOLE},
     "wait": {"prefix": TEXT, "after": WHOLE, "timeout": SECONDS},
     "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "challenge": {"nonce": HEXADECIMAL},
@@ -88,7 +89,7 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "written": {"version": WHOLE},
     "lost": {"version": WHOLE},
     "answer": {"yes": TRUTH},
-    "listing": {"version": WHOLE, "rows": ROWS},
+    "listing": {"version": WHOLE, "rows": ROWS, "rest": MAYBE_WHOLE},
     "error": {"kind": TEXT, "message": TEXT},
 }
 """Each operation and each answer, with exactly the fields that it has."""

@@ -91,6 +91,26 @@ class Node:
         """The generation that this node comes into."""
         return self.join().result(self._patience)
 
+    def join_when_counted(self) -> Future[RendezvousInfo]:
+        """The same once some node is said to wait, as an agent does that goes by that alone."""
+
+        def joins() -> RendezvousInfo:
+            until("num_nodes_waiting above 0", self.handler.num_nodes_waiting, self._patience)
+            return self.meet()
+
+        return in_thread(joins)
+
+    def counts_nobody(self, seconds: float) -> bool:
+        """Whether no node is said to wait for so long; at first, an older answer may stand."""
+        look = self.handler.num_nodes_waiting
+        until("num_nodes_waiting to be 0", lambda: look() == 0, self._patience)
+        deadline = monotonic() + seconds
+        while monotonic() < deadline:
+            if look() != 0:
+                return False
+            threading.Event().wait(PAUSE)
+        return True
+
     def leaves(self) -> bool:
         """Call shutdown."""
         return in_thread(self.handler.shutdown).result(self._patience)

@@ -106,13 +106,25 @@ class RendezvousContract:
         first, spare = cluster.node("a", 1, 1), cluster.node("b", 1, 1)
         (before,) = cluster.settled(first)
         waiting = spare.join()
-        look = first.handler.num_nodes_waiting
-        until("num_nodes_waiting to count the spare", lambda: look() == 1, self.patience)
+        # Counted, it would have agents that go by that start their workers anew for nobody.
+        assert first.counts_nobody(self.moment)
         assert not waiting.done()
         assert first.leaves() is True
         after = waiting.result(self.patience)
         cluster.check_one_world((spare,), [after])
         assert after.generation > before.generation
+
+    def test_agents_that_only_count_who_waits_let_newcomers_in(self, cluster: Cluster) -> None:
+        """As torch's agent does: it asks for nothing but `num_nodes_waiting`."""
+        members = [cluster.node(name, 2, 4) for name in "ab"]
+        before = cluster.settled(*members)[0].generation
+        newcomer = cluster.node("c", 2, 4)
+        joining = [newcomer.join(), *(node.join_when_counted() for node in members)]
+        infos = [future.result(self.patience) for future in joining]
+        cluster.check_one_world((newcomer, *members), infos)
+        assert infos[0].generation > before
+        for node in (newcomer, *members):
+            assert node.counts_nobody(self.moment)
 
     # Ending
 

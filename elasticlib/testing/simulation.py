@@ -156,8 +156,9 @@ class Simulation:
         settled = document.phase is Phase.SETTLED
         full = len(document.members) == min(wanted, self.limits.max_nodes)
         members = {node.id for node in living if node.training == document.generation}
-        idle = all(not n.training for n in living if n.id not in document.member_ids)
-        return settled and full and members == document.member_ids and idle
+        wanted_ids = document.member_ids
+        idle = all(not n.training for n in living if n.id not in wanted_ids)
+        return settled and full and members == wanted_ids and idle
 
     def forgotten(self) -> None:
         """From now on, nobody can know of a generation but those who were in it."""
@@ -198,13 +199,13 @@ class Simulation:
         limits, ids = self.limits, [member.id for member in document.members]
         if not limits.min_nodes <= len(ids) <= limits.max_nodes:
             self._broken(f"generation {document.generation} has {len(ids)} nodes")
-        ranks = [document.rank_of(node_id) for node_id in ids]
-        if ranks != list(range(len(ids))):
-            self._broken(f"generation {document.generation} has ranks {ranks}")
-        if self._fixed and [m.hint for m in document.members] != ranks:
+        members = frozenset(ids)
+        if len(members) < len(ids):
+            self._broken(f"generation {document.generation} has a node at two ranks: {ids}")
+        if self._fixed and [m.hint for m in document.members] != list(range(len(ids))):
             self._broken(f"generation {document.generation} has other ranks than were asked for")
         for node in self.living:
-            if node.id in ids and node.training:
+            if node.id in members and node.training:
                 self._broken(
                     f"{node.name} was put into generation {document.generation} "
                     f"while it ran workers of {node.training}"

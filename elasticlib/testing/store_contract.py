@@ -164,6 +164,34 @@ class StoreContract:
                 enough.set()
             writing.result(self.patience)
 
+    def test_a_list_has_no_longest_and_is_of_one_moment(self, connect: Connect) -> None:
+        """More entries and more bytes than stores pass on in one piece, of their own accord."""
+        writer, reader = connect(), connect()
+        filler = {f"long/1/{number:03}": b"x" * 16 * 1024 for number in range(600)}
+        for key, value in filler.items():
+            writer.set(key, value)
+        done = threading.Event()
+
+        def write() -> None:
+            for number in itertools.count():
+                if done.is_set():
+                    return
+                # The first and the last of what a listing holds, one after the other.
+                writer.set("long/0", str(number).encode())
+                writer.set("long/2", str(number).encode())
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            try:
+                for _ in range(4):
+                    found = {entry.key: entry.value for entry in reader.list("long/").entries}
+                    first, last = (int(found.pop(f"long/{end}", b"-1")) for end in (0, 2))
+                    assert 0 <= first - last <= 1
+                    assert found == filler
+            finally:
+                done.set()
+            writing.result(self.patience)
+
     def _check_pair(self, listing: Listing) -> None:
         values = {entry.key: int(entry.value) for entry in listing.entries}
         assert 0 <= values.get("pair/a", -1) - values.get("pair/b", -1) <= 1

@@ -92,6 +92,19 @@ class ListsInPieces(MemoryStore):
         return Listing(tuple(found), super().list("").version)
 
 
+class ListsPageByPage(MemoryStore):
+    def list(self, prefix: str) -> Listing:
+        first = super().list(prefix).entries[:100]
+        self.wait("nothing", after=super().list("").version, timeout=0.02)
+        rest = super().list(prefix)
+        return Listing((*first, *rest.entries[100:]), rest.version)
+
+
+class ListsNoMoreThanAPage(MemoryStore):
+    def list(self, prefix: str) -> Listing:
+        return Listing(super().list(prefix).entries[:500], super().list("").version)
+
+
 class DeletesEverything(MemoryStore):
     def delete(self, key: str, *, expected: int | None = None) -> bool:
         return super().delete(key, expected=None if expected else expected) or True
@@ -125,6 +138,8 @@ FAULTS = [
     (LetsAnybodyRefresh, "test_any_history_agrees_with_a_dictionary"),
     (WaitsFromNowOn, "test_a_wait_sees_the_change_before_it"),
     (ListsInPieces, "test_a_list_is_of_one_moment"),
+    (ListsPageByPage, "test_a_list_has_no_longest_and_is_of_one_moment"),
+    (ListsNoMoreThanAPage, "test_a_list_has_no_longest_and_is_of_one_moment"),
     (DeletesEverything, "test_delete_says_whether_it_removed_anything"),
     (DeletesEverything, "test_any_history_agrees_with_a_dictionary"),
     (UsesVersionsAgain, "test_versions_grow_and_are_never_used_again"),

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from jobs import until
 from places import JOB, PATIENCE, World, is_closed
 
 from elasticlib.errors import StoreUnavailable
@@ -51,7 +52,7 @@ def test_who_is_asking_where_the_store_leaves_for_a_better_place_is_told_it(worl
         for _ in ("looking round", "connecting"):
             one.reaching.get(timeout=10.0)
         two.open()
-        assert store.look_elsewhere(lambda _found, _earlier: True)
+        until("it to have gone", lambda: store.look_elsewhere(lambda _found, _earlier: True))
         with pytest.raises(StoreUnavailable, match=f"now the one at {two.endpoint}"):
             asked.result(10.0)
 

@@ -21,6 +21,7 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
 from elasticlib.stores.interface import Entry
 from elasticlib.stores.server import ServerLimits, TcpStoreServer
+from elasticlib.stores.state import Limits
 from elasticlib.stores.tcp import TcpStore
 from elasticlib.stores.wire import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.testing.store_process import ClientRecipe, said
@@ -313,3 +314,72 @@ def test_closing_one_whose_thread_stands_still_ends_and_says_where_it_stands(
         free.set()
     server.close()
     assert not server.serving
+
+
+# -- listings ----------------------------------------------------------------------------------
+
+
+class Raw:
+    """A client that asks when it wants to, and in words of its own."""
+
+    def __init__(self, server: TcpStoreServer) -> None:
+        self._connection = dial(server)
+        self._reader = FrameReader()
+        self.ask(HELLO)
+
+    def ask(self, frame: Frame) -> Frame:
+        self._connection.sendall(encode(frame))
+        frames: list[Frame] = []
+        while not frames:
+            frames = self._reader.feed(self._connection.recv(65536))
+        (answer,) = frames
+        return answer
+
+    def begin(self) -> int:
+        """List all, and read the first page alone; the number under which the rest waits."""
+        return int(self.ask(Frame("list", 1, {"prefix": ""})).fields["rest"])
+
+    def rest(self, number: int) -> Frame:
+        return self.ask(Frame("rest", 2, {"number": number}))
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+
+def test_what_is_left_of_a_listing_is_of_its_moment_and_waits_for_its_own_client_alone(
+    server: TcpStoreServer,
+) -> None:
+    with TcpStore(server.host, server.port) as store, Raw(server) as one, Raw(server) as other:
+        for number in range(8):
+            store.set(f"key/{number}", b"before" + b"x" * 20_000)
+        rest = one.begin()
+        store.set("key/7", b"after")
+        store.delete("key/6")
+        assert other.rest(rest).op == "absent"
+        found: list[str] = []
+        values = b""
+        while rest is not None:
+            page = one.rest(rest)
+            found += [key for key, _, _ in page.fields["rows"]]
+            values += page.value
+            rest = page.fields["rest"]
+        assert found[-2:] == ["key/6", "key/7"]
+        assert values.count(b"before") == len(found)
+        assert one.rest(1).op == "absent"
+
+
+def test_what_is_left_of_listings_is_bounded_and_whoever_lists_is_not_refused() -> None:
+    limits = ServerLimits(Limits(total_bytes=400_000), frame_bytes=64 * 1024)
+    with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, ExitStack() as stack:
+        store = stack.enter_context(TcpStore(server.host, server.port))
+        for number in range(15):
+            store.set(f"key/{number:02}", b"x" * 20_000)
+        readers = [stack.enter_context(Raw(server)) for _ in range(5)]
+        rests = [reader.begin() for reader in readers]
+        assert len(store.list("").entries) == 15
+        # Each keeps 240 kB, and all of them together 400 kB: the first are forgotten.
+        kinds = [reader.rest(rest).op for reader, rest in zip(readers, rests, strict=True)]
+        assert kinds[:4] == ["absent"] * 4

@@ -74,13 +74,18 @@ def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
         client.watch("watched/", after=0, changed=heard[0].put)
 
 
-def test_a_listing_that_cannot_be_sent_is_not_told_of_as_one(server: TcpStoreServer) -> None:
+def test_a_long_listing_is_not_told_but_that_there_is_one_to_ask_for(
+    server: TcpStoreServer,
+) -> None:
     with reached(server) as client:
         for number in range(20):
-            client.set(f"watched/{number}", b"x" * 10**6)
-        heard = told(client, "watched/", 0, listing=True)
-        assert heard.get(timeout=PATIENCE) is False
-        assert client.get("watched/0") is not None
+            version = client.set(f"watched/{number}", b"x" * 10**6).version
+        before = told(client, "watched/", 0, listing=True)
+        assert before.get(timeout=PATIENCE) is True
+        during = told(client, "watched/", version, listing=True)
+        client.delete("watched/0")
+        assert during.get(timeout=PATIENCE) is True
+        assert len(client.list("watched/").entries) == 19
 
 
 def test_who_lists_and_watches_misses_nothing(server: TcpStoreServer, store: Store) -> None:

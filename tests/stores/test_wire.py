@@ -103,7 +103,7 @@ def test_a_frame_with_a_changed_byte_is_refused_or_another_valid_frame(
         ({"op": "set", "id": 1, "key": "a", "ttl": -1}, "ttl is null or a number of seconds"),
         ({"op": "set", "id": 1, "key": "a", "ttl": True}, "ttl is null or a number of seconds"),
         ({"op": "wait", "id": 1, "prefix": "", "after": 1.5, "timeout": 1}, "after is a whole"),
-        ({"op": "listing", "id": 1, "version": 1, "rows": [["a", 1]]}, "rows is a list of"),
+        ({"op": "listing", "id": 1, "version": 1, "rows": [[1]], "rest": 1}, "rows is a list of"),
     ],
 )
 def test_a_header_off_the_schema_is_refused_by_rule(header: object, rule: str) -> None:

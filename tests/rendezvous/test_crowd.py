@@ -1,0 +1,81 @@
+"""Nodes by the thousand: they settle, some leave and others come, and the job ends, in several
+processes over one real store; and twice as many in the simulator."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from crowd import Crowd, Told, crowd
+
+from elasticlib.rendezvous.document import Limits, Phase
+from elasticlib.testing.simulation import Faults, Simulation
+
+NODES = 10_000
+SIMULATED = 20_000
+PROCESSES = 8
+
+
+def check_one_generation(told: list[Told], nodes: int) -> int:
+    """All were told of the same generation, and each of a rank of its own; its number."""
+    generations, ranks, sizes, masters = map(list, zip(*told, strict=True))
+    assert set(sizes) == {nodes}
+    assert sorted(ranks) == list(range(nodes))
+    assert len(set(masters)) == 1
+    (generation,) = set(generations)
+    return int(generation)
+
+
+def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
+    """A whole job: all settle, some of the first process leave, as many others come there, and
+    all are done. How many seconds each part of it took."""
+    taken = {}
+    told, taken["settle"] = crowd.ask("join", "join")
+    assert check_one_generation(told, nodes) == 1
+    told, taken["lose some"] = crowd.ask(f"change {some} 0", "change 0 0")
+    assert check_one_generation(told, nodes - some) == 2
+    told, taken["let others in"] = crowd.ask(f"change 0 {some}", "change 0 0")
+    assert check_one_generation(told, nodes) == 3
+    told, taken["end"] = crowd.ask("end", "end")
+    assert told == [["succeeded"]] * nodes
+    return taken
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of an `elasticlib store` in a process of its own."""
+    command = [sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        yield int(store.stdout.readline().split()[2].rpartition(":")[2])
+        store.terminate()
+
+
+def test_a_job_in_several_processes_settles_and_resizes_and_ends(port: int) -> None:
+    with crowd(port, 24, 3) as few:
+        play(few, 24, 4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < NODES + 100:
+        pytest.fail(f"the store needs {NODES} descriptors, and may have {hard}: ulimit -Hn")
+    with crowd(port, NODES, PROCESSES) as many:
+        print(play(many, NODES, 100))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_promise_holds_for_twenty_thousand_simulated_nodes() -> None:
+    """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""
+    limits = Limits(1, SIMULATED + 10, max_restarts=10)
+    faults = Faults(leaves=3, span=6.0)
+    played = Simulation(1, limits, nodes=SIMULATED, faults=faults).run()
+    settled = [d for d in played.documents if d.phase is Phase.SETTLED]
+    assert len(settled) > 1
+    assert len(settled[-1].members) == len(played.living) > SIMULATED - 10

@@ -1,0 +1,84 @@
+"""A node that looks for its job at other places of the store goes on being here meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+from jobs import until
+
+from elasticlib.errors import RendezvousClosed
+from elasticlib.rendezvous.document import Limits, Node
+from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
+from elasticlib.rendezvous.keys import Keys
+from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.interface import Store
+from elasticlib.stores.moving import MovingStore, Place
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+from elasticlib.testing.rendezvous_over_store import Listener
+
+RUN = "run"
+LEASE = 2.0
+SILENT = 14
+"""Places; one after another they would take 7 s."""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def silent_place(stack: ExitStack) -> socket.socket:
+    """Somebody listens there, and never says a word."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+    listener.settimeout(60.0)
+    return listener
+
+
+def place(port: int) -> Place:
+    reach = partial(TcpStore, "127.0.0.1", port, job=RUN, timeout=60.0, connect_timeout=1.0)
+    return Place(f"127.0.0.1:{port}", reach, lambda: None)
+
+
+def waiting_alone(stack: ExitStack, store: Store) -> None:
+    """A node that waits for a second one, which never comes."""
+    handler = DynamicRendezvousHandler(
+        store,
+        RUN,
+        Node(id="a-1", host="a", address="127.0.0.1", slots=1),
+        Limits(2, 2),
+        timing=Timing(join=600.0, lease=LEASE, refresh=0.25),
+        open_bootstrap=Listener,
+    )
+
+    def join() -> None:
+        with pytest.raises(RendezvousClosed):
+            handler.next_rendezvous()
+
+    thread = threading.Thread(target=join)
+    stack.callback(thread.join, 60.0)
+    stack.callback(handler.shutdown)
+    thread.start()
+
+
+def test_who_waits_keeps_its_lease_however_many_places_are_silent(stack: ExitStack) -> None:
+    server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job=RUN))
+    silent = [silent_place(stack) for _ in range(SILENT)]
+    ports = [server.port, *(one.getsockname()[1] for one in silent)]
+    store = stack.enter_context(MovingStore([place(port) for port in ports], patience=LEASE))
+    with TcpStore("127.0.0.1", server.port, job=RUN) as other:
+        waiting_alone(stack, store)
+        key = Keys(RUN).node("a-1")
+        until("the node to have announced itself", lambda: other.get(key) is not None)
+        announced = other.get(key)
+        for _ in range(2):  # each of them is asked, and asked again
+            for one in silent:
+                one.accept()[0].close()
+        # Had its lease ended, it would have had to announce itself anew.
+        assert other.get(key) == announced
