@@ -170,6 +170,11 @@ class FrameReader:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
+    @property
+    def unread(self) -> bytes:
+        """What was fed and is no whole frame yet."""
+        return bytes(self._buffer)
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now; StoreRefused for bytes that are none of ours."""
         return list(self.frames(data))
