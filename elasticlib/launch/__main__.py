@@ -2,6 +2,6 @@
 
 import sys
 
-from .elasticrun import main
+from .elasticrun import command
 
-sys.exit(main())
+sys.exit(command())

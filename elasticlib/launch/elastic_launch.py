@@ -11,7 +11,7 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -55,6 +55,7 @@ from .put_metrics import PutMetrics
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
+from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -144,6 +145,7 @@ def run_node(
     before it runs, for who is to tell it something from another thread. summary: is told what
     happens, beside the journal.
     """
+    config = heeding(config, os.environ)
     _check_here(config, entrypoint)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
@@ -185,6 +187,19 @@ def run_node(
         _write_report(runners, result)
         _depart(meeting, config, result, requeue)
         return result
+
+
+def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
+    """The same, with what torch's agent takes from variables, where the config does not say it.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    # Which interpreter workers have is torchrun's affair, and not its agent's.
+    said, _ = read_torchrun_variables(environment, python=False)
+    plain, found = TorchrunOptions(), config.torchrun
+    told = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
+    return attrs.evolve(config, torchrun=attrs.evolve(found, **told))
 
 
 def _kind_of_agent(config: LaunchConfig) -> type[LocalElasticAgent]:

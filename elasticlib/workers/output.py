@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import socket
 import select
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Output:
     def __init__(self, plan: OutputPlan, worker: Worker, role: str, places: Places) -> None:
         self._plan = plan
         self._places = places
-        self._prefix = plan.prefix(role, worker).encode()
+        self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
         self._files: dict[Streams, IO[bytes]] = {}
         self._filtered: dict[Streams, IO[bytes]] = {}
         self._pumps: list[_Pump] = []
