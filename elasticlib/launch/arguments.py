@@ -57,7 +57,7 @@ class _PrintCompletion(argparse.Action):
     """As torchrun has it: shtab, which nothing else needs, is imported when it is asked for."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, given: object, shell: Any, flag: str | None = None
+        self, parser: argparse.ArgumentParser, _: object, shell: Any, flag: str | None = None
     ) -> None:
         try:
             import shtab

@@ -11,8 +11,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import socket
 import select
+import socket
 import subprocess
 import sys
 import termios

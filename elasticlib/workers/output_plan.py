@@ -18,8 +18,9 @@ class OutputPlan:
     ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
     stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
     of the attempt, too. template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. specs: an object with the `reify` of
-    torch's `LogsSpecs`, which says what is written to which file and shown, in place of the rest.
+    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. specs: an object with
+    the `reify` of torch's `LogsSpecs`, which says what is written to which file and shown, in place
+    of the rest.
     """
 
     redirect: StreamChoice = attrs.field(factory=StreamChoice)

@@ -75,3 +75,23 @@ def test_a_script_that_looks_for_torchs_store_where_none_is_is_told_of(job: Job)
     node.says("a script looks for torch's store at the port .* use init_method='env://'")
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("where", ["agents", "own", "tcp"])
+def test_a_library_with_a_store_of_its_own_meets_again_after_each_failure(
+    job: Job, where: str
+) -> None:
+    program = str(PROGRAMS / "own_store.py")
+    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
+    command = job.agent(*flags, program=program, worker=(where, str(free_port())))
+    node = job.start("n0", *command)
+    generation = 0
+    for failures in range(3):
+        places = job.settled(2, after=generation)
+        generation = generation_of(places)
+        assert sorted(place["came"] for place in places) == [1, 2]
+        assert [place["all"] for place in places] == [2, 2]
+        if failures < 2:
+            kill_one_of(places)
+    job.finish()
+    assert node.exit_code() == 0

@@ -126,7 +126,7 @@ def _run(argv: Sequence[str], run: Run) -> int:
     sys.stderr.write(told(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
-        return config.supervision.drain_exit_code
+        return launch.config.supervision.drain_exit_code
     return result.exit_code
 
 
