@@ -3,21 +3,31 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What the demo needs, torch and little else; and then all that development needs besides.
+RUNTIME := $(VENV)/runtime
 STAMP := $(VENV)/installed
 # The frameworks have an environment of their own, as their versions are not ours to choose.
 VENV_INTEGRATIONS := .venv-integrations
 STAMP_INTEGRATIONS := $(VENV_INTEGRATIONS)/installed
 INTEGRATIONS := tests/integrations
+# So has the newest torch, which is what pip gives to whoever pins nothing.
+VENV_NEWEST := .venv-newest
+STAMP_NEWEST := $(VENV_NEWEST)/installed
+NEWEST := tests/newest
+TOUCH_TORCH := tests/checkpoint tests/data tests/faults tests/launch tests/logical tests/rendezvous \
+	tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-long test-integrations lint types notebooks docs bench bench-integrations soak clean
+.PHONY: help demo test test-long test-integrations test-newest test-pythons lint types notebooks docs bench bench-integrations soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
 	@echo "make test       all tests but those of the next two and of notebooks, four at a time"
 	@echo "make test-long  the longest: jobs between hosts (network namespaces), the demo, README's lines"
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
+	@echo "make test-newest   the tests that touch torch, on the newest one, in an environment of its own"
+	@echo "make test-pythons  sets up and runs the demo on each Python that is at hand"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make notebooks  run the notebooks"
@@ -26,14 +36,20 @@ help:
 	@echo "make soak       a training job under drawn faults: FAULTS=20, SEED=0, CAMPAIGN=file"
 	@echo "make clean      remove .venv and all that was built or cached"
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(RUNTIME): setup.cfg pyproject.toml constraints.txt
 	@echo "setting up $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable .
+	@touch $@
+
+$(STAMP): $(RUNTIME)
+	@echo "setting up $(VENV) for development"
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)
+demo: $(RUNTIME)
 	@$(BIN)/python -m elasticlib.examples.demo
 
 test: $(STAMP)
@@ -51,6 +67,21 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 
 test-integrations: $(STAMP_INTEGRATIONS)
 	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 2 $(BY_FILE) $(INTEGRATIONS)
+
+$(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.txt
+	@echo "setting up $(VENV_NEWEST)"
+	@$(PYTHON) -m venv $(VENV_NEWEST)
+	@grep -v '^torch==' constraints.txt > $(VENV_NEWEST)/constraints.txt
+	@$(VENV_NEWEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint $(VENV_NEWEST)/constraints.txt --constraint $(NEWEST)/constraints.txt \
+		--editable '.[dev]'
+	@touch $@
+
+test-newest: $(STAMP_NEWEST)
+	@$(VENV_NEWEST)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not long" $(TOUCH_TORCH)
+
+test-pythons:
+	@$(PYTHON) tests/pythons.py $(PYTHONS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
@@ -82,5 +113,5 @@ soak: $(STAMP)
 
 clean:
 	@rm -rf docs/notebooks docs/reference/made
-	@rm -rf $(VENV) $(VENV_INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	@rm -rf $(VENV) $(VENV_INTEGRATIONS) $(VENV_NEWEST) .venv-pythons build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,6 +53,23 @@ class Launch:
     cluster: str
 
 
+class _PrintCompletion(argparse.Action):
+    """As torchrun has it: shtab, which nothing else needs, is imported when it is asked for."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, shell: Any, flag: str | None = None
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.exit(1, f"elasticrun: {flag} needs the package shtab: pip install shtab\n")
+        if shell not in shtab.SUPPORTED_SHELLS:
+            shells = ", ".join(shtab.SUPPORTED_SHELLS)
+            parser.error(f"{flag} is one of {shells}, got {shell!r}")
+        print(shtab.complete(parser, shell=shell))
+        parser.exit()
+
+
 def build_flags() -> FlagTable:
     """elasticrun's flags, and the parser of its command line."""
     parser = argparse.ArgumentParser(
@@ -63,6 +80,14 @@ def build_flags() -> FlagTable:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"elasticlib {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        "--print_completion",
+        action=_PrintCompletion,
+        metavar="SHELL",
+        help="print what makes a shell complete elasticrun's flags (bash, zsh, tcsh), which takes "
+        "the package shtab, and exit",
+    )
     flags = FlagTable(parser)
     _add_job_flags(flags)
     _add_rendezvous_flags(flags)

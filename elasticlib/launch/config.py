@@ -168,10 +168,11 @@ class LaunchConfig:
     distribution takes, or empty for one node alone. rdzv_configs: the keys of --rdzv-conf;
     rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
     an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`.
-    log_line_prefix_template: what stands before each line of `tee`, with `${role_name}`, `${rank}`
-    and `${local_rank}`. What torch's DefaultLogsSpecs, numa_options and signals_to_handle say is
-    found in our own fields, too; logs_specs may be another of torch's kind, or the name of an entry
-    point of `torchrun.logs_specs`. event_log_handler: `null`, or `console` for an event a line.
+    log_line_prefix_template: what stands before each line of `tee`, with `${role_name}`, `${rank}`,
+    `${local_rank}` and `${hostname}`. What torch's DefaultLogsSpecs, numa_options and
+    signals_to_handle say is found in our own fields, too; logs_specs may be another of torch's
+    kind, or the name of an entry point of `torchrun.logs_specs`. event_log_handler: `null`, or
+    `console` for an event a line.
     virtual_local_rank: each worker sees its own GPU alone, as device 0. shutdown_timeout: seconds
     between SIGTERM and SIGKILL; None: what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
 

@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -56,6 +56,7 @@ from .put_metrics import PutMetrics
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 from .torch_fields import check_shutdown, may_go_unbound, ours
+from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -145,6 +146,7 @@ def run_node(
     before it runs, for who is to tell it something from another thread. summary: is told what
     happens, beside the journal.
     """
+    config = heeding(config, os.environ)
     with contextlib.ExitStack() as stack:
         # From here to the end: a node that has saved and leaves is often told so again.
         drains = HeldSignals(config.supervision.agent.drain_signals)
@@ -205,6 +207,19 @@ def _run_node(
         _write_report(runners, result)
         _depart(meeting, config, result, requeue)
         return result
+
+
+def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
+    """The same, with what torch's agent takes from variables, where the config does not say it.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    # Which interpreter workers have is torchrun's affair, and not its agent's.
+    said, _ = read_torchrun_variables(environment, python=False)
+    plain, found = TorchrunOptions(), config.torchrun
+    told = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
+    return attrs.evolve(config, torchrun=attrs.evolve(found, **told))
 
 
 def _kind_of_agent(config: LaunchConfig) -> type[LocalElasticAgent]:

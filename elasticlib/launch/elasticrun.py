@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -29,7 +29,6 @@ from .torchrun_options import log_level
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
-    from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -37,15 +36,48 @@ SHOW_SECONDS = 10.0
 """For the last words to be taken by whoever reads them."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit code."""
-    _open_streams()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run it, as the `main` of `torch.distributed.run` does; it returns after success alone.
+
+    Raises:
+        ChildFailedError: the job failed. SignalException: a signal stopped this node, or had it
+        save and leave. ConfigError: the command line cannot work. SystemExit: argparse's usage
+        errors, and the code of --dry-run or of --help.
+    """
+    from .elastic_launch import values_of
+
+    ended = _carry_out(sys.argv[1:] if argv is None else argv)
+    if ended.result is not None:
+        values_of(ended.name, ended.result)
+    elif ended.code:
+        raise SystemExit(ended.code)
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """The command itself: `main`, with its ends as exit codes."""
     try:
-        return _carry_out(sys.argv[1:] if argv is None else argv)
+        return _carry_out(sys.argv[1:] if argv is None else argv).code
     except ConfigError as error:
         print(f"elasticrun: error: {visible(str(error))}", file=sys.stderr)
-        leave_error(failure_record("ConfigError", str(error), "", int(wall())))
         return 2
+
+
+@attrs.frozen
+class _Ended:
+    """The exit code; and the result, where a job was run in this process, and its name."""
+
+    code: int
+    result: RunResult | None = None
+    name: str = ""
+
+
+def _carry_out(argv: Sequence[str]) -> _Ended:
+    _open_streams()
+    try:
+        return _run(argv)
+    except ConfigError as error:
+        leave_error(failure_record("ConfigError", str(error), "", int(wall())))
+        raise
     except Exception as error:
         # As torchrun's own main function does, under torch's `record`.
         said = (type(error).__name__, str(error), traceback.format_exc())
@@ -53,18 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def _carry_out(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> _Ended:
     launch = read_launch(argv, os.environ)
-    config = with_prefix(launch.config, os.environ)
+    config = launch.config
     if HELD.active:
         HELD.keep(config.supervision.agent.drain_signals)
     if launch.settings["dry_run"]:
-        return _show_plan(attrs.evolve(launch, config=config))
+        return _Ended(_show_plan(launch))
     reaped = stand_in()
     if reaped is not None:
-        return reaped
+        return _Ended(reaped)
     # After the command line was read, so that --help and mistakes are answered at once.
     from .elastic_launch import run_node
+    from .events import entry_name
     from .exit_summary import ExitSummary
     from .report import told
 
@@ -77,9 +110,9 @@ def _carry_out(argv: Sequence[str]) -> int:
     # The reason stays what is read last.
     _show(summary.text() + told(result))
     leave_error_of(result)
-    if result.state is WorkerState.DRAINED:
-        return config.supervision.drain_exit_code
-    return result.exit_code
+    drained = result.state is WorkerState.DRAINED
+    code = config.supervision.drain_exit_code if drained else result.exit_code
+    return _Ended(code, result, entry_name(launch.entrypoint))
 
 
 def _show_plan(launch: Launch) -> int:
@@ -90,12 +123,6 @@ def _show_plan(launch: Launch) -> int:
     findings = check_launch(launch.config, launch.entrypoint, os.environ)
     print(show(launch, findings, os.environ), end="")
     return 1 if any(finding.good is False for finding in findings) else 0
-
-
-def with_prefix(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
-    """The same, with what torchrun's variable has stand before each line of `--tee`."""
-    template = environment.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-    return attrs.evolve(config, log_line_prefix_template=template)
 
 
 def leave_error_of(result: RunResult) -> None:
@@ -159,4 +186,4 @@ def start_logging(level: int, form: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -16,6 +16,7 @@ ALIASES: Mapping[str, str] = {
     # Kubeflow's older operators write it so, and torchrun passes it over.
     "PET_N_PROC_PER_NODE": "nproc_per_node",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "shutdown_timeout",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "log_line_prefix_template",
 }
 """Variables beside PET_ and the setting's name; that one goes before them."""
 

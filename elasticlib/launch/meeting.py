@@ -25,7 +25,7 @@ from ..stores.moving import MovingStore
 from ..stores.server import TcpStoreServer
 from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import TCP_BACKENDS, LaunchConfig
-from .tcp_place import TcpMeetingPlace, address_towards, outward_address
+from .tcp_place import TcpMeetingPlace, TorchFront, address_towards, outward_address
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -42,6 +42,7 @@ class Meeting:
     own_server: TcpStoreServer | None
     run_id: str
     me: str
+    place: TcpMeetingPlace | None = None
 
     @property
     def server(self) -> TcpStoreServer | None:
@@ -105,6 +106,8 @@ class Meeting:
             log.warning("the store was not left cleanly: %s", error)
         if self.own_server is not None:
             self.own_server.close()
+        if self.place is not None:
+            self.place.close()
 
 
 def goes_on_without(node_id: str, read: Read) -> bool:
@@ -134,6 +137,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
+    place: TcpMeetingPlace | None = None
     node = _node(config, config.local_addr or "")
     warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
@@ -150,8 +154,15 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         store = etcd.open(config.answer_seconds)
         find_address = partial(etcd.find_address, outward_address)
     else:
-        server, tcp = TcpMeetingPlace(config, secret).open()
+        place = TcpMeetingPlace(config, secret)
+        server, tcp = place.open()
         store, find_address = tcp, partial(address_towards, tcp)
+
+    def front() -> TorchFront | None:
+        """Where nodes of a static job have their workers meet, if that is here just now."""
+        served = store.server if isinstance(store, MovingStore) else server
+        return None if place is None else place.front_of(served)
+
     handler = DynamicRendezvousHandler(
         store,
         config.run_id,
@@ -160,9 +171,10 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
+        find_front=front,
         open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
-    return Meeting(handler, store, server, config.run_id, node.id)
+    return Meeting(handler, store, server, config.run_id, node.id, place)
 
 
 def open_to_look(config: LaunchConfig, timeout: float) -> Store:

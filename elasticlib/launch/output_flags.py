@@ -31,6 +31,13 @@ def add_output_flags(flag: Callable[..., None]) -> None:
         metavar="R,R...",
         help="show the output of these local ranks alone; files are written for all",
     )
+    flag(
+        "--log-line-prefix-template",
+        default="",
+        metavar="TEXT",
+        help="what stands before each line that --tee shows, with ${role_name}, ${rank}, "
+        "${local_rank} and ${hostname} filled in (default [${role_name}${rank}]:)",
+    )
     for stream in ("stdout", "stderr"):
         flag(
             f"--duplicate-{stream}-filters",
@@ -79,6 +86,7 @@ def read_output_flags(given: argparse.Namespace) -> dict[str, Any]:
         "local_ranks_filter": _ranks(given.local_ranks_filter),
         "duplicate_stdout_filters": split_at_commas(given.duplicate_stdout_filters),
         "duplicate_stderr_filters": split_at_commas(given.duplicate_stderr_filters),
+        "log_line_prefix_template": given.log_line_prefix_template or None,
         "events": not given.no_events,
         "virtual_local_rank": given.virtual_local_rank,
         "numa_binding": given.numa_binding,

@@ -10,6 +10,6 @@ from .held_signals import EARLY, HELD
 def elasticrun() -> int:
     """The exit code of the command."""
     HELD.hold(EARLY)
-    from .elasticrun import main
+    from .elasticrun import command
 
-    return main()
+    return command()

@@ -7,6 +7,7 @@ time after it starts. A name of several machines decides nothing, and is refused
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -14,10 +15,13 @@ import socket
 import threading
 from functools import partial
 
+import attrs
+
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
 from ..stores.moving import MovingStore, Place
 from ..stores.peer import address_of
+from ..stores.relay import Relay
 from ..stores.server import ServerLimits, TcpStoreServer
 from ..stores.tcp import TcpStore
 from .config import LaunchConfig
@@ -28,6 +32,8 @@ log = logging.getLogger("elasticlib.launch")
 CONNECT_SECONDS = 1.0
 """For one attempt: the handler goes on trying, and can be told to stop in between."""
 SPARE_DESCRIPTORS = 256
+LINKS_PER_WORKER = 4
+"""To torch's store, at the port of ours: a group has one, its watchdog another, a library more."""
 LOOK_AGAIN_LEASES = 3
 """Leases after which a host looks again whether the name still means it."""
 NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
@@ -39,6 +45,21 @@ _PASSED_ON = (
 )
 
 
+@attrs.frozen
+class TorchFront:
+    """The port of a static job, at which scripts find torch's store as they do with torchrun."""
+
+    address: str
+    port: int
+    _relay: Relay
+
+    def lead_to(self, host: str, port: int) -> None:
+        self._relay.lead_to(host, port)
+
+    def lead_nowhere(self) -> None:
+        self._relay.lead_nowhere()
+
+
 class TcpMeetingPlace:
     """The store of a launch, and what it takes to serve it here."""
 
@@ -48,6 +69,9 @@ class TcpMeetingPlace:
         self._said, self._taken = "", False
         self._looked: set[str] = set()
         self._everywhere = False
+        workers = config.max_nodes * config.nproc_per_node
+        self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers
+        self._relay = Relay(self._links) if config.rdzv_backend == "static" else None
 
     def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
         """The server, if this node is the host, and a client.
@@ -92,6 +116,17 @@ class TcpMeetingPlace:
         # serves there, that is for whoever started the two of them to look after.)
         return None, MovingStore(places, patience=patience)
 
+    def front_of(self, server: TcpStoreServer | None) -> TorchFront | None:
+        """Where workers meet, if this node serves the one port that all of a job know."""
+        if server is None or self._relay is None:
+            return None
+        return TorchFront(self._own_address or server.host, server.port, self._relay)
+
+    def close(self) -> None:
+        """Scripts are passed on to torch's store no longer."""
+        if self._relay is not None:
+            self._relay.close()
+
     @property
     def _must(self) -> bool | None:
         """Whether this node is to host, or must not; None where addresses decide."""
@@ -131,10 +166,15 @@ class TcpMeetingPlace:
         nodes = self._config.max_nodes
         # Torch's own store, which each worker connects to, may be this process's too.
         own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
+        if self._relay is not None:
+            own += 3 * self._links  # a client's, its other half, and that one's in torch's server
         allow_descriptors(nodes + SPARE_DESCRIPTORS + own)
         limits = ServerLimits(spare_descriptors=own)
         job, secret = self._config.run_id, self._secret
-        return TcpStoreServer(address, port, job=job, limits=limits, secret=secret).start()
+        server = TcpStoreServer(
+            address, port, job=job, limits=limits, secret=secret, relay=self._relay
+        )
+        return server.start()
 
     def _reach(self, host: str, port: int) -> TcpStore:
         return TcpStore(
@@ -173,11 +213,26 @@ class TcpMeetingPlace:
                     raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
                 continue
             log.info("this node hosts the store at %s", server.address)
+            self._lead_from_loopback(host, server)
             return server
         if self._config.options.is_host and addresses and not self._taken:
             return self._host_everywhere(endpoint, addresses, port)
         self._explain(host, endpoint, tried)
         return None
+
+    def _lead_from_loopback(self, host: str, server: TcpStoreServer) -> None:
+        """torchrun serves torch's store at all addresses, so that scripts may say localhost, or a
+        name that means 127.0.1.1 on its own machine."""
+        if self._relay is None or _is_loopback(server.host):
+            return
+        with contextlib.suppress(socket.gaierror):
+            found = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM)
+            own = {address_of(info[4]) for info in found}
+            for address in ("127.0.0.1", *sorted(filter(_is_loopback, own - {"127.0.0.1"}))):
+                try:
+                    self._relay.listen(address, server.port)
+                except OSError as error:
+                    log.info("scripts do not find torch's store at %s: %s", address, error)
 
     def _is_of_several(self, host: str, endpoint: str, addresses: list[str]) -> bool:
         """Whether each of several machines would find itself meant; at first that is an error.

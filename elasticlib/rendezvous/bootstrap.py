@@ -21,6 +21,20 @@ class BootstrapStore(Protocol):
     def close(self) -> None: ...
 
 
+class Front(Protocol):
+    """A port that scripts know before the job starts, and that leads to torch's store of now."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    def lead_to(self, host: str, port: int) -> None: ...
+
+    def lead_nowhere(self) -> None: ...
+
+
 class TorchBootstrapStore:
     """A `torch.distributed.TCPStore` that this process serves at an address of its own.
 

@@ -17,7 +17,7 @@ from ..endpoint import join_endpoint, split_endpoint
 from ..errors import ElasticError, RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..stores.interface import Store
 from ..threads import helper
-from .bootstrap import OF_TORCH, BootstrapStore, import_torch, open_torch_store
+from .bootstrap import OF_TORCH, BootstrapStore, Front, import_torch, open_torch_store
 from .change import Change, ChangeKind, change_since, final_change, has_entered
 from .document import FailureKind, Head, Limits, Node
 from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
@@ -37,6 +37,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         node: what this one says of itself, with an id that no other process ever had.
         limits: the same on all nodes, or this one is refused.
         open_bootstrap: serves torch's store at an address of this node.
+        find_front: the port of this node at which workers are to look for torch's store, which
+            then is at no address that others reach; None where it is at a port of its own.
         find_address: for a node without an address: called before the node first speaks, as
             often as it raises a StoreError.
     """
@@ -52,6 +54,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         backend: str = "tcp",
         open_bootstrap: Callable[[str], BootstrapStore] = open_torch_store,
         find_address: Callable[[], str] | None = None,
+        find_front: Callable[[], Front | None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
         self._store = store
@@ -61,6 +64,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._timing = timing or Timing()
         self._backend = backend
         self._open_bootstrap = open_bootstrap
+        self._find_front = find_front
+        self._front: Front | None = None
         self._clock = clock
         self._opening = threading.Lock()
         self._bootstrap: BootstrapStore | None = None
@@ -188,9 +193,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._exchange.enter(head, seat)
         intent = self._exchange.intent
         if seat.rank == 0:
-            address = intent.node.address
-            port = self._open_at(address)
-            self._exchange.publish(head.roll, join_endpoint(address, port))
+            self._exchange.publish(head.roll, self._open_at(intent.node.address))
 
         def met(now: Snapshot) -> tuple[str | None] | None:
             if change_since(now.head, intent) is not None:
@@ -227,8 +230,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
             f"here: {names}; at least {self._limits.min_nodes} nodes are needed (--nnodes)"
         )
 
-    def _open_at(self, address: str) -> int:
-        """Serve torch's store there; returns its port."""
+    def _open_at(self, address: str) -> str:
+        """Serve torch's store there, or behind the front; returns where workers find it."""
+        front = self._find_front()
+        address = address if front is None else "127.0.0.1"
         try:
             bootstrap = self._open_bootstrap(address)
         except OSError as error:
@@ -241,12 +246,18 @@ class DynamicRendezvousHandler(RendezvousHandler):
             if self._exchange.stopping:
                 bootstrap.close()
                 raise RendezvousClosed("this node has left the rendezvous")
-            self._bootstrap = bootstrap
-        return bootstrap.port
+            self._bootstrap, self._front = bootstrap, front
+        if front is None:
+            return join_endpoint(address, bootstrap.port)
+        front.lead_to(address, bootstrap.port)
+        return join_endpoint(front.address, front.port)
 
     def _close_bootstrap(self) -> None:
         with self._opening:
             bootstrap, self._bootstrap = self._bootstrap, None
+            front, self._front = self._front, None
+        if front is not None:
+            front.lead_nowhere()
         if bootstrap is not None:
             bootstrap.close()
 

@@ -98,6 +98,11 @@ class Peer:
         """The client's own name for itself; None until it is let in."""
         return self.admission.client
 
+    @property
+    def unread(self) -> bytes:
+        """What has arrived and was no whole frame of ours."""
+        return self._reader.unread
+
     def let_in(self) -> None:
         """The handshake is done: from its next frame on, it may send long ones."""
         self._reader.max_bytes = self._frame_bytes

@@ -26,6 +26,7 @@ from ..threads import helper
 from .admission import Admission
 from .forks import close_in_children, renew_in_children
 from .peer import RECEIVE_BYTES, Peer, address_of, keep_honest
+from .relay import Relay, is_torchs
 from .secret import NONCE_BYTES, VARIABLE, check_secret
 from .service import MAX_WAITS_IN_ALL, StoreService, error_frame
 from .state import Limits
@@ -90,6 +91,8 @@ class TcpStoreServer:
         limits: what clients may cost it.
         secret: what its clients must prove to know; it is never sent. What follows the proof is
             neither encrypted nor signed.
+        relay: has the connections that clients of torch's store make to this port. Without it
+            they are cut off, and the log says so.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class TcpStoreServer:
         job: str = "",
         limits: ServerLimits | None = None,
         secret: bytes | None = None,
+        relay: Relay | None = None,
     ) -> None:
         if not host or not 0 <= port <= 65535:
             raise ConfigError(f"a server binds a named host, port 0..65535, got {host!r}, {port}")
@@ -108,6 +112,7 @@ class TcpStoreServer:
         self.job = job
         self._limits = limits or ServerLimits()
         self._secret = check_secret(secret)
+        self._relay = relay
         self._loop: _Loop | None = None
         renew_in_children(self)
 
@@ -122,6 +127,7 @@ class TcpStoreServer:
             name = listener.getsockname()
             self.host, self.port = address_of(name), name[1]
             self._loop = _Loop(listener, self.job, self._secret, self._limits)
+            self._loop.relay = self._relay
             self._loop.start()
             if self._secret is None and not _is_loopback(self.host):
                 log.warning(
@@ -211,6 +217,8 @@ class _Loop:
         self._job = job
         self._secret = secret
         self._service = StoreService(limits.store, limits.frame_bytes, limits.waits)
+        self.relay: Relay | None = None
+        self._told_of_torchs = False
         self._listener = listener
         self._peers: dict[int, Peer] = {}
         self._unsettled: dict[int, float] = {}
@@ -415,9 +423,26 @@ class _Loop:
             if peer.next_frame(now) is not None:
                 self._wait_for_room(peer)
         except StoreRefused as error:
-            self._refuse(peer, 0, error)
+            if peer.label is None and is_torchs(peer.unread):
+                self._pass_on(peer)
+            else:
+                self._refuse(peer, 0, error)
         else:
             self._count(peer)
+
+    def _pass_on(self, peer: Peer) -> None:
+        """A client of torch's store is not answered: it takes what it gets for torch's words."""
+        if self.relay is None and not self._told_of_torchs:
+            self._told_of_torchs = True
+            log.warning(
+                "a script looks for torch's store at the port where elasticlib's nodes meet, and "
+                "it is not there: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
+                "--rdzv-backend static"
+            )
+        first = peer.unread
+        self._forget(peer)
+        if self.relay is None or not self.relay.take(peer.connection, first):
+            peer.connection.close()
 
     # -- bounds -------------------------------------------------------------------------------
 
@@ -541,13 +566,16 @@ class _Loop:
             self._labels_changed.notify_all()
 
     def _drop(self, peer: Peer) -> None:
+        self._forget(peer)
+        peer.connection.close()
+
+    def _forget(self, peer: Peer) -> None:
         del self._peers[peer.number]
         self._leave(peer)
         self._held -= peer.counted
         self._behind.pop(peer.number, None)
         if peer.events:
             self._selector.unregister(peer.connection)
-        peer.connection.close()
 
     def _first_unsettled(self) -> list[tuple[int, float]]:
         """Who is to go first, and when, of those refused and of those who are not in yet."""

@@ -174,6 +174,11 @@ class FrameReader:
         """Bytes that have arrived and were not asked for yet, as a frame or as a part of one."""
         return len(self._buffer)
 
+    @property
+    def unread(self) -> bytes:
+        """What was fed and is no whole frame yet."""
+        return bytes(self._buffer)
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now; StoreRefused for bytes that are none of ours."""
         return list(self.frames(data))

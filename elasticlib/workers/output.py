@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 import termios
@@ -47,7 +48,7 @@ class Output:
     def __init__(self, plan: OutputPlan, worker: Worker, role: str, places: Places) -> None:
         self._plan = plan
         self._places = places
-        self._prefix = plan.prefix(role, worker).encode()
+        self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
         self._files: dict[Streams, IO[bytes]] = {}
         self._filtered: dict[Streams, IO[bytes]] = {}
         self._pumps: list[_Pump] = []

@@ -18,8 +18,9 @@ class OutputPlan:
     ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
     stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
     of the attempt, too. template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}` and `${local_rank}` filled in. specs: an object with the `reify` of
-    torch's `LogsSpecs`, which says what is written to which file and shown, in place of the rest.
+    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. specs: an object with
+    the `reify` of torch's `LogsSpecs`, which says what is written to which file and shown, in place
+    of the rest.
     """
 
     redirect: StreamChoice = attrs.field(factory=StreamChoice)
@@ -45,10 +46,10 @@ class OutputPlan:
         texts = self.stdout_needles if stream is Streams.OUT else self.stderr_needles
         return tuple(text.encode() for text in texts)
 
-    def prefix(self, role: str, worker: Worker) -> str:
-        """What stands before each line of a worker."""
+    def prefix(self, role: str, worker: Worker, host: str) -> str:
+        """What stands before each line of a worker of that host."""
         if self.template is None:
             return f"[{role}{worker.rank}]:"
         return Template(self.template).safe_substitute(
-            role_name=role, rank=worker.rank, local_rank=worker.local_rank
+            role_name=role, rank=worker.rank, local_rank=worker.local_rank, hostname=host
         )

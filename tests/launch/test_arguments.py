@@ -12,7 +12,7 @@ import pytest
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_flags, parse, read_launch
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.elasticrun import main
+from elasticlib.launch.elasticrun import command
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
 from elasticlib.stores.etcd_access import Member
 from elasticlib.workers.spec import Command, Module, Script
@@ -207,7 +207,7 @@ def test_what_cannot_outlive_a_loss_as_asked_is_refused_with_exit_code_2(
     line: str, sentence: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soon = ("--rdzv-conf", "join_timeout=0.5")  # where it is not refused
-    assert main([*line.split(), *soon, script]) == 2
+    assert command([*line.split(), *soon, script]) == 2
     said = capsys.readouterr().err
     assert said.startswith("elasticrun: error: ")
     assert sentence in said
@@ -226,7 +226,7 @@ def test_what_ends_the_launcher_itself_is_in_its_own_error_file(
     before = error.stat().st_ino
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error))
     with contextlib.suppress(TypeError):
-        assert main(argv) == 2
+        assert command(argv) == 2
     message = json.loads(error.read_text())["message"]
     assert message["message"].startswith(said)
     assert said.startswith("Config") or "Traceback" in message["extraInfo"]["py_callstack"]
@@ -239,7 +239,7 @@ def test_what_is_no_number_is_refused_with_exit_code_2_and_the_flag(
     line: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*line.split(), script])
+        command([*line.split(), script])
     assert ended.value.code == 2
     assert f"argument {line.split()[0]}" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticlib.launch.elasticrun import main
+from elasticlib.launch.elasticrun import command
 
 ELASTICRUN = [sys.executable, "-m", "elasticlib.launch"]
 
@@ -35,7 +35,7 @@ PLACES = {
 
 def dry(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, list[str]]]:
     """The exit code, and each line's cells by its first."""
-    code = main(["--dry-run", *args])
+    code = command(["--dry-run", *args])
     rows: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
         cells = [cell.strip() for cell in line.strip().split("  ") if cell.strip()]
@@ -201,14 +201,14 @@ def test_of_a_module_only_what_was_looked_at_is_said_to_be_found(
 def test_a_command_line_that_cannot_work_is_refused_as_ever(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--dry-run", "--nnodes", "3:1", script]) == 2
+    assert command(["--dry-run", "--nnodes", "3:1", script]) == 2
     assert "--nnodes needs 1 <= MIN <= MAX" in capsys.readouterr().err
 
 
 def test_it_imports_no_torch(script: str) -> None:
     code = (
-        "import sys; from elasticlib.launch.elasticrun import main\n"
-        f"assert main(['--dry-run', '--standalone', {script!r}]) == 0\n"
+        "import sys; from elasticlib.launch.elasticrun import command\n"
+        f"assert command(['--dry-run', '--standalone', {script!r}]) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, stdout=subprocess.DEVNULL)

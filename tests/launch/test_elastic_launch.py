@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import WITHOUT_TORCH
 
 from elasticlib import (
     ChildFailedError,
@@ -202,3 +203,32 @@ def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:
 def test_a_folder_for_logs_that_cannot_be_made_is_refused() -> None:
     with pytest.raises(ConfigError, match="--log-dir '/dev/null/x' cannot be made"):
         elastic_launch(LaunchConfig(log_dir="/dev/null/x"), rank_times)(1)
+
+
+LAUNCHES = """
+import sys
+from elasticlib import LaunchConfig, elastic_launch
+elastic_launch(LaunchConfig(max_restarts=0, start_method="spawn"), "sh")("-c", sys.argv[1])
+"""
+
+
+def test_variables_of_torchs_agent_are_heeded_without_a_command_line(tmp_path: Path) -> None:
+    pipe, told = tmp_path / "timers", tmp_path / "told"
+    variables = {
+        "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+        "TORCHELASTIC_TIMER_FILE": str(pipe),
+        "USE_LIBUV": "0",
+        "PYTHONPATH": WITHOUT_TORCH,
+        "STUB_TORCH_TOLD": str(told),
+    }
+    worker = f'test -p {pipe} && test "$TORCHELASTIC_TIMER_FILE" = {pipe}'
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES, worker],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(told.read_text())["use_libuv"] is False

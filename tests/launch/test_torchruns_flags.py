@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from elasticlib.launch.flags import PREFIX
 ACTIONS = {
     action.dest: action
     for action in torchrun.get_args_parser()._actions
-    if action.option_strings and action.dest != "help"
+    if action.option_strings and action.dest not in ("help", "print_completion")
 }
 OURS = build_flags()
 OTHER_DEFAULTS = {
@@ -107,3 +109,36 @@ def test_no_flag_is_known_by_its_first_letters(
     with pytest.raises(SystemExit):
         read_launch(["--stand", script], {})
     assert "--stand" in capsys.readouterr().err
+
+
+ASK = "import sys; {before}from elasticlib.launch.elasticrun import main; main(sys.argv[1:])"
+
+
+def completion(shell: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-c", ASK.format(before=before), "--print-completion", shell)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_shell_completes_our_flags_as_it_does_torchruns(tmp_path: Path) -> None:
+    printed = completion("bash")
+    assert printed.returncode == 0, printed.stderr
+    (tmp_path / "completion").write_text(printed.stdout)
+    ask = (
+        f"source {tmp_path}/completion; COMP_WORDS=(elasticrun --nproc-per-n); COMP_CWORD=1; "
+        "$(complete -p elasticrun | sed 's/.*-F \\([^ ]*\\) .*/\\1/'); echo ${COMPREPLY[@]}"
+    )
+    typed = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60)
+    assert typed.stdout == "--nproc-per-node\n", typed.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "before", "code", "said"),
+    [
+        ("dosh", "", 2, "--print-completion is one of bash, zsh, tcsh"),
+        ("zsh", "sys.modules['shtab'] = None; ", 1, "pip install shtab"),
+    ],
+)
+def test_what_cannot_be_completed_is_said(shell: str, before: str, code: int, said: str) -> None:
+    printed = completion(shell, before)
+    assert (printed.returncode, printed.stdout) == (code, "")
+    assert said in printed.stderr

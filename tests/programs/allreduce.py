@@ -1,7 +1,8 @@
 """A worker that forms a gloo group, reports once it works, and reduces until it is told to end.
 
-`allreduce.py FOLDER [once]`. A report `place.GENERATION.RANK.PID.json` says that the group is up.
-With `once` it reduces but once, and then looks for its end alone, and at nobody.
+`allreduce.py FOLDER [once] [tcp://HOST:PORT]`. A report `place.GENERATION.RANK.PID.json` says that
+the group is up, and how many have come to its store. With `once` it reduces but once, and then
+looks for its end alone, and at nobody.
 """
 
 import json
@@ -16,9 +17,12 @@ import torch.distributed as dist
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
-    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    where = next((word for word in sys.argv[2:] if "://" in word), "env://")
+    numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+    dist.init_process_group("gloo", init_method=where, **numbers)
+    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     place = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    place["came"] = dist.distributed_c10d._get_default_store().add("came", 1)
     # torchrun, which the benchmarks run beside ours, counts restarts alone.
     place["ELASTICLIB_GENERATION"] = os.environ.get(
         "ELASTICLIB_GENERATION", place["TORCHELASTIC_RESTART_COUNT"]

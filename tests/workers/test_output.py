@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_lines_that_are_asked_for_are_kept_once_more_and_named_as_told(
     run: Run, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    template = "<${role_name}/${rank}/${local_rank}/${else}> "
+    template = "<${hostname}/${role_name}/${rank}/${local_rank}/${else}> "
     more = {"stdout_needles": ("loss", "a,b"), "stderr_needles": ("late",), "template": template}
     run.writing("0", "3", **more)
     text = 'echo "loss $RANK"; echo other; echo "a,b"; echo late >&2; printf "half a loss"'
@@ -51,7 +52,7 @@ def test_lines_that_are_asked_for_are_kept_once_more_and_named_as_told(
     assert run.end().ok
     (attempt,) = run.folder.glob("*/attempt_0")
     kept = sorted((attempt / "filtered_stdout.log").read_text().splitlines())
-    names = [f"<role/{rank}/{rank}/${{else}}> " for rank in (0, 1)]
+    names = [f"<{socket.gethostname()}/role/{rank}/{rank}/${{else}}> " for rank in (0, 1)]
     wanted = [f"{names[r]}{line}" for r in (0, 1) for line in (f"loss {r}", "a,b", "half a loss")]
     assert kept == sorted(wanted)
     late = (attempt / "filtered_stderr.log").read_text().splitlines()

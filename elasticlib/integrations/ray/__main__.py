@@ -18,7 +18,7 @@ from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import build_flags, read_launch
 from ...launch.config import LaunchConfig
-from ...launch.elasticrun import leave_error_of, start_logging, with_prefix
+from ...launch.elasticrun import leave_error_of, start_logging
 from ...launch.report import told
 from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
@@ -117,17 +117,16 @@ def _run(argv: Sequence[str], run: Run) -> int:
             f"--dry-run looks at the machine that it is given on, and {_NAME} has Ray choose the "
             "machines: leave it out, or see `elasticrun --dry-run` on one of them"
         )
-    config = with_prefix(launch.config, os.environ)
     start_logging(
         log_level(os.environ.get("LOGLEVEL", "INFO")), "%(asctime)s elasticlib: %(message)s"
     )
     for note in launch.settings.notes:
         log.warning("%s", note)
-    result = run(config, launch.entrypoint, options)
+    result = run(launch.config, launch.entrypoint, options)
     sys.stderr.write(told(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
-        return config.supervision.drain_exit_code
+        return launch.config.supervision.drain_exit_code
     return result.exit_code
 
 
