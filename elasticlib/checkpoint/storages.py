@@ -270,20 +270,23 @@ class Copies:
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor.detach().clone()  # a DTensor, whose storage is not its own
-        storage = tensor.untyped_storage()
-        key = (tensor.device, storage.data_ptr())
-        if key not in self._storages:
-            self._storages[key] = storage.clone()
-        copy = _viewed(
-            self._storages[key],
-            tensor.storage_offset(),
-            form_of(tensor),
-            conj=tensor.is_conj(),
-            neg=tensor.is_neg(),
-        )
+        copy = self._memory_of(tensor)
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
         return copy.requires_grad_() if tensor.requires_grad else copy
+
+    def _memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage.data_ptr())
+        known = self._storages.get(key)
+        if known is None and storage.nbytes() == tensor.nbytes and _is_plain(tensor):
+            copy = tensor.detach().clone()
+            self._storages[key] = copy.untyped_storage()
+            return copy
+        if known is None:
+            known = self._storages[key] = storage.clone()
+        offset, form = tensor.storage_offset(), form_of(tensor)
+        return _viewed(known, offset, form, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def form_of(tensor: torch.Tensor) -> Form:
