@@ -24,14 +24,14 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 
 from ..errors import CheckpointCorrupt
 from .interface import Unreadable
-from .storages import MapLocation, bases_of, blocks_of, dtype_named, tensor_of
+from .storages import MapLocation, bases_of, blocks_of, dtype_named, placed, tensor_of
 from .tree import Encoder, decode, dumps
 
 FORMAT = 2
@@ -172,11 +172,14 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     size, start = size_of(pack[:HEAD_BYTES])
     if len(pack) < size:
         raise CheckpointCorrupt(f"the pack has {size} bytes, and {len(pack)} are here")
-    try:
-        read = _tensors_1 if outline["format"] == 1 else _tensors
-        tensors = read(_Elements(pack[start:size]), outline, map_location, copy)
-    except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the pack's list of tensors cannot be read: {error}") from error
+    elements = _Elements(pack[start:size])
+    with _Rows():
+        read = _bases_1 if outline["format"] == 1 else _bases
+        bases, rows = read(elements, outline, copy)
+    # Outside: what a device or the caller's function refuses is no fault of the pack.
+    memory = [placed(*base, map_location) for base in bases]
+    with _Rows():
+        tensors = [tensor_of(row, memory) for row in rows]
     return decode(outline["tree"], tensors)
 
 
@@ -222,25 +225,37 @@ class _Elements:
         return torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=begin)
 
 
-def _tensors(
-    elements: _Elements, outline: dict[str, Any], map_location: MapLocation, copy: bool
-) -> list[torch.Tensor]:
-    bases = bases_of(outline["blocks"], elements.next, map_location, copy=copy)
-    return [tensor_of(row, bases) for row in outline["tensors"]]
+class _Rows:
+    """Where rows are read, what cannot be done with them says that they are none."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        errors = (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+        if isinstance(error, errors):
+            raise CheckpointCorrupt(
+                f"the pack's list of tensors cannot be read: {error}"
+            ) from error
 
 
-def _tensors_1(
-    elements: _Elements, outline: dict[str, Any], map_location: MapLocation, copy: bool
-) -> list[torch.Tensor]:
+_Read: TypeAlias = tuple[list[tuple[torch.Tensor, str]], list[list[Any]]]
+"""The memory of blocks, and the rows of the tensors in it."""
+
+
+def _bases(elements: _Elements, outline: dict[str, Any], copy: bool) -> _Read:
+    return bases_of(outline["blocks"], elements.next, copy=copy), outline["tensors"]
+
+
+def _bases_1(elements: _Elements, outline: dict[str, Any], copy: bool) -> _Read:
     """Of format 1: each tensor by itself, its elements in the order of its indices."""
-    found = []
-    for name, shape, place in outline["tensors"]:
+    bases, rows = [], []
+    for number, (name, shape, place) in enumerate(outline["tensors"]):
         size = math.prod(shape) * dtype_named(name).itemsize
-        [base] = bases_of(
-            [[size]], functools.partial(elements.at, place), map_location, copy=copy
-        )
-        found.append(tensor_of([name, shape, 0], [base]))
-    return found
+        data = functools.partial(elements.at, place)
+        bases += bases_of([size], data, copy=copy)
+        rows.append([name, shape, number])
+    return bases, rows
 
 
 def _up(size: int, to: int) -> int:

@@ -110,27 +110,24 @@ def blocks_of(tensors: Sequence[torch.Tensor], hosts: Container[int] = ()) -> Bl
 
 
 def bases_of(
-    rows: Sequence[Any],
-    data: Callable[[int], torch.Tensor],
-    map_location: MapLocation,
-    *,
-    copy: bool,
-) -> list[torch.Tensor]:
-    """The memory of each block, as bytes.
+    rows: Sequence[Any], data: Callable[[int], torch.Tensor], *, copy: bool
+) -> list[tuple[torch.Tensor, str]]:
+    """The memory of each block, as bytes on the CPU, and the device that it was saved from.
 
     Args:
         rows: as `Blocks.blocks` has them.
         data: the next bytes of what was written, so many of them.
-        copy: whether those that stay where they are read get memory of their own.
+        copy: whether each gets memory of its own.
 
     Raises:
         ValueError, TypeError: the rows are none.
         Unreadable: there is not as much memory.
     """
-    stays = str(map_location) == "cpu"
     bases = []
     for row in rows:
         size, location, spread = (row, "cpu", None) if type(row) is int else (*row, None)[:3]
+        if type(location) is not str:
+            raise ValueError(f"a block lies on {location!r}")
         if spread is None:
             base = data(_whole(size))
             base = base.clone() if copy else base
@@ -139,10 +136,15 @@ def bases_of(
             if not form.has_gaps or form.extent * form.dtype.itemsize != size:
                 raise ValueError(f"a block of {size} bytes is not what {spread} takes")
             base = spread_out(data(math.prod(form.shape) * form.dtype.itemsize), form)
-        if location and not stays:
-            base = _bytes(located(base.untyped_storage(), location, map_location))
-        bases.append(base)
+        bases.append((base, location))
     return bases
+
+
+def placed(base: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
+    """The memory of a block where it is wanted. Raises what torch and the caller's function do."""
+    if not location or map_location == "cpu":
+        return base
+    return _bytes(located(base.untyped_storage(), location, map_location))
 
 
 def tensor_of(row: Sequence[Any], bases: Sequence[torch.Tensor]) -> torch.Tensor:

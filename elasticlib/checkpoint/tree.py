@@ -222,6 +222,8 @@ def _leaf(value: Any) -> dict[str, Any]:
         data = base64.b64encode(value.tobytes()).decode()
         return {"number": data, "dtype": value.dtype.str}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        raise _Unsavable(f"is a {kind}, which has a state_dict and no load_state_dict: save that")
     raise _Unsavable(f"is a {kind}, which a checkpoint does not hold: save what it is made of")
 
 
