@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -19,7 +19,7 @@ from torch.serialization import default_restore_location, location_tag
 from .interface import Unreadable
 
 MapLocation: TypeAlias = (
-    str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
+    str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 )
 """Where tensors go, as `torch.load` takes it: a device; a dict from the device that they were
 saved from to another; a function of a storage and that device, which returns a storage, or None
@@ -234,25 +234,24 @@ def located(
     storage: torch.UntypedStorage, location: str, map_location: MapLocation
 ) -> torch.UntypedStorage:
     """The storage where `map_location` wants what was saved from `location`."""
+    wanted: Any = location
     if callable(map_location):
-        moved = map_location(storage, location)
-        if moved is None:
-            moved = default_restore_location(storage, location)
-    elif isinstance(map_location, Mapping):
-        moved = default_restore_location(storage, map_location.get(location, location))
-    elif map_location is None:
-        moved = default_restore_location(storage, location)
-    else:
-        moved = default_restore_location(storage, str(map_location))
-    # A function may give one of the typed kind.
-    found: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
-    return found
+        found = map_location(storage, location)
+        if found is not None:
+            # A function may give one of the typed kind.
+            return cast(torch.UntypedStorage, getattr(found, "_untyped_storage", found))
+    elif isinstance(map_location, dict):
+        wanted = map_location.get(location, location)
+    elif map_location is not None:
+        wanted = str(map_location)
+    restored = default_restore_location(storage, wanted)  # type: ignore[no-untyped-call]
+    return cast(torch.UntypedStorage, restored)
 
 
 def moved(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
     """A tensor of a storage of its own, which was saved from there, where it is wanted."""
     storage = located(tensor.untyped_storage(), location, map_location)
-    return _bare(storage, tensor.storage_offset(), form_of(tensor))
+    return _bare(storage, int(tensor.storage_offset()), form_of(tensor))
 
 
 class Copies:
@@ -286,8 +285,8 @@ class Copies:
             self._storages[key] = copy.untyped_storage()
             return copy
         if known is None:
-            known = self._storages[key] = storage.clone()
-        offset, form = tensor.storage_offset(), form_of(tensor)
+            known = self._storages[key] = storage.clone()  # type: ignore[no-untyped-call]
+        offset, form = int(tensor.storage_offset()), form_of(tensor)
         return _viewed(known, offset, form, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
@@ -311,7 +310,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     if not form.is_dense:
         return bits_of(once)
     flat = Form(form.dtype, (form.extent,), (1,))
-    return _bare(once.untyped_storage(), once.storage_offset(), flat).view(torch.uint8)
+    return _bare(once.untyped_storage(), int(once.storage_offset()), flat).view(torch.uint8)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -333,7 +332,7 @@ class _Member:
     @staticmethod
     def of(number: int, tensor: torch.Tensor) -> _Member:
         form = form_of(tensor)
-        begin = tensor.storage_offset() * form.dtype.itemsize if form.extent else 0
+        begin = int(tensor.storage_offset()) * form.dtype.itemsize if form.extent else 0
         return _Member(number, tensor, form, begin, begin + form.extent * form.dtype.itemsize)
 
 
@@ -381,4 +380,4 @@ def _add(made: Blocks, run: list[_Member], location: str) -> None:
 def _bare(storage: torch.UntypedStorage, offset: int, form: Form) -> torch.Tensor:
     """As it lies in memory, whatever bits a tensor there has."""
     found = torch.empty(0, dtype=form.dtype, device=storage.device)
-    return found.set_(storage, offset, form.shape, form.stride)  # type: ignore[call-overload]
+    return found.set_(storage, offset, form.shape, form.stride)

@@ -27,7 +27,7 @@ from elasticlib.errors import CheckpointError, StateMismatch
 
 class Phase(enum.Enum):
     WARM = "warm"
-    COLD = ["anything", 1]
+    COLD = ("anything", 1)
 
 
 class Level(enum.IntEnum):
@@ -229,10 +229,9 @@ def test_what_one_of_them_refuses_all_refuse_with_its_place(
             assert "state['a'][0] " in str(refused.value)
         manager.save(1, {"a": [1]})
         manager.wait()
-        if type(part) is not numpy.ndarray and type(part) is not defaultdict:
-            if not isinstance(part, enum.Enum):
-                with pytest.raises(StateMismatch, match=r"state\['a'\]\[0\] is a"):
-                    manager.restore(state)
+        if not isinstance(part, enum.Enum):  # which is replaced, whatever it was
+            with pytest.raises(StateMismatch, match=r"state\['a'\]\[0\] is a"):
+                manager.restore(state)
     memory.close()
 
 
@@ -373,7 +372,7 @@ def test_tensors_go_where_map_location_says(tmp_path: Path) -> None:
             assert found["n"].tolist() == [1, 1]
         assert asked == [(16, "cpu")]
 
-        def fail(storage: torch.UntypedStorage, location: str) -> Any:
+        def fail(*_: object) -> Any:
             raise RuntimeError("no such device")
 
         # Nothing was wrong with what was saved.

@@ -83,7 +83,7 @@ def test_sharded_parts_of_format_1_are_put_together_and_cut_up_anew(tmp_path: Pa
     assert whole["note"] == "text"
 
 
-def test_saved_sets_are_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
     """Ranks compare what they hold, and strings have an order of each process's own in a set."""
     program = (
         "import sys\n"
