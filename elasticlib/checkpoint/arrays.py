@@ -52,7 +52,7 @@ def order_of(array: Any) -> str:
 def bytes_of(array: Any) -> torch.Tensor:
     """Its elements as bytes, in the order of `order_of`; not copied if they lie so."""
     numpy = sys.modules["numpy"]
-    flat = array.reshape(-1, order=order_of(array))
+    flat = numpy.ascontiguousarray(array.reshape(-1, order=order_of(array)))
     if not flat.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     flat = flat.view(numpy.uint8)
@@ -75,7 +75,7 @@ def array_of(elements: torch.Tensor, dtype: str, shape: list[int], order: str) -
 def number_of(data: bytes, dtype: str) -> Any:
     """The scalar with these bytes."""
     kind = _dtype(dtype)
-    return kind.type() if not data else _numpy().frombuffer(data, kind)[0]
+    return _numpy().frombuffer(data, kind)[0] if kind.itemsize else kind.type()
 
 
 def _dtype(name: str) -> Any:

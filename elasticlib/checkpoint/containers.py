@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
 
 from .named import is_named_tuple
 
@@ -17,6 +17,7 @@ Way: TypeAlias = tuple[Any, ...]
 """Keys and indices, from the state's top."""
 
 _MAX_DEPTH = 100
+_NOTHING: dict[Any, Any] = {}
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 
 
@@ -30,11 +31,11 @@ def is_sequence(value: object) -> bool:
     return type(value) in (list, tuple, deque) or is_named_tuple(type(value))
 
 
-def parts_of(value: Any) -> dict[Any, Any]:
+def parts_of(value: Any) -> Mapping[Any, Any]:
     """What is in a container, by its keys or indices; of anything else nothing."""
     if is_mapping(value):
-        return dict(value)
-    return dict(enumerate(value)) if is_sequence(value) else {}
+        return cast("Mapping[Any, Any]", value)
+    return dict(enumerate(value)) if is_sequence(value) else _NOTHING
 
 
 def with_parts(value: Any, parts: dict[Any, Any]) -> Any:
@@ -60,11 +61,12 @@ def changed(value: Any, change: Callable[[Way, Any], Any], way: Way = ()) -> Any
     # A state that contains itself is for the packer to refuse, with a sentence.
     if found is not value or len(way) > _MAX_DEPTH:
         return found
-    before = parts_of(value)
-    after = {key: changed(part, change, (*way, key)) for key, part in before.items()}
-    if all(after[key] is part for key, part in before.items()):
-        return value
-    return with_parts(value, after)
+    after: dict[Any, Any] = {}
+    same = True
+    for key, part in parts_of(value).items():
+        after[key] = changed(part, change, (*way, key))
+        same = same and after[key] is part
+    return value if same else with_parts(value, after)
 
 
 def inside(value: Any, depth: int = 0) -> Iterator[Any]:

@@ -87,7 +87,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
         _verify(file, path)
         file.seek(0)
         try:
-            return torch.load(file, map_location=map_location, weights_only=True)
+            where: Any = map_location
+            return torch.load(file, map_location=where, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{os.fspath(path)} is whole, but not readable: {error}"

@@ -29,8 +29,9 @@ def kind_named(name: str) -> type | None:
 
 def is_named_tuple(kind: type) -> bool:
     """Whether a class is what `collections.namedtuple` or `typing.NamedTuple` makes."""
-    fields = inspect.getattr_static(kind, "_fields", None)
-    return issubclass(kind, tuple) and isinstance(fields, tuple)
+    if kind is tuple or not issubclass(kind, tuple):
+        return False
+    return isinstance(inspect.getattr_static(kind, "_fields", None), tuple)
 
 
 def is_enum(kind: type) -> bool:

@@ -18,11 +18,12 @@ order of its indices, whatever its strides were.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -30,17 +31,8 @@ import torch
 from ..errors import CheckpointCorrupt
 from .interface import Unreadable
 from .pack_head import HEAD, HEAD_BYTES, MAGIC, PAGE, SUM, size_of, up
-from .storages import (
-    Block,
-    Form,
-    MapLocation,
-    View,
-    blocks_of,
-    located,
-    spread_out,
-    view_of,
-)
-from .tree import Encoder, decode, dtype_named, dumps
+from .storages import MapLocation, bases_of, blocks_of, dtype_named, placed, tensor_of
+from .tree import Encoder, decode, dumps
 
 FORMAT = 2
 _ALIGN = 64
@@ -75,19 +67,19 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     """
     encoder = Encoder()
     tree = encoder.encode(state)
-    blocks, views = blocks_of(encoder.entries)
+    made = blocks_of(encoder.tensors, encoder.arrays)
     places: list[int] = []
     end = 0
-    for block in blocks:
+    for source in made.sources:
         places.append(end)
-        end += up(block.source.numel() * block.source.element_size(), _ALIGN)
+        end += up(source.numel() * source.element_size(), _ALIGN)
     outline = dumps(
         {
             "format": FORMAT,
             "meta": dict(meta or {}),
             "tree": tree,
-            "blocks": [_block_row(*each) for each in zip(blocks, places, strict=True)],
-            "tensors": [_view_row(view) for view in views],
+            "blocks": made.blocks,
+            "tensors": made.tensors,
         }
     )
     start = up(HEAD_BYTES + len(outline), PAGE)
@@ -96,23 +88,10 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     return Layout(
         start + end,
         head.ljust(start, b"\0"),
-        tuple(block.source for block in blocks),
+        tuple(made.sources),
         tuple(start + place for place in places),
-        tuple(entry.tensor for entry in encoder.entries),
+        tuple(encoder.tensors),
     )
-
-
-def _block_row(block: Block, place: int) -> list[Any]:
-    spread = None if block.spread is None else _form_row(block.spread)
-    return [place, block.size, block.location, spread]
-
-
-def _view_row(view: View) -> list[Any]:
-    return [*_form_row(view.form), view.block, view.offset, view.conj, view.neg]
-
-
-def _form_row(form: Form) -> list[Any]:
-    return [str(form.dtype).removeprefix("torch."), list(form.shape), list(form.stride)]
 
 
 def _wait_for(device: torch.device) -> None:
@@ -171,14 +150,15 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     size, start = size_of(pack[:HEAD_BYTES])
     if len(pack) < size:
         raise CheckpointCorrupt(f"the pack has {size} bytes, and {len(pack)} are here")
-    data = pack[start:size]
-    try:
-        read = _blocks_1 if outline["format"] == 1 else _blocks
-        blocks, views = read(data, outline)
-    except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the pack's list of tensors cannot be read: {error}") from error
-    memory = [_memory(block, map_location, copy=copy) for block in blocks]
-    return decode(outline["tree"], [view_of(view, memory[view.block]) for view in views])
+    elements = _Elements(pack[start:size])
+    with _Rows():
+        read = _bases_1 if outline["format"] == 1 else _bases
+        bases, rows = read(elements, outline, copy)
+    # Outside: what a device or the caller's function refuses is no fault of the pack.
+    memory = [placed(*base, map_location) for base in bases]
+    with _Rows():
+        tensors = [tensor_of(row, memory) for row in rows]
+    return decode(outline["tree"], tensors)
 
 
 def _outline(pack: memoryview | bytes) -> dict[str, Any]:
@@ -202,68 +182,55 @@ def _outline(pack: memoryview | bytes) -> dict[str, Any]:
     return dict(outline)
 
 
-def _blocks(data: memoryview, outline: dict[str, Any]) -> tuple[list[Block], list[View]]:
-    blocks = [_block(data, *row) for row in outline["blocks"]]
-    views = [_view(blocks, row) for row in outline["tensors"]]
-    return blocks, views
+class _Elements:
+    """The bytes behind the head, one block after the other."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def next(self, size: int) -> torch.Tensor:
+        """So many bytes, which are views of the pack. Raises ValueError."""
+        begin = self._at
+        self._at = up(begin + size, _ALIGN)
+        return self.at(begin, size)
+
+    def at(self, begin: int, size: int) -> torch.Tensor:
+        if not 0 <= begin <= begin + size <= len(self._data):
+            raise ValueError(f"{size} bytes at {begin} lie outside")
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=begin)
 
 
-def _block(data: memoryview, place: Any, size: Any, location: Any, spread: Any) -> Block:
-    form = None if spread is None else _form(spread)
-    written = size if form is None else math.prod(form.shape) * form.dtype.itemsize
-    if form is not None and not (form.has_gaps and form.extent * form.dtype.itemsize == size):
-        raise ValueError(f"a block of {size} bytes is not what {spread} takes")
-    if type(location) is not str:
-        raise ValueError(f"a block lies at {location!r}")
-    return Block(_elements(data, place, written), size, location, form)
+class _Rows:
+    """Where rows are read, what cannot be done with them says that they are none."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        errors = (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+        if isinstance(error, errors):
+            raise CheckpointCorrupt(
+                f"the pack's list of tensors cannot be read: {error}"
+            ) from error
 
 
-def _view(blocks: list[Block], row: Sequence[Any]) -> View:
-    *form, number, offset, conj, neg = row
-    view = View(_form(form), _whole(number), _whole(offset), conj is True, neg is True)
-    end = (view.offset + view.form.extent) * view.form.dtype.itemsize
-    if number >= len(blocks) or end > blocks[number].size:
-        raise ValueError(f"a tensor of {row} lies outside of its block")
-    return view
+_Read: TypeAlias = tuple[list[tuple[torch.Tensor, str]], list[list[Any]]]
+"""The memory of blocks, and the rows of the tensors in it."""
 
 
-def _form(row: Sequence[Any]) -> Form:
-    name, shape, stride = row
-    form = Form(dtype_named(name), tuple(map(_whole, shape)), tuple(map(_whole, stride)))
-    if len(shape) != len(stride):
-        raise ValueError(f"a tensor has the shape {shape} and the strides {stride}")
-    return form
+def _bases(elements: _Elements, outline: dict[str, Any], copy: bool) -> _Read:
+    return bases_of(outline["blocks"], elements.next, copy=copy), outline["tensors"]
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _blocks_1(data: memoryview, outline: dict[str, Any]) -> tuple[list[Block], list[View]]:
+def _bases_1(elements: _Elements, outline: dict[str, Any], copy: bool) -> _Read:
     """Of format 1: each tensor by itself, its elements in the order of its indices."""
-    blocks, views = [], []
+    bases, rows = [], []
     for number, (name, shape, place) in enumerate(outline["tensors"]):
-        stride = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        form = _form([name, shape, stride])
-        size = form.extent * form.dtype.itemsize
-        blocks.append(Block(_elements(data, place, size), size, "cpu"))
-        views.append(View(form, number, 0))
-    return blocks, views
-
-
-def _elements(data: memoryview, place: Any, size: Any) -> torch.Tensor:
-    if _whole(place) + _whole(size) > len(data):
-        raise ValueError(f"{size} bytes at {place} lie outside")
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=place)
-
-
-def _memory(block: Block, map_location: MapLocation, *, copy: bool) -> torch.UntypedStorage:
-    if block.spread is not None:
-        storage = spread_out(block.source.view(block.spread.dtype), block.spread)
-    else:
-        storage = (block.source.clone() if copy else block.source).untyped_storage()
-    return located(storage, block.location, map_location) if block.location else storage
+        size = math.prod(shape) * dtype_named(name).itemsize
+        data = functools.partial(elements.at, place)
+        bases += bases_of([size], data, copy=copy)
+        rows.append([name, shape, number])
+    return bases, rows

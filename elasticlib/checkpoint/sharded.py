@@ -29,8 +29,7 @@ from .containers import Way
 from .fresh import Parameters, with_states
 from .gather import put_shards, take_shards
 from .pack import Layout, lay_out, read_meta, unpack
-from .storages import Form, MapLocation, View, form_of, located, view_of
-from .tree import dtype_named
+from .storages import Form, MapLocation, dtype_named, moved
 
 
 def lay_out_part(step: int, values: object, *, first: bool) -> Layout:
@@ -98,7 +97,7 @@ def load_parts(
     _fill(targets, kept, homes, parts)
     if like is None:
         locations = _each_tensors(heads, 6, "cpu")
-        targets = {name: _moved(t, locations[name], map_location) for name, t in targets.items()}
+        targets = {name: moved(t, locations[name], map_location) for name, t in targets.items()}
     return put_shards(whole["state"], {way: targets[_name(way)] for way in ways})
 
 
@@ -183,11 +182,6 @@ def _whole(dtype: torch.dtype, size: torch.Size, stride: Sequence[int]) -> torch
     if len(stride) == len(size) and form.is_dense:
         return torch.empty_strided(form.shape, form.stride, dtype=dtype)
     return torch.empty(size, dtype=dtype)
-
-
-def _moved(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
-    storage = located(tensor.untyped_storage(), location, map_location)
-    return view_of(View(form_of(tensor), 0, 0), storage)
 
 
 def _spoken(way: Way) -> str:

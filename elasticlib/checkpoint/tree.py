@@ -19,7 +19,7 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from . import arrays
 from .interface import Unreadable
 from .named import is_enum, is_named_tuple, kind_named, name_of
-from .storages import Entry
+from .storages import dtype_named
 
 MAX_DEPTH = 100
 """Levels of nesting; JSON's own limit is the interpreter's recursion limit."""
@@ -66,13 +66,16 @@ def is_leaf(value: object) -> bool:
 class Encoder:
     """Takes tensors out of states, and gives each a number; one tensor has one number.
 
-    entries: those found so far, in the order of their numbers; arrays of NumPy are among them.
+    tensors: those found so far, in the order of their numbers. arrays: the numbers of those that
+    are the bytes of NumPy's arrays.
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        # With what they are, as an id says which one only while that one lives.
-        self._numbers: dict[int, tuple[int, object]] = {}
+        self.tensors: list[torch.Tensor] = []
+        self.arrays: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        # As an id says which one only while that one lives.
+        self._numbered: list[object] = []
         self._above: list[int] = []
 
     def encode(self, value: object) -> Any:
@@ -157,7 +160,7 @@ class Encoder:
         reason = _why_unsavable(tensor)
         if reason:
             raise _Unsavable(reason)
-        number = self._number(tensor, lambda: Entry(tensor.detach()))
+        number = self._number(tensor, tensor.detach)
         if type(tensor) is torch.nn.Parameter:
             return {"parameter": number, "grad": tensor.requires_grad}
         return {"tensor": number, "grad": True} if _is_wanted(tensor) else {"tensor": number}
@@ -166,15 +169,18 @@ class Encoder:
         reason = arrays.why_not(array)
         if reason:
             raise _Unsavable(reason)
-        number = self._number(array, lambda: Entry(arrays.bytes_of(array), host=True))
+        number = self._number(array, lambda: arrays.bytes_of(array))
+        self.arrays.add(number)
         shape, order = list(array.shape), arrays.order_of(array)
         return {"array": number, "dtype": array.dtype.str, "shape": shape, "order": order}
 
-    def _number(self, value: object, entry: Callable[[], Entry]) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = (len(self.entries), value)
-            self.entries.append(entry())
-        return self._numbers[id(value)][0]
+    def _number(self, value: object, tensor: Callable[[], torch.Tensor]) -> int:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self.tensors)
+            self._numbered.append(value)
+            self.tensors.append(tensor())
+        return number
 
 
 class _Unsavable(Exception):
@@ -216,6 +222,8 @@ def _leaf(value: Any) -> dict[str, Any]:
         data = base64.b64encode(value.tobytes()).decode()
         return {"number": data, "dtype": value.dtype.str}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        raise _Unsavable(f"is a {kind}, which has a state_dict and no load_state_dict: save that")
     raise _Unsavable(f"is a {kind}, which a checkpoint does not hold: save what it is made of")
 
 
@@ -359,14 +367,6 @@ def _kind(name: str, is_kind: Callable[[type], bool], what: str) -> Any:
 
 def _base64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that `str` calls torch.`name`. Raises ValueError."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return found
 
 
 _READ: dict[str, Callable[[Any], Any]] = {

@@ -122,13 +122,13 @@ def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_pat
     newer = tmp_path / manifests.folder_of(2)
     newer.mkdir()
     data = manifests.encode(Manifest(2, (DataFile("state.pack", 1, 0),)))
-    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":1', b'"format":2')
+    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":2', b'"format":9')
     (newer / manifests.NAME).write_bytes(manifests.summed(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
-        with pytest.raises(CheckpointError, match=r"format 2, this version .*: .* nothing old"):
+        with pytest.raises(CheckpointError, match=r"format 9, this version .*: .* nothing old"):
             manager.restore({"w": torch.zeros(3)})
         saved(manager, 3)
     assert newer.is_dir()
-    with pytest.raises(CheckpointError, match="format 2") as raised:
+    with pytest.raises(CheckpointError, match="format 9") as raised:
         CheckpointManager(tmp_path).load(2)
     assert not isinstance(raised.value, CheckpointCorrupt)

@@ -1,0 +1,399 @@
+"""What training scripts keep is accepted by save, snapshot and restore alike, without pickle; and
+whoever reads it runs nothing."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint.agree import restore_from
+from elasticlib.checkpoint.interface import Unreadable
+from elasticlib.checkpoint.shards import localize
+from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.told import Told
+from elasticlib.errors import CheckpointError, StateMismatch
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    COLD = ("anything", 1)
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Parts(enum.Flag):
+    ONE = enum.auto()
+    TWO = enum.auto()
+
+
+class Best(NamedTuple):
+    loss: float
+    weights: torch.Tensor
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def generator() -> numpy.random.Generator:
+    made = numpy.random.default_rng(5)
+    made.random(3)
+    return made
+
+
+def kept() -> dict[str, Any]:
+    """A state of all that is accepted."""
+    return {
+        "arrays": [
+            numpy.arange(6.0).reshape(2, 3),
+            numpy.asfortranarray(numpy.arange(6, dtype=">i2").reshape(2, 3)),
+            numpy.arange(10)[::3],
+            numpy.array("2026-11-22", "M8[s]"),
+            numpy.array(["text", "é"]),
+            numpy.empty((0, 3), numpy.complex64),
+            numpy.array(True),
+        ],
+        "numbers": [
+            *(numpy.float64(-0.0), numpy.float32("inf"), numpy.int8(-3), numpy.bool_(True)),
+            *(numpy.complex128(1 + 2j), numpy.datetime64("2026-11-22"), numpy.str_("é")),
+            *(numpy.str_(""), numpy.bytes_(b"b"), numpy.float16(0.5), numpy.uint64(2**64 - 1)),
+        ],
+        "random": [
+            random.Random(3).getstate(),
+            numpy.random.RandomState(3).get_state(),
+            generator().bit_generator.state,
+            numpy.random.MT19937(3).state,
+            numpy.random.Philox(3).state,
+            numpy.random.SFC64(3).state,
+            torch.Generator().manual_seed(3).get_state(),
+        ],
+        "deques": [deque([1, torch.ones(2)], 5), deque()],
+        "defaults": [
+            defaultdict(int, a=1),
+            defaultdict(list, {(1, "x"): [torch.ones(1)], None: []}),
+            defaultdict(None, a=2),
+        ],
+        "named": [Best(0.5, torch.ones(2)), Pair(1, [2]), Pair(Best(1.0, torch.ones(1)), None)],
+        "enums": [
+            *(Phase.WARM, Phase.COLD, Level.LOW, Parts.TWO, Parts.ONE | Parts.TWO, Parts(0)),
+        ],
+        "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
+        "keys": {Phase.WARM: 1, (1, Level.LOW): 2, None: 3, 1.5: 4, frozenset({1}): 5, b"b": 6},
+        "sets": [{1, "a"}, frozenset({(1, 2), Phase.WARM}), set()],
+        "plain": [
+            range(1, 9, 2),
+            bytearray(b"ab"),
+            b"",
+            1 << 20_000,
+            -(1 << 9000),
+            1e308,
+            "\udc80",
+        ],
+        "floats": [float("inf"), -float("inf"), -0.0, complex(-0.0, float("inf"))],
+        "more": [OrderedDict(b=1, a=2), Counter("aab"), (), [[]]],
+    }
+
+
+def spelled(value: Any) -> Any:
+    """A value with its types, in a form that `==` compares."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, value.tolist()
+    if isinstance(value, numpy.ndarray):
+        order = value.flags.f_contiguous, value.flags.c_contiguous
+        return "array", value.dtype.str, value.shape, value.tolist(), order
+    if isinstance(value, numpy.generic):
+        return type(value), value.dtype.str, value.tobytes()
+    if isinstance(value, dict):
+        items = [(spelled(key), spelled(item)) for key, item in value.items()]
+        return type(value), items, getattr(value, "default_factory", None)
+    if isinstance(value, list | tuple | deque):
+        return type(value), [spelled(item) for item in value], getattr(value, "maxlen", None)
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+def worker(folder: Path) -> SnapshotMemory:
+    (folder / "1").mkdir(parents=True)
+    return SnapshotMemory(Told(str(folder / "1"), "run", 1))
+
+
+def contiguous(state: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back: an array with gaps comes back without them."""
+    state["arrays"] = [numpy.array(array, order="K") for array in state["arrays"]]
+    return state
+
+
+def test_what_is_saved_comes_back_from_a_folder_and_from_memory(tmp_path: Path) -> None:
+    want = spelled(contiguous(kept()))
+    with CheckpointManager(tmp_path / "folder") as manager:
+        manager.save(1, kept())
+        manager.wait()
+        assert spelled(manager.load()) == want
+    memory = worker(tmp_path / "memory")
+    memory.snapshot(1, localize(kept())[0])
+    for restore in (manager_of(tmp_path / "folder").restore, lambda s: restore_from([memory], s)):
+        empty: dict[str, Any] = dict.fromkeys(kept())
+        restore(empty)
+        assert spelled(empty) == want
+        # Into what a script has made anew, as it does before it restores.
+        fresh = kept()
+        fresh["arrays"][0][:] = 7
+        fresh["deques"][0].append(2)
+        fresh["defaults"][0]["b"] = 5
+        fresh["enums"][0] = Phase.COLD
+        fresh["named"][0].weights.zero_()
+        array, queue, weights = fresh["arrays"][0], fresh["deques"][0], fresh["named"][0].weights
+        restore(fresh)
+        assert spelled(contiguous(fresh)) == want
+        assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert queue is fresh["deques"][0]
+        assert weights is fresh["named"][0].weights
+    memory.close()
+
+
+def manager_of(folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder)
+
+
+def test_random_states_that_come_back_go_on_as_they_would_have(tmp_path: Path) -> None:
+    python, legacy, new = random.Random(1), numpy.random.RandomState(1), generator()
+    state = {
+        "python": python.getstate(),
+        "legacy": legacy.get_state(),
+        "new": new.bit_generator.state,
+        "torch": torch.get_rng_state(),
+    }
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+    want = python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()
+    found = CheckpointManager(tmp_path).load()
+    python.setstate(found["python"])
+    legacy.set_state(found["legacy"])
+    new.bit_generator.state = found["new"]
+    torch.set_rng_state(found["torch"])
+    assert (python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()) == want
+
+
+class OnlyGives:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+class Both(OnlyGives):
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def local() -> Any:
+    class Hidden(enum.Enum):
+        A = 1
+
+    return Hidden.A
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (OnlyGives(), "has a state_dict and no load_state_dict"),
+        (numpy.array([object()]), "is a numpy.ndarray of object"),
+        (numpy.zeros(1, [("a", "i4")]), "is a numpy.ndarray of [('a', '<i4')]"),
+        (numpy.ma.array([1]), "is a numpy.ma.MaskedArray"),
+        (defaultdict(lambda: 1), "and a checkpoint holds those of None, int"),
+        (local(), "Hidden, a class that its module does not have under that name"),
+        (numpy.random.default_rng(), "is a numpy.random._generator.Generator"),
+        (random.Random(), "is a random.Random"),
+        (object(), "is a builtins.object"),
+    ],
+)
+def test_what_one_of_them_refuses_all_refuse_with_its_place(
+    tmp_path: Path, part: object, said: str
+) -> None:
+    state = {"a": [part]}
+    memory = worker(tmp_path / "memory")
+    with CheckpointManager(tmp_path / "folder") as manager:
+        for keep in (manager.save, lambda step, s: memory.snapshot(step, localize(s)[0])):
+            with pytest.raises(CheckpointError) as refused:
+                keep(1, state)
+            assert said.replace("numpy.ma.", "") in str(refused.value).replace("numpy.ma.", "")
+            assert "state['a'][0] " in str(refused.value)
+        manager.save(1, {"a": [1]})
+        manager.wait()
+        if not isinstance(part, enum.Enum):  # which is replaced, whatever it was
+            with pytest.raises(StateMismatch, match=r"state\['a'\]\[0\] is a"):
+                manager.restore(state)
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "saved", "said"),
+    [
+        (numpy.zeros(2), numpy.zeros(3), "is a NumPy array of (2,) float64, and a NumPy array of"),
+        (numpy.zeros(2), torch.zeros(2), "is a NumPy array of (2,) float64, and a Tensor was"),
+        (deque([1], 3), deque([1], 4), "is a deque of maxlen 3, and one of 4 was saved"),
+        (Pair(1, 2), (1, 2), "is a Pair, and a tuple was saved"),
+        (torch.zeros(1).expand(3), torch.arange(3.0), "that is expanded, and what was saved is"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_changed(
+    tmp_path: Path, old: Any, saved: object, said: str
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": 1, "b": saved})
+        manager.wait()
+        state = {"a": 0, "b": old}
+        with pytest.raises(StateMismatch) as refused:
+            manager.restore(state)
+    assert said in str(refused.value)
+    assert state["a"] == 0
+
+
+def test_an_expanded_tensor_is_restored_in_place(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(
+            1, {"a": torch.full((2, 3), float("nan")), "b": torch.arange(3.0).expand(2, 3)}
+        )
+        manager.wait()
+        a, b = torch.zeros(1).expand(2, 3), torch.zeros(3).expand(2, 3)
+        manager.restore({"a": a, "b": b})
+    assert a.isnan().all()
+    assert b.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+SAVES = """
+import sys
+sys.path.insert(0, {folder!r})
+import shapes
+from elasticlib import CheckpointManager
+with CheckpointManager({folder!r} + "/c") as manager:
+    manager.save(1, {{"x": "older"}})
+    manager.save(2, {{"x": shapes.{what}}})
+"""
+
+SHAPES = """
+import enum, typing
+class Kind(enum.Enum):
+    A = 1
+class Point(typing.NamedTuple):
+    x: int
+print("imported")
+"""
+
+
+@pytest.mark.parametrize("what", ["Kind.A", "Point(1)"])
+def test_a_class_is_never_imported_by_who_reads(tmp_path: Path, what: str) -> None:
+    """And no older state is taken instead: this one is whole."""
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    program = SAVES.format(folder=str(tmp_path), what=what)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    reads = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from elasticlib import CheckpointManager\n"
+        f"manager = CheckpointManager({str(tmp_path)!r} + '/c')\n"
+        "for read in (manager.load, lambda: manager.restore({'x': None})):\n"
+        "    try: read()\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+        "assert 'shapes' not in sys.modules\n"
+        "import shapes; print(manager.load()['x'])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", reads], check=True, timeout=100, stdout=subprocess.PIPE, text=True
+    )
+    first, second, third, last = ended.stdout.splitlines()
+    for line in (first, second):
+        assert "import the module shapes before the state is read" in line
+    assert third == "imported"
+    assert last.startswith(what.partition("(")[0])
+
+
+NO_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import torch
+from elasticlib import CheckpointManager
+manager = CheckpointManager({folder!r})
+try: manager.load(1)
+except Exception as error: print(type(error).__name__, error)
+state = {{"w": torch.ones(2).t(), "l": [1, {{2}}, torch.float16]}}
+manager.save(2, state)
+manager.wait()
+print(manager.restore(state), manager.load()["l"])
+manager.close()
+"""
+
+
+def test_without_numpy_all_works_but_what_is_numpys(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": numpy.ones(2)})
+    program = NO_NUMPY.format(folder=str(tmp_path))
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        check=True,
+        timeout=100,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    first, last = ended.stdout.splitlines()
+    assert first.startswith("Unreadable the state holds NumPy arrays or numbers, and NumPy cannot")
+    assert first.endswith("pip install numpy")
+    assert last == "2 [1, {2}, torch.float16]"
+
+
+def test_tensors_go_where_map_location_says(tmp_path: Path) -> None:
+    t = torch.arange(4.0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"t": t, "half": t[2:], "gaps": t[::2], "n": numpy.ones(2)})
+        manager.wait()
+        for here in (None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda s, _: s):
+            found = manager.load(map_location=here)
+            assert found["t"].tolist() == t.tolist()
+            assert found["gaps"].stride() == (2,)
+        asked = []
+
+        def away(storage: torch.UntypedStorage, location: str) -> Any:
+            asked.append((storage.nbytes(), location))
+            return torch.UntypedStorage(storage.nbytes(), device="meta")
+
+        found = manager.load(map_location=away)
+        assert {found[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
+        for there in ("meta", torch.device("meta"), {"cpu": "meta"}):
+            found = manager.load(map_location=there)
+            assert {found[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
+            assert found["n"].tolist() == [1, 1]
+        assert asked == [(16, "cpu")]
+
+        def fail(*_: object) -> Any:
+            raise RuntimeError("no such device")
+
+        # Nothing was wrong with what was saved.
+        with pytest.raises(RuntimeError, match="no such device"):
+            manager.load(map_location=fail)
+        assert manager.load()["n"].tolist() == [1, 1]
+
+
+def test_a_newer_packs_format_is_no_reason_to_take_an_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elasticlib.checkpoint import pack
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": 1})
+        manager.wait()
+        with monkeypatch.context() as newer:
+            newer.setattr(pack, "FORMAT", 3)
+            manager.save(2, {"a": 2})
+            manager.wait()
+        for read in (manager.load, lambda: manager.restore({"a": 0})):
+            with pytest.raises(CheckpointError, match="has format 3, this version reads 1 to 2"):
+                read()
+    assert issubclass(Unreadable, CheckpointError)
