@@ -36,7 +36,7 @@ class Gated(Disk):
 
 
 class Full(Disk):
-    def write(self, handle: int, data: memoryview) -> int:
+    def write(self, handle: int, data: memoryview) -> int:  # noqa: ARG002
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
