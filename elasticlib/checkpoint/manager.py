@@ -30,6 +30,7 @@ from .gather import take_shards, values_of
 from .here import Here
 from .host import HostBuffer
 from .job_memory import JobMemory
+from .outcomes import Outcomes
 from .pack import lay_out
 from .part_saver import PartSaver
 from .place import Place
@@ -40,6 +41,9 @@ from .shelf import Shelf
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
+
+WAIT_SECONDS = 1800.0
+"""For which a rank waits to hear of a save that another one makes: as long as torch's groups."""
 
 
 class CheckpointManager:
@@ -93,6 +97,7 @@ class CheckpointManager:
         self._kept: JobMemory | None = None
         self._committer: Committer | None = None
         self._parts: PartSaver | None = None
+        self._outcomes: Outcomes | None = None
         self._host = HostBuffer()
         self._behind = Behind()
         self._forget: Callable[[], None] | None = None
@@ -121,14 +126,13 @@ class CheckpointManager:
         self._must_be_open()
         self._behind.wait()
         values = values_of(state)
-        task: Callable[[], object] | None = None
         if take_shards(values)[1]:
-            task = self._all_ranks().prepare(step, values, self._host)
+            self._start(self._all_ranks().prepare(step, values, self._host), step, began)
         elif self.writes:
             data = self._host.take(lay_out(values, {"step": step}))
-            task = partial(self._commits().save, step, data)
-        if task is not None:
-            self._start(task, step, began)
+            self._start(partial(self._save_for_all, step, data, self._told().began()), step, began)
+        else:
+            self._told().expect(step)
         self.stall = monotonic() - began
 
     def snapshot(self, step: int, state: object) -> bool:
@@ -175,9 +179,22 @@ class CheckpointManager:
             self._behind.settle()
             self._commits().claim()
 
-    def wait(self) -> None:
-        """Wait until what was saved is durable. Raises what the last save failed with, once."""
+    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        """Wait until what was saved is durable, on whichever rank: then `steps` shows it on all.
+        Raises what the last save failed with, once. Not all ranks need to call it.
+
+        Args:
+            timeout: seconds; for so long a rank waits to hear of what another one writes.
+
+        Raises:
+            CheckpointError: it was not saved; or nothing was heard of it.
+        """
         self._behind.wait()
+        if self._outcomes is not None and not self._behind.foreign:
+            deadline = monotonic() + timeout
+            pending = self._outcomes.wait(deadline)
+            if pending is not None:
+                self._shelf().wait_for(pending.step, deadline)
 
     def close(self) -> None:
         """Wait as `wait` does, and give everything back. Closing twice is harmless."""
@@ -188,7 +205,7 @@ class CheckpointManager:
         if self._forget is not None:
             self._forget()
         try:
-            self._behind.wait()
+            self.wait()
         finally:
             self._host.close()
             if self._kept is not None:
@@ -201,8 +218,9 @@ class CheckpointManager:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
-            # The error on its way says more than one of a save beside it.
+            # The error on its way says more than one of a save beside it, here or elsewhere.
             self._behind.last_words()
+            self._outcomes = None
         self.close()
 
     # -- loading ------------------------------------------------------------------------------
@@ -338,6 +356,21 @@ class CheckpointManager:
             atexit.register(self._behind.last_words)
             self._forget = heres.worker_context().on_stop(self._behind.settle)
         self._behind.start(run)
+
+    def _save_for_all(self, step: int, data: memoryview, number: int) -> None:
+        try:
+            self._commits().save(step, data)
+        except BaseException as error:
+            self._told().tell(number, step, error)
+            raise
+        self._told().tell(number, step)
+
+    def _told(self) -> Outcomes:
+        if self._outcomes is None:
+            place = self._place_in_job()
+            writer = 0 if self._shared else place.rank - place.local_rank
+            self._outcomes = Outcomes(self._group, self._spoken, writer)
+        return self._outcomes
 
     def _all_ranks(self) -> PartSaver:
         if not self._shared:

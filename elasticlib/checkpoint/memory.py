@@ -14,14 +14,26 @@ import mmap
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import attrs
 
 from ..errors import CheckpointError
-from ..foreign import opened
-from .slot import RECORD_BYTES, Found, Record, Slot, choose, decode, encode
+from ..foreign import opened, read_file
+from .slot import (
+    RECORD_BYTES,
+    SEAL_AT,
+    Found,
+    Record,
+    Slot,
+    choose,
+    decode,
+    decode_seal,
+    encode,
+    encode_seal,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -62,6 +74,8 @@ class Slots:
         self._prefix = f"{kind}.{secrets.token_hex(4)}"
         self._made = 0
         self._files: dict[str, _File] = {}
+        # Who writes and who sums are two threads.
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def writing(self, record: Record) -> Iterator[memoryview]:
@@ -74,9 +88,10 @@ class Slots:
             CheckpointError: there is no memory for it.
         """
         text = encode(record)
-        file = self._locked(record.size, record.keep)
-        try:
+        with self._lock:
+            file = self._locked(record.size, record.keep)
             file.record = None
+        try:
             file.memory[: len(text)] = bytes(len(text))
             view = memoryview(file.memory)[RECORD_BYTES : RECORD_BYTES + record.size]
             yield view
@@ -85,13 +100,33 @@ class Slots:
         finally:
             fcntl.flock(file.handle, fcntl.LOCK_UN)
 
+    def view_of(self, record: Record) -> memoryview | None:
+        """The bytes of a snapshot of ours; None if its slot holds another by now."""
+        with self._lock:
+            file = self._file_of(record)
+            if file is None:
+                return None
+            return memoryview(file.memory)[RECORD_BYTES : RECORD_BYTES + record.size]
+
+    def seal(self, record: Record, crc32: int) -> None:
+        """Put the sum of a snapshot of ours beside it, if it is still there."""
+        with self._lock:
+            file = self._file_of(record)
+            if file is not None:
+                seal = encode_seal(record, crc32)
+                file.memory[SEAL_AT : SEAL_AT + len(seal)] = seal
+
+    def _file_of(self, record: Record) -> _File | None:
+        return next((file for file in self._files.values() if file.record is record), None)
+
     def close(self) -> None:
         """Let go of the memory, which stays as it is."""
-        for file in self._files.values():
-            os.close(file.handle)
-            with contextlib.suppress(BufferError):
-                file.memory.close()
-        self._files.clear()
+        with self._lock:
+            for file in self._files.values():
+                os.close(file.handle)
+                with contextlib.suppress(BufferError):
+                    file.memory.close()
+            self._files.clear()
 
     def remove(self) -> None:
         """Let go of the memory, and free it."""
@@ -232,6 +267,27 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
             for release in (view.release, whole.release, mapped.close):
                 with contextlib.suppress(BufferError):
                     release()
+
+
+def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
+    """The CRC-32 that the bytes of a snapshot had when they were summed; None if they were not.
+
+    To be asked while it is pinned.
+    """
+    with contextlib.suppress(OSError):
+        return decode_seal(read_file(Path(memory, found.file), RECORD_BYTES), found.record)
+    return None
+
+
+def flaw(memory: str | os.PathLike[str], found: Found, crc32: int) -> str | None:
+    """What is wrong with a pinned snapshot whose bytes have this CRC-32; None if nothing."""
+    expected = sum_of(memory, found)
+    if expected is None or expected == crc32:
+        return None
+    return (
+        f"the snapshot of step {found.record.step} was changed in memory: its CRC-32 was "
+        f"{expected:08x}, and is {crc32:08x}"
+    )
 
 
 def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:

@@ -18,8 +18,9 @@ from ..clock import Clock, monotonic
 from ..errors import StoreError, describe
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
-from .memory import pinned
+from .memory import flaw, pinned
 from .slot import Found, Record
+from .summing import Summing
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -106,6 +107,12 @@ def _persist_one(
         with pinned(memory, found) as view:
             if view is None:
                 return f"{_what(record)} was not written: it is not there any more"
+            with Summing() as summing:
+                summing.give(view)
+            damage = flaw(memory, found, summing.result())
+            if damage:
+                claim.give_up()
+                return f"{_what(record)} was not written: {damage}"
             if persist(_of_now(record, info), view):
                 log.info("%s was written to %s", _what(record), record.folder)
     except Exception as error:

@@ -24,6 +24,7 @@ from .memory import Slots
 from .replica_link import Link
 from .replica_wire import PROTOCOL, Kind, Proofs
 from .slot import Record, read_record
+from .summing import Summing
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -199,9 +200,10 @@ class ReplicaServer:
         slots = kinds.setdefault(kind, Slots(self._duty.folder, owner=str(rank)))
         try:
             self._check_room(record)
-            with slots.writing(record) as view:
+            with slots.writing(record) as view, Summing() as summing:
                 link.say(Kind.TAKE)
-                link.receive(view)
+                link.receive(view, summing.give)
+            slots.seal(record, summing.result())
         except CheckpointError as error:
             link.say(Kind.REFUSED, message=str(error), final=False)
             return

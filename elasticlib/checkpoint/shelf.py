@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from typing import Any
 
+from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .folder import CheckpointFolder, Found
@@ -19,6 +21,8 @@ from .prune import Health
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
+
+LOOK_SECONDS = 0.1
 
 
 class Shelf:
@@ -60,6 +64,16 @@ class Shelf:
     def steps(self) -> list[int]:
         """See `CheckpointManager.steps`."""
         return sorted(found.step for found in self.folder.found() if found.manifest)
+
+    def wait_for(self, step: int, deadline: float) -> None:
+        """Until there is a checkpoint of this step, or `deadline` on our clock. CheckpointError."""
+        pause = threading.Event()
+        while (found := self.folder.look(step)) is None or found.manifest is None:
+            if monotonic() > deadline:
+                raise CheckpointError(
+                    f"there is no {self.folder.describe(step)}, which another rank was to save"
+                )
+            pause.wait(LOOK_SECONDS)
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """See `CheckpointManager.verify`."""

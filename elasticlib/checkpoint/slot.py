@@ -25,7 +25,13 @@ RECORD_BYTES = 4096
 ROOMY = 2
 """A slot is not used for what fills less than one part in so many of it."""
 
+SEAL_BYTES = 64
+SEAL_AT = RECORD_BYTES - SEAL_BYTES
+"""Where the sum of the snapshot's bytes stands, which is made after it has come to count."""
+
 MAGIC = b"ELSLOT1\n"
+_SEAL_MAGIC = b"ELSEAL1\n"
+_SEAL = struct.Struct("<8sII")
 _HEAD = struct.Struct("<8sII")
 
 
@@ -73,9 +79,9 @@ def encode(record: Record) -> bytes:
         CheckpointError: the names in it are too long for a page.
     """
     text = json.dumps(attrs.asdict(record), separators=(",", ":")).encode()
-    if _HEAD.size + len(text) > RECORD_BYTES:
+    if _HEAD.size + len(text) > SEAL_AT:
         raise CheckpointError(
-            f"a snapshot's record has at most {RECORD_BYTES} bytes, and that of step "
+            f"a snapshot's record has at most {SEAL_AT} bytes, and that of step "
             f"{record.step} has {_HEAD.size + len(text)}: use a shorter path than {record.folder!r}"
         )
     return _HEAD.pack(MAGIC, len(text), _sum(text)) + text
@@ -93,6 +99,21 @@ def decode(page: bytes | memoryview) -> Record | None:
         return read_record(read_json(text))
     except ValueError:
         return None
+
+
+def encode_seal(record: Record, crc32: int) -> bytes:
+    """What stands at `SEAL_AT`: the CRC-32 of this snapshot's bytes, and of no other's."""
+    seal = _SEAL.pack(_SEAL_MAGIC, crc32, zlib.crc32(encode(record)))
+    return seal + zlib.crc32(seal).to_bytes(4, "little")
+
+
+def decode_seal(page: bytes, record: Record) -> int | None:
+    """The CRC-32 of a snapshot's bytes, by its slot's first page; None if it has none yet."""
+    seal = page[SEAL_AT : SEAL_AT + _SEAL.size + 4]
+    if len(seal) < _SEAL.size + 4:
+        return None
+    _, crc32, _ = _SEAL.unpack_from(seal)
+    return int(crc32) if seal == encode_seal(record, crc32) else None
 
 
 def read_record(fields: Any) -> Record:

@@ -23,8 +23,11 @@ from .interface import Held, Source
 from .memory import NEWS, Slots
 from .pack import fill, lay_out
 from .pack_head import size_of
+from .place import CHUNK
+from .sealing import Sealing
 from .shards import has_notes
 from .slot import Found, Record, given_up, outlived, that_count
+from .summing import Summing
 from .told import Told
 
 
@@ -77,6 +80,7 @@ class SnapshotMemory(Source):
         self._news = Path(told.folder, NEWS)
         self._writes = writes
         self._slots = Slots(told.folder)
+        self._sealing = Sealing(self._slots)
         self._earlier = True
         self._record = Record(
             name=name,
@@ -120,11 +124,12 @@ class SnapshotMemory(Source):
             size=layout.size,
             cut=has_notes(state),
         )
-        with self._slots.writing(record) as view:
+        with self._sealing.paused(), self._slots.writing(record) as view:
             copying = self._clock()
             fill(layout, torch.frombuffer(view, dtype=torch.uint8))
             copied = self._clock() - copying
         self._record = record
+        self._sealing.seal(record)
         self._tell()
         return Snapshot(step, layout.size, self._clock() - began, copied)
 
@@ -162,6 +167,7 @@ class SnapshotMemory(Source):
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays."""
+        self._sealing.close()
         self._slots.close()
 
     def _found(self) -> Sequence[Found]:
@@ -188,9 +194,10 @@ class SnapshotMemory(Source):
             if view is None:
                 raise CheckpointError(f"the snapshot {_name(found)} was replaced while it was read")
             copy = _fresh(len(view))
-            into, source = (torch.frombuffer(b, dtype=torch.uint8) for b in (copy, view))
-            into.copy_(source)
-            del into, source
+            summed = _copy(view, copy)
+            flaw = memory.flaw(self._memory, found, summed)
+            if flaw:
+                raise CheckpointCorrupt(flaw)
         if size_of(memoryview(copy)[:64])[0] != found.record.size:
             raise CheckpointCorrupt(f"the snapshot {_name(found)} is no pack of its size")
         return copy
@@ -217,6 +224,16 @@ class SnapshotMemory(Source):
         useless = outlived(found, era, name)
         memory.remove(self._memory, useless)
         self._earlier = len(useless) < sum(one.era < era for one in found)
+
+
+def _copy(view: memoryview, into: mmap.mmap) -> int:
+    """The CRC-32 of what is copied, which is summed beside the copying."""
+    source, target = (torch.frombuffer(b, dtype=torch.uint8) for b in (view, into))
+    with Summing() as summing, memoryview(into) as copied:
+        for start in range(0, len(view), CHUNK):
+            target[start : start + CHUNK].copy_(source[start : start + CHUNK])
+            summing.give(copied[start : start + CHUNK])
+        return summing.result()
 
 
 def _fresh(size: int) -> mmap.mmap:

@@ -63,22 +63,24 @@ class Progress:
     def ended(self, start: Position) -> None:
         """An iterator that began at `start` has run out."""
         self._ran_out = start
-        self._drawn_uncounted = not self._accounted
+        if start.consumed < start.length:
+            self._drawn_uncounted = not self._accounted
 
     def kept(self) -> None:
         """A loader keeps the position of what was drawn with its own state: nobody has to count."""
         self._drawn_uncounted, self._accounted = False, True
 
     def why_misleading(self) -> str:
-        """Why the position is not where training stands, the first time that is asked for; or ""."""
+        """Why the position is not where training stands, when first asked for; or nothing."""
         if not self._drawn_uncounted:
             return ""
         self._drawn_uncounted, self._accounted = False, True
+        here = self.position
         return (
             "an epoch was drawn to its end from this ElasticDistributedSampler, and nothing was"
-            f" counted: its state says that {self.position.consumed} samples of epoch"
-            f" {self.position.epoch} were trained on, and who resumes from it repeats the others."
-            " Call sampler.advance(batch_size * world_size) after each step, on every rank"
+            f" counted: its state says that {here.consumed} samples of epoch {here.epoch} were"
+            " trained on, and whoever resumes from it trains on the others again. Call"
+            " sampler.advance(batch_size * world_size) after each step, on every rank"
         )
 
     def advance(self, count: int) -> None:

@@ -6,6 +6,7 @@ so a job of any size continues exactly where a job of another size stopped.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Literal, cast, get_args
@@ -205,9 +206,13 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         Warns, once, if epochs were drawn to their end and nothing was counted: then it is not where
         training stands.
         """
+        asker, frames = _asker()
+        if asker == "torchdata":
+            # That loader asks its iterator, too, and it is the iterator's answer that it goes by.
+            self.progress.kept()
         why = self.progress.why_misleading()
         if why:
-            warnings.warn(why, UserWarning, stacklevel=2)
+            warnings.warn(why, UserWarning, stacklevel=frames)
         return encode(self.position)
 
     def load_state_dict(
@@ -228,3 +233,14 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             ConfigError: `on_mismatch` cannot be.
         """
         self.progress.load(state, on_mismatch)
+
+
+def _asker() -> tuple[str, int]:
+    """Which package, other than this one, asks for a state; and how many calls it is away."""
+    frames = 1
+    frame = sys._getframe(1)
+    while (package := frame.f_globals["__name__"].partition(".")[0]) == "elasticlib":
+        if frame.f_back is None:
+            break
+        frame, frames = frame.f_back, frames + 1
+    return package, frames

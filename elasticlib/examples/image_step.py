@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticlib import BatchPlan
 from elasticlib.errors import ConfigError
+from elasticlib.logical.exchange import gather_plain
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -194,8 +195,7 @@ def must_be_same(what: str, value: object) -> None:
     Raises:
         ConfigError: on every rank, that they have not.
     """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    found = gather_plain(value)
     for rank, other in enumerate(found):
         if other != found[0]:
             raise ConfigError(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError, NotReproducible
+from .exchange import gather_plain
 
 ADVICE = {
     "threads": "call torch.set_num_threads(1), or another fixed number, before training;"
@@ -72,8 +73,7 @@ def check_ranks_agree(mine: Mapping[str, Any], group: dist.ProcessGroup | None) 
     """
     if not dist.is_initialized():
         return
-    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(mine), group)
+    everyone = gather_plain(dict(mine), group)
     for rank, theirs in enumerate(everyone):
         found = differences(everyone[0], theirs)
         if found:

@@ -47,7 +47,7 @@ def test_a_record_that_was_changed_in_any_byte_or_cut_is_none(data: st.DataObjec
 
 
 def test_a_record_that_does_not_fit_its_page_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="at most 4096 bytes, and that of step 7"):
+    with pytest.raises(CheckpointError, match="at most 4032 bytes, and that of step 7"):
         encode(attrs.evolve(RECORD, folder="x" * 4096))
 
 

@@ -13,6 +13,7 @@ run it, or on its own where `world` is 0.
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import io
@@ -64,7 +65,8 @@ def digest(state):
 
     def walk(value):
         if isinstance(value, torch.Tensor):
-            text.update(value.numpy().tobytes())
+            plain = value.contiguous()
+            text.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 text.update(str(key).encode())

@@ -1,6 +1,6 @@
 """FSDP2 training that is interrupted, and goes on with a fresh model and optimizer: see its test.
 
-python sharded_resume.py FOLDER: two ranks train and save; two, and then one, go on in new processes.
+python sharded_resume.py FOLDER: two ranks train and save; two, and then one, go on.
 """
 
 from __future__ import annotations

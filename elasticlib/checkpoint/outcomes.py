@@ -1,0 +1,119 @@
+"""How the saves that one rank makes for others came out, told by the store that the ranks met in.
+
+Nobody waits in a collective, as only some ranks may ask; each save has a number, which is the same
+on all ranks, as all make the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import zlib
+from collections import Counter, deque
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from ..clock import monotonic
+from ..errors import CheckpointError
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+POLL_SECONDS = 0.02
+REMEMBERED = 100
+"""So many saves that nobody asked for are remembered; of ten times as many the store tells."""
+
+_numbers: Counter[str] = Counter()
+
+
+@attrs.frozen
+class Pending:
+    """A save that another rank makes for this one."""
+
+    number: int
+    step: int
+
+
+class Outcomes:
+    """Of one manager's saves. All ranks give the same `name`, and the rank of their writer."""
+
+    def __init__(self, group: dist.ProcessGroup | None, name: str, writer: int) -> None:
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        told = zlib.crc32(f"{name}\0{ranks}\0{writer}".encode())
+        self._prefix = f"elasticlib/saves/{told:08x}"
+        self._writer = writer
+        # torch has no public name for the store that a process group met in.
+        grouped = dist.is_available() and dist.is_initialized()
+        self._store: Any = dist.distributed_c10d._get_default_store() if grouped else None  # type: ignore[no-untyped-call]
+        self._pending: deque[Pending] = deque(maxlen=REMEMBERED)
+
+    def began(self) -> int:
+        """The number of a save that begins here, or on the writing rank."""
+        # Not this object's: another manager of the same folder goes on counting.
+        _numbers[self._prefix] += 1
+        return _numbers[self._prefix]
+
+    def expect(self, step: int) -> None:
+        """The writing rank has been asked to save this step, too."""
+        self._pending.append(Pending(self.began(), step))
+
+    def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
+        """How a save of this rank came out."""
+        if self._store is None:
+            return
+        why = "" if error is None else str(error)[:4000]
+        try:
+            self._store.set(self._key(number), json.dumps({"step": step, "error": why}))
+            if number > 10 * REMEMBERED:
+                self._store.delete_key(self._key(number - 10 * REMEMBERED))
+        except (RuntimeError, NotImplementedError) as lost:
+            log.info("the other ranks are not told that step %d was saved: %s", step, lost)
+
+    def wait(self, deadline: float) -> Pending | None:
+        """The last save that was expected, once it is known how all came out; None if there is none
+        of which that has to be looked for elsewhere.
+
+        Raises:
+            CheckpointError: one was not saved, or nothing was heard of it.
+        """
+        pending, self._pending = [*self._pending], deque(maxlen=REMEMBERED)
+        if not pending or self._store is None:
+            return pending[-1] if pending else None
+        for one in pending:
+            try:
+                said = self._said(one, deadline)
+            except RuntimeError as lost:
+                # Its host may have ended once it had saved.
+                log.info("the ranks' store does not say how step %d came out: %s", one.step, lost)
+                return pending[-1]
+            self._check(one, said)
+        return None
+
+    def _said(self, one: Pending, deadline: float) -> dict[str, Any]:
+        pause = threading.Event()
+        # Asked again and again: who waits in the store keeps it from this process's other threads.
+        while not self._store.check([self._key(one.number)]):
+            if monotonic() > deadline:
+                raise CheckpointError(
+                    f"nothing was heard of the save of step {one.step}, which rank {self._writer} "
+                    "makes: it has died, is still at it, or was not asked to save"
+                )
+            pause.wait(POLL_SECONDS)
+        found: dict[str, Any] = json.loads(self._store.get(self._key(one.number)))
+        return found
+
+    def _check(self, one: Pending, said: dict[str, Any]) -> None:
+        if said["step"] != one.step:
+            raise CheckpointError(
+                f"rank {self._writer} was asked to save step {said['step']}, and this rank step "
+                f"{one.step}: all ranks have to make the same calls"
+            )
+        if said["error"]:
+            raise CheckpointError(
+                f"step {one.step} was not saved by rank {self._writer}: {said['error']}"
+            )
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}"
