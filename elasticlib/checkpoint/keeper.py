@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..agent.interface import Memory
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError
+from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.spec import WorkerGroup
 from . import memory
@@ -226,8 +226,8 @@ class Replicating:
 
     def _announce(self) -> None:
         """Say where this node takes replicas."""
-        store, place = self._info.store, encode_place(self._server.place)
-        assert store is not None
+        store = present(self._info.store, "the store")
+        place = encode_place(self._server.place)
         while not self._over.is_set():
             try:
                 store.set(f"{self._prefix}place/{self._info.rank}", place)
@@ -255,8 +255,7 @@ class Replicating:
         self._cleared = bool(own) and len(useless) == sum(one.era < self._era for one in found)
 
     def _all_are_safe(self, own: set[tuple[str, int]]) -> bool:
-        store = self._info.store
-        assert store is not None
+        store = present(self._info.store, "the store")
         all_here = len(own) >= self._workers
         if not self._safe and all_here and all(own <= s.given for s in self._senders):
             store.set(f"{self._prefix}safe/{self._info.rank}", b"")

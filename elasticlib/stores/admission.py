@@ -6,7 +6,7 @@ that has not shown that it knows it learns nothing of the server but the protoco
 
 from __future__ import annotations
 
-from ..errors import StoreRefused
+from ..errors import StoreRefused, present
 from .secret import HOW, Exchange, Role, prove, proves
 from .wire import PROTOCOL, Frame
 
@@ -38,11 +38,11 @@ class Admission:
             return Frame("challenge", frame.id, {"nonce": self._nonce})
         if frame.op != "response":
             raise StoreRefused(f"a challenge is answered by response, got {frame.op}")
-        assert self._secret is not None
+        secret = present(self._secret, "the secret of a challenge")
         exchange = Exchange(self._nonce, frame.fields["nonce"], self._hello.fields["job"])
-        if not proves(frame.fields["proof"], self._secret, Role.CLIENT, exchange):
+        if not proves(frame.fields["proof"], secret, Role.CLIENT, exchange):
             raise StoreRefused(f"has another secret than this client: {HOW}")
-        return self._welcome(self._hello, prove(self._secret, Role.SERVER, exchange))
+        return self._welcome(self._hello, prove(secret, Role.SERVER, exchange))
 
     def _welcome(self, hello: Frame, proof: str | None) -> Frame:
         job = hello.fields["job"]

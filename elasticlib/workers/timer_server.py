@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from ..clock import monotonic, wall
-from ..errors import ConfigError, WorkerStartError
+from ..errors import ConfigError, WorkerStartError, present
 from . import session
 from .guardian import Guardian
 from .timers import Timer, Timers
@@ -95,16 +95,16 @@ class TimerServer:
         os.mkfifo(self.path, 0o600)
 
     def _listen(self) -> None:
-        assert self._wake is not None
+        wake, _ = present(self._wake, "what ends this thread")
         timers, rest = Timers(), b""
         news = select.poll()
         news.register(self._pipe, select.POLLIN)
-        news.register(self._wake[0], select.POLLIN)
+        news.register(wake, select.POLLIN)
         while True:
             first = timers.next()
             left = LONGEST_LOOK if first is None else max(0.0, first - monotonic())
             ready = news.poll(min(left, LONGEST_LOOK) * 1000)
-            if any(number == self._wake[0] for number, _ in ready):
+            if any(number == wake for number, _ in ready):
                 return
             if ready:
                 *lines, rest = (rest + os.read(self._pipe, CHUNK)).split(b"\n")

@@ -225,3 +225,15 @@ def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: 
         assert alone["node"] == "b"
         job.finish()
         assert nodes["b"].exit_code() == 0
+
+
+@pytest.mark.parametrize("flag", ["--max-restarts=-1", "--nnodes=0", "--nproc-per-node=0"])
+def test_a_number_that_cannot_be_is_refused_by_an_optimised_python_too(
+    tmp_path: Path, flag: str
+) -> None:
+    (script := tmp_path / "script.py").write_text("raise SystemExit('it was started')")
+    command = (sys.executable, "-O", "-m", "elasticlib.launch", flag, str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "elasticrun: error: " in done.stderr
+    assert "it was started" not in done.stderr
