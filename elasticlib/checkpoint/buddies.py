@@ -10,6 +10,7 @@ import json
 
 import attrs
 
+from ..foreign import read_json
 from ..stores.secret import is_digits
 
 
@@ -40,7 +41,7 @@ def encode_place(place: Place) -> bytes:
 def decode_place(data: bytes) -> Place | None:
     """None for what no node of this version has written."""
     try:
-        fields = json.loads(data)
+        fields = read_json(data)
         place = Place(**fields)
     except (ValueError, TypeError):
         return None
