@@ -50,14 +50,18 @@ class TimerServer:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Make the pipe and listen; does nothing when it does already.
+        """Make the pipe and listen; does nothing when it does already, and nobody has removed it.
 
         Raises:
             ConfigError: no pipe can be made there.
             WorkerStartError: no thread can be started now.
         """
         if self._thread is not None:
-            return
+            if os.path.exists(self.path):
+                return
+            self.close()
+        if self._folder:
+            self._folder = self.path = ""  # its folder is gone
         try:
             self._make()
             # For both, so that it has no end while no worker has it open.
@@ -70,8 +74,6 @@ class TimerServer:
             thread.start()
         except RuntimeError as error:
             self._leave()
-            if self._folder:
-                self._folder = self.path = ""  # its folder is gone
             raise WorkerStartError(
                 f"nobody would listen to the workers' timers: {error}"
             ) from error
