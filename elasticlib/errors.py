@@ -7,6 +7,10 @@ the rule.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+Present = TypeVar("Present")
+
 
 class ElasticError(Exception):
     """Anything that elasticlib raises on purpose."""
@@ -87,6 +91,13 @@ class StateMismatch(ElasticError, ValueError):
 
 class NotReproducible(ElasticError):
     """Training at another world size would give other weights, so this step was not finished."""
+
+
+def present(value: Present | None, what: str) -> Present:
+    """The value, which is not None as the code around it sees to. Raises TypeError if it is."""
+    if value is None:
+        raise TypeError(f"{what} is to be there by now: this is a fault of elasticlib's")
+    return value
 
 
 def describe(error: BaseException) -> str:

@@ -301,6 +301,13 @@ def test_a_type_ignore_names_its_code(name: str) -> None:
         assert "type: ignore" not in line or "type: ignore[" in line, f"{name}:{number}"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("testing/")])
+def test_nothing_is_checked_by_an_assertion(name: str) -> None:
+    """python -O leaves them out. (The suites of `testing` are tests.)"""
+    found = [node.lineno for node in ast.walk(tree(name)) if isinstance(node, ast.Assert)]
+    assert not found, f"{name} lines {found}: raise an error, or see elasticlib.errors.present"
+
+
 def test_importing_elasticlib_does_not_import_torch() -> None:
     code = "import sys, elasticlib; sys.exit('torch' in sys.modules or 'attrs' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ElasticError
+from ..errors import ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT
 from ..threads import helper
@@ -100,8 +100,7 @@ class CauseBoard:
     def _read(
         self, info: RendezvousInfo, failed: list[WorkerExit], deadline: float
     ) -> Cause | None:
-        store = info.store
-        assert store is not None
+        store = present(info.store, "the store")
         if failed:
             ranks = encode_ranks([failure.rank for failure in failed])
             store.set(f"{info.causes}{ALSO}{info.rank}", ranks)
@@ -134,6 +133,6 @@ def _shared(info: RendezvousInfo) -> bool:
 
 
 def _write_first(info: RendezvousInfo, cause: Cause) -> None:
-    assert info.store is not None
     # Whoever comes later has followed: it says so at the end of its run.
-    info.store.compare_set(f"{info.causes}{FIRST}", encode(cause), expected=ABSENT)
+    store = present(info.store, "the store")
+    store.compare_set(f"{info.causes}{FIRST}", encode(cause), expected=ABSENT)

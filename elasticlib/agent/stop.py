@@ -12,6 +12,7 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import Clock
+from ..errors import present
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder, Rung
 from ..workers.notice import Notice
@@ -85,9 +86,9 @@ class GroupStop:
         if notice is None:
             self.hurry()
             return
-        assert self._since is not None
-        left = self._ladder.left(self._clock() - self._since)
-        self._since -= max(0.0, left - notice.seconds)
+        since = present(self._since, "the beginning of the stop")
+        left = self._ladder.left(self._clock() - since)
+        self._since = since - max(0.0, left - notice.seconds)
         notice = attrs.evolve(notice, seconds=min(left, notice.seconds))
         # Before the workers are asked, who may be agreed upon as soon as they are.
         self._told(notice)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, RendezvousClosed, describe
+from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
 from ..observe.interface import Journal, NoJournal
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
@@ -280,12 +280,11 @@ class Supervisor:
             self._agreements.finished()
             if not self._handler.report_done():
                 self._react(Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
-        else:
-            assert isinstance(action, Finish)
+        elif not isinstance(action, Finish):
+            raise TypeError(f"no action of the policy: {action!r}")
 
     def _start(self) -> None:
-        info = self._info
-        assert info is not None
+        info = present(self._info, "the generation")
         self._turn_seen(START_SECONDS)
         self._account.begin()
         self._stop.forget()

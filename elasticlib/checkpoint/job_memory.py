@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, present
 from .choose import MEMORY
 from .here import Here
 from .shards import localize
@@ -53,8 +53,8 @@ class JobMemory:
         plain, cut = localize(state)
         if self._memory is None or cut != self._cut:
             self._open(cut=cut)
-        assert self._memory is not None
-        return self._memory.snapshot(step, plain, {"step": step})
+        memory = present(self._memory, "the memory for snapshots")
+        return memory.snapshot(step, plain, {"step": step})
 
     def go_on_from(self, step: int, kind: str, state: object) -> None:
         """All ranks have agreed on `step`, and have the state: later snapshots count no more.
@@ -81,11 +81,10 @@ class JobMemory:
 
     def _open(self, *, cut: bool) -> None:
         self.close()
-        here = self._here
-        assert self._told is not None
+        here, told = self._here, present(self._told, "an agent's memory")
         self._cut = cut
         self._memory = SnapshotMemory(
-            self._told,
+            told,
             name=self._name,
             part=here.rank if cut else 0,
             parts=here.world_size if cut else 1,

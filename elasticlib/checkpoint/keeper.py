@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..agent.interface import Memory
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError
+from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.spec import WorkerGroup
 from . import memory
@@ -34,6 +34,8 @@ log = logging.getLogger("elasticlib.checkpoint")
 FLUSH_SECONDS = 5.0
 """For which a node that leaves waits until the others have its last replicas."""
 RETRY_SECONDS = 0.5
+LOOK_SECONDS = 2.0
+"""Between two looks for what workers have made anew after others had removed it."""
 
 
 class SnapshotKeeper(Memory):
@@ -143,9 +145,7 @@ class Replicating:
         self._lock = threading.Lock()
         self._safe = self._cleared = False
         self._prefix = f"{info.board}snapshots/"
-        os.mkfifo(folder / NEWS, 0o600)
-        # Read and write: a pipe that no worker has open would have come to its end.
-        self._pipe = os.open(folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe = self._made_pipe()
         rank, nodes = info.rank, info.world_size
         try:
             self._server = ReplicaServer(
@@ -173,6 +173,25 @@ class Replicating:
         ]
         self._thread = threading.Thread(target=self._watch, name="agent-snapshots", daemon=True)
         self._thread.start()
+
+    def _made_pipe(self) -> int:
+        os.mkfifo(self._folder / NEWS, 0o600)
+        # Read and write: a pipe that no worker has open would have come to its end.
+        return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _make_anew(self) -> bool:
+        """Whether the pipe was removed, with its folder, and now is there again: as soon as a
+        worker has made the folder anew."""
+        with self._lock:
+            if self._pipe < 0 or self._over.is_set() or (self._folder / NEWS).exists():
+                return False
+            try:
+                pipe = self._made_pipe()
+            except OSError:
+                return False
+            os.dup2(pipe, self._pipe, inheritable=False)
+            os.close(pipe)
+            return True
 
     def flush(self, seconds: float) -> None:
         """Until the others have the last snapshots, or `seconds` have passed."""
@@ -214,7 +233,9 @@ class Replicating:
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         while not self._over.is_set():
-            poll.poll()
+            told = poll.poll(LOOK_SECONDS * 1000)
+            if not self._make_anew() and not told:
+                continue
             with self._lock, contextlib.suppress(OSError):
                 os.read(self._pipe, 65536)
             for sender in self._senders:
@@ -226,8 +247,8 @@ class Replicating:
 
     def _announce(self) -> None:
         """Say where this node takes replicas."""
-        store, place = self._info.store, encode_place(self._server.place)
-        assert store is not None
+        store = present(self._info.store, "the store")
+        place = encode_place(self._server.place)
         while not self._over.is_set():
             try:
                 store.set(f"{self._prefix}place/{self._info.rank}", place)
@@ -255,8 +276,7 @@ class Replicating:
         self._cleared = bool(own) and len(useless) == sum(one.era < self._era for one in found)
 
     def _all_are_safe(self, own: set[tuple[str, int]]) -> bool:
-        store = self._info.store
-        assert store is not None
+        store = present(self._info.store, "the store")
         all_here = len(own) >= self._workers
         if not self._safe and all_here and all(own <= s.given for s in self._senders):
             store.set(f"{self._prefix}safe/{self._info.rank}", b"")

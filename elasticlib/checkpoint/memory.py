@@ -119,6 +119,12 @@ class Slots:
     def _file_of(self, record: Record) -> _File | None:
         return next((file for file in self._files.values() if file.record is record), None)
 
+    def make_folder(self) -> None:
+        """Anew, if others have removed it; whoever writes there says why that cannot be."""
+        for folder in (self._folder.parent, self._folder):
+            with contextlib.suppress(OSError):
+                folder.mkdir(0o700)
+
     def close(self) -> None:
         """Let go of the memory, which stays as it is."""
         with self._lock:
@@ -162,9 +168,7 @@ class Slots:
     def _make(self, size: int) -> _File:
         self._made += 1
         path = self._folder / f"{self._prefix}.{self._made}"
-        for folder in (self._folder.parent, self._folder):
-            with contextlib.suppress(OSError):  # it is there, or the next call says why not
-                folder.mkdir(0o700)
+        self.make_folder()
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:

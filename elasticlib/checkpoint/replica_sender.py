@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attrs
 
-from ..errors import ElasticError, StoreRefused
+from ..errors import ElasticError, StoreRefused, present
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.secret import NONCE_BYTES, check_secret
 from .buddies import Place, decode_place
@@ -141,8 +141,7 @@ class ReplicaSender:
         return link
 
     def _place(self) -> Place | None:
-        store = self._info.store
-        assert store is not None
+        store = present(self._info.store, "the store")
         while not self._over.is_set():
             listing = store.list(self._place_key)
             for entry in listing.entries:

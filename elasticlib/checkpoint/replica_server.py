@@ -198,6 +198,7 @@ class ReplicaServer:
         if kind not in kinds and len(kinds) >= KINDS:
             raise StoreRefused(f"a node has at most {KINDS} kinds of snapshots")
         slots = kinds.setdefault(kind, Slots(self._duty.folder, owner=str(rank)))
+        slots.make_folder()
         try:
             self._check_room(record)
             with slots.writing(record) as view, Summing() as summing:

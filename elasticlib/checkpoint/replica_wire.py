@@ -150,7 +150,8 @@ class Proofs:
 
     @property
     def _key(self) -> bytes:
-        assert len(self.token) == DIGITS
+        if len(self.token) != DIGITS:
+            raise ValueError(f"a token has {DIGITS} digits, got {len(self.token)}")
         return self.token.encode() + (self.secret or b"")
 
     def _told(self, taker_nonce: str, giver_nonce: str, rank: int) -> Exchange:

@@ -79,8 +79,7 @@ class Stage:
         return node
 
     def _read(self, name: str, node: subprocess.Popen[str]) -> None:
-        assert node.stdout is not None
-        for line in node.stdout:
+        for line in node.stdout or ():
             self._lines.put((name, line.rstrip()))
         self._lines.put((name, "END"))
 

@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 import attrs
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError, ElasticError
+from ..errors import ConfigError, ElasticError, present
 from ..workers.processors import bindings, count_cores
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
 from ..workers.timer_server import VARIABLE as TIMERS
@@ -203,8 +203,7 @@ def _place(config: LaunchConfig) -> Iterator[Finding]:
 
 
 def _etcd(config: LaunchConfig) -> Finding:
-    place = config.etcd
-    assert place is not None
+    place = present(config.etcd, "the place of the etcd backend")
     try:
         store = place.open(CONNECT_SECONDS)
         try:

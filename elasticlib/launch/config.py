@@ -237,10 +237,8 @@ class LaunchConfig:
         check_numa_binding(self.numa_binding)
         check_start(self.start_method, self.preload)
         self._check_place()
-        # Read for its errors, so that a bad value is named before anything starts.
-        assert self.options
-        assert self.limits
-        assert self.timing
+        # Made for their errors, so that a bad value is named before anything starts.
+        _ = (self.options, self.limits, self.timing)
         self._check_backend()
 
     def _check_numbers(self) -> None:

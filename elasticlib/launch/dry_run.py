@@ -23,7 +23,7 @@ _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port
 _OWN = {
     "TORCHELASTIC_ERROR_FILE": "LOGS/attempt_N/LOCAL_RANK/error.json",
     "ELASTICLIB_INCARNATION": _MET,
-    "ELASTICLIB_CHANNEL": "a file of its agent's",
+    "ELASTICLIB_CHANNEL": "memory of its agent's",
     "ELASTICLIB_SNAPSHOTS": "a folder of its agent's",
 }
 _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})

@@ -19,7 +19,7 @@ import attrs
 from ..agent.elastic import LocalElasticAgent
 from ..agent.interface import RunResult
 from ..clock import monotonic, wall
-from ..errors import describe
+from ..errors import describe, present
 from ..rendezvous.interface import RendezvousHandler
 from ..threads import Aside
 from ..workers.exits import WorkerExit
@@ -85,8 +85,7 @@ class RecordingAgent(LocalElasticAgent):
 
     def collect(self, local_rank: int) -> WorkerExit:
         found = super().collect(local_rank)
-        group = self.get_worker_group()
-        assert group is not None
+        group = present(self.get_worker_group(), "the group of a worker that has ended")
         state = "SUCCEEDED" if found.ok else "TERMINATED" if found.stopped else "FAILED"
         place = _place(group.worker(local_rank), pid=found.pid, code=found.returncode)
         error = None if found.ok else found.message or found.how

@@ -35,6 +35,7 @@ from ..errors import (
     RendezvousTimeout,
     StoreUnavailable,
     describe,
+    present,
 )
 from ..rendezvous.bootstrap import BootstrapStore, open_torch_store, torch_store
 from ..rendezvous.change import Change, ChangeKind
@@ -145,8 +146,8 @@ class HandlerFromTorch(RendezvousHandler):
         return False
 
     def report_done(self) -> bool:
-        assert self._held is not None
-        store, rank = self._held.store, self._held.info.rank
+        held = present(self._held, "a generation")
+        store, rank = held.store, held.info.rank
         self._ending = True
         try:
             _in_our_words(lambda: store.set(f"{DONE}{rank}", "1"))
@@ -185,8 +186,7 @@ class HandlerFromTorch(RendezvousHandler):
         return ended
 
     def _all_done(self) -> bool:
-        held = self._held
-        assert held is not None
+        held = present(self._held, "a generation")
         return bool(_in_our_words(lambda: held.store.check(held.done_keys)))
 
     def _waited_for(self, act: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from ..clock import monotonic
-from ..errors import ConfigError, ElasticError
+from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.document import Node
 from ..rendezvous.keys import Keys, Read
 from ..stores.interface import ABSENT, Store
@@ -114,10 +114,10 @@ def requeue_if_last(
     Where the store is lost meanwhile, its host has left and has asked, or was killed and has not:
     so this node asks too. Slurm requeues a job once, however often it is asked.
     """
-    assert meeting.store is not None
+    store = present(meeting.store, "the store of a job on several nodes")
     try:
-        last = _await_last(meeting, meeting.store, seconds, stopped)
-        if last.is_last and not _is_first_to_say(requeue, meeting, meeting.store):
+        last = _await_last(meeting, store, seconds, stopped)
+        if last.is_last and not _is_first_to_say(requeue, meeting, store):
             last = Last(False, "another node does it")
     except ElasticError as error:
         log.info("the store is gone, so that this node asks as well: %s", error)

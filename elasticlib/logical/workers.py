@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError, NotReproducible, StateMismatch
+from ..errors import ConfigError, NotReproducible, StateMismatch, present
 from ..whole import whole
 from .conditions import (
     buffers_of,
@@ -250,14 +250,16 @@ class LogicalWorkers:
     def _added(
         self, left: FlatGradient | Gradients, right: FlatGradient | Gradients
     ) -> FlatGradient:
-        assert isinstance(left, FlatGradient)
+        if not isinstance(left, FlatGradient):
+            raise TypeError(f"a sum is of gradients that lie in one piece, got {type(left)}")
         if isinstance(right, FlatGradient):
             self._spare.append(right)
         return left.add_(right)
 
     def _kept(self, value: FlatGradient | Gradients) -> FlatGradient:
-        assert self._layout is not None
-        assert not isinstance(value, FlatGradient)
-        kept = self._spare.pop() if self._spare else FlatGradient(self._layout)
+        if isinstance(value, FlatGradient):
+            raise TypeError("what is kept has been kept already")
+        layout = present(self._layout, "the gradients' layout")
+        kept = self._spare.pop() if self._spare else FlatGradient(layout)
         kept.copy_(value)
         return kept

@@ -10,6 +10,7 @@ import enum
 
 import attrs
 
+from ..errors import present
 from .decide import NOT_RETRIED, gives_way
 from .document import FailureKind, Head, Phase
 from .intent import Intent
@@ -74,7 +75,7 @@ def change_since(head: Head | None, intent: Intent) -> Change | None:
     final = final_change(head, intent)
     if final is not None or intent.joining or gives_way(head, intent.incarnation):
         return final
-    assert head is not None
+    head = present(head, "the head")
     if head.incarnation != intent.incarnation:
         return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
     if head.roll != intent.node.roll:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
+from ..errors import present
 from .budget import forgiven, forgiven_in, lasted, pause, quick_failures
 from .document import (
     Document,
@@ -324,8 +325,7 @@ def _spent(
 ) -> Decision:
     """The budget is used up, or no restart would help: who failed leaves, and the job ends if it
     cannot go on without."""
-    failure = document.failure
-    assert failure is not None
+    failure = present(document.failure, "the failure")
     limits = document.limits
     failed = [n for n in candidates if n.id == failure.node]
     budget = f"{document.restarts} of {limits.max_restarts} restarts used"

@@ -14,7 +14,7 @@ import attrs
 
 from ..clock import Clock, monotonic
 from ..endpoint import join_endpoint, split_endpoint
-from ..errors import ElasticError, RendezvousClosed, RendezvousError, RendezvousTimeout
+from ..errors import ElasticError, RendezvousClosed, RendezvousError, RendezvousTimeout, present
 from ..stores.interface import Store
 from ..threads import helper
 from .bootstrap import OF_TORCH, BootstrapStore, Front, import_torch, open_torch_store
@@ -180,13 +180,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
         intent = self._exchange.intent
         final = final_change(snapshot.head, intent)
         if final is not None:
-            assert snapshot.head is not None
-            raise ClosedBecause(final if intent.held else _to_a_latecomer(final, snapshot.head))
+            head = present(snapshot.head, "the head of a job that is over")
+            raise ClosedBecause(final if intent.held else _to_a_latecomer(final, head))
         if not has_entered(snapshot.head, snapshot.seat, intent):
             return None
-        assert snapshot.head is not None
-        assert snapshot.seat is not None
-        return snapshot.head, snapshot.seat
+        return present(snapshot.head, "the head"), present(snapshot.seat, "the seat")
 
     def _enter(self, head: Head, seat: Seat) -> RendezvousInfo | None:
         """Meet at torch's store; None if the generation ended before its workers began."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from ..errors import LeaseLost, RendezvousMismatch
+from ..errors import LeaseLost, RendezvousMismatch, present
 from ..stores.interface import ABSENT, Entry, Listing, Store
 from .codec import (
     decode_head,
@@ -297,8 +297,7 @@ class Participant:
 
     def _write(self, document: Document, snapshot: Snapshot, mark: str) -> bool:
         """Put the document in place of the one that was read."""
-        head, view = snapshot.head, snapshot.view
-        assert view is not None
+        head, view = snapshot.head, present(snapshot.view, "what the document was decided on")
         enrolled = view.document is not None and view.document.roll == document.roll
         if not enrolled:
             self._enrol(document, snapshot.read)

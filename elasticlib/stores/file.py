@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from ..clock import monotonic
-from ..errors import ConfigError, LeaseLost, StoreUnavailable
+from ..errors import ConfigError, LeaseLost, StoreUnavailable, present
 from .file_format import FileLease, Record
 from .folder import Folder
 from .interface import ABSENT, CompareSet, Entry, Listing, Store, check_key, check_ttl
@@ -189,11 +189,11 @@ class _LeaseWatch:
             del self._seen[name]
         now = monotonic()
         for key, record in records.items():
-            assert record.lease is not None
-            state = (record.entry.version, record.lease.beat)
+            lease = present(record.lease, f"the lease of {key}")
+            state = (record.entry.version, lease.beat)
             if self._seen.get(key) != state:
                 self._seen[key] = state
-                self._clock.hear(key, record.lease.ttl, now)
+                self._clock.hear(key, lease.ttl, now)
         for key in self._clock.look(now):
             self._folder.remove(records[key].entry)
 

@@ -18,7 +18,14 @@ from typing import TypeVar
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
+from ..errors import (
+    ConfigError,
+    ElasticError,
+    StoreRefused,
+    StoreTimeout,
+    StoreUnavailable,
+    present,
+)
 from .interface import CompareSet, Entry, Listing, Store, Watched
 from .server import TcpStoreServer
 from .tcp import TcpStore
@@ -222,8 +229,7 @@ class MovingStore(Store):
                 raise StoreUnavailable("this store is closed")
             if self._store is None:
                 self._arrive()
-            assert self._store is not None
-            return self._store
+            return present(self._store, "the store")
 
     def _arrive(self) -> None:
         """Go where it is served already; where it is not, to the first place."""

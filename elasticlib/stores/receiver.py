@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from typing import Protocol
 
-from ..errors import describe
+from ..errors import describe, present
 from .forks import close_in_children, renew_in_children
 from .peer import RECEIVE_BYTES
 
@@ -55,9 +55,8 @@ class Receiver:
             if self._thread is None:
                 self._start()
             self._coming.append(one)
-            assert self._wake is not None
             with contextlib.suppress(BlockingIOError):  # full: it is going to wake anyway
-                self._wake.send(b"\0")
+                present(self._wake, "what wakes the receiver").send(b"\0")
 
     def is_current(self) -> bool:
         """Whether the caller is called by the receiver."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
-from ..errors import ConfigError, StoreRefused, StoreTimeout, StoreUnavailable
+from ..errors import ConfigError, StoreRefused, StoreTimeout, StoreUnavailable, present
 from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
 from .link import LONGEST_WAIT, Answer, Link
@@ -221,8 +221,7 @@ class TcpStore(Store):
         try:
             if self._link is None or not self._link.alive:
                 self._replace(self._open_until(deadline, patience))
-            assert self._link is not None
-            return self._link
+            return present(self._link, f"the connection to {self.address}")
         finally:
             connecting.release()
 

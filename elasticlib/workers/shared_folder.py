@@ -61,16 +61,17 @@ class SharedFolder:
             self._unlisted(str(path))
 
     def _made_path(self) -> Path:
-        if self._path is None:
-            self._take(_make())
-        elif _inode_of(self._path) != self._inode:
-            log.warning(
-                "%s was removed while this job runs, and with it the snapshots in memory: it is "
-                "made anew (logind does so when its user logs out, without RemoveIPC=no)",
-                self._path,
-            )
-            self._take(self._made_again(self._path))
-        return self._path
+        path = self._path
+        if path is None:
+            return self._take(_make())
+        if _inode_of(path) == self._inode:
+            return path
+        log.warning(
+            "%s was removed while this job runs, and with it the snapshots in memory: it is made "
+            "anew (logind does so when its user logs out, without RemoveIPC=no)",
+            path,
+        )
+        return self._take(self._made_again(path))
 
     def _made_again(self, path: Path) -> Path:
         """In the same place, where workers may make it anew as well, if nobody else is there."""
@@ -81,11 +82,12 @@ class SharedFolder:
         self._unlisted(str(path))
         return _make()
 
-    def _take(self, path: Path) -> None:
+    def _take(self, path: Path) -> Path:
         self._let_go()
         self._path, self._inode = path, _inode_of(path)
         self._lock = try_to_hold(path)
         self._listed(str(path))
+        return path
 
     def _let_go(self) -> None:
         lock, self._lock = self._lock, None

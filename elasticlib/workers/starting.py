@@ -139,7 +139,8 @@ def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str,
         return ("script", entrypoint.path, *args)
     if isinstance(entrypoint, Module):
         return ("module", entrypoint.name, *args)
-    assert isinstance(entrypoint, Command)
+    if not isinstance(entrypoint, Command):
+        raise TypeError(f"a worker is a script, module, function or command: {entrypoint!r}")
     return ("command", entrypoint.program, *args)
 
 

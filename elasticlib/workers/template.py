@@ -161,7 +161,7 @@ def _reap(pid: int) -> int:
 
 def _fork(
     link: socket.socket, descriptors: list[int], dispositions: dict[int, Any]
-) -> dict[str, object] | None:
+) -> dict[str, Any] | None:
     """None in the template. The agent hears of a worker once that leads its own session."""
     reading, writing = os.pipe()
     # A signal that comes before the worker is itself waits until it is.
@@ -200,7 +200,7 @@ def _fork(
     return None
 
 
-def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str, object]:
+def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str, Any]:
     """The worker's own streams and signals, and what it is to be."""
     request, *streams = descriptors
     for number, handler in dispositions.items():
@@ -209,30 +209,26 @@ def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str
         os.dup2(stream, target, inheritable=True)
     with open(request, closefd=False) as file:
         file.seek(0)
-        job: dict[str, object] = json.load(file)
+        job: dict[str, Any] = json.load(file)
     return job
 
 
-def _enter(job: dict[str, object], before: dict[str, str], changed: dict[str, str]) -> list[str]:
+def _enter(job: dict[str, Any], before: dict[str, str], changed: dict[str, str]) -> list[str]:
     """Leave nothing in this process by which it could be told from a fresh interpreter.
 
     before: the template's variables as its interpreter began. changed: those that modules have set
     since, for whoever imports them.
     """
-    environment, what, processors = job["environment"], job["what"], job["processors"]
-    told = job["template"]
-    assert isinstance(told, dict)
+    environment, processors, told = job["environment"], job["processors"], job["template"]
+    what: list[str] = job["what"]
     # A Python in a bare locale gives itself one, which the template did for its workers.
     own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
     # What starts the interpreter (PYTHON_EXEC may be a script) has its own say.
     wrapped = {k: text for k, text in before.items() if told.get(k) != text and k not in own}
     unset = told.keys() - before.keys()
     os.chdir(str(job["folder"]))
-    assert isinstance(processors, list)
     if set(processors) != os.sched_getaffinity(0):
         os.sched_setaffinity(0, processors)
-    assert isinstance(environment, dict)
-    assert isinstance(what, list)
     os.environ.clear()
     os.environ.update({**own, **environment, **wrapped, **changed})
     for name in unset:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from ..clock import monotonic, wall
-from ..errors import ConfigError, WorkerStartError
+from ..errors import ConfigError, WorkerStartError, present
 from . import session
 from .guardian import Guardian
 from .timers import Timer, Timers
@@ -50,14 +50,18 @@ class TimerServer:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Make the pipe and listen; does nothing when it does already.
+        """Make the pipe and listen; does nothing when it does already, and nobody has removed it.
 
         Raises:
             ConfigError: no pipe can be made there.
             WorkerStartError: no thread can be started now.
         """
         if self._thread is not None:
-            return
+            if os.path.exists(self.path):
+                return
+            self.close()
+        if self._folder:
+            self._folder = self.path = ""  # its folder is gone
         try:
             self._make()
             # For both, so that it has no end while no worker has it open.
@@ -70,8 +74,6 @@ class TimerServer:
             thread.start()
         except RuntimeError as error:
             self._leave()
-            if self._folder:
-                self._folder = self.path = ""  # its folder is gone
             raise WorkerStartError(
                 f"nobody would listen to the workers' timers: {error}"
             ) from error
@@ -95,16 +97,16 @@ class TimerServer:
         os.mkfifo(self.path, 0o600)
 
     def _listen(self) -> None:
-        assert self._wake is not None
+        wake, _ = present(self._wake, "what ends this thread")
         timers, rest = Timers(), b""
         news = select.poll()
         news.register(self._pipe, select.POLLIN)
-        news.register(self._wake[0], select.POLLIN)
+        news.register(wake, select.POLLIN)
         while True:
             first = timers.next()
             left = LONGEST_LOOK if first is None else max(0.0, first - monotonic())
             ready = news.poll(min(left, LONGEST_LOOK) * 1000)
-            if any(number == self._wake[0] for number, _ in ready):
+            if any(number == wake for number, _ in ready):
                 return
             if ready:
                 *lines, rest = (rest + os.read(self._pipe, CHUNK)).split(b"\n")

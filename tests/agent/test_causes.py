@@ -57,7 +57,12 @@ def test_whatever_a_worker_wrote_a_cause_stays_small_and_ends_as_it_did() -> Non
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b"\xff", b'{"host": "h"}', b'{"followed": 3}', b"null"]
+    "data",
+    [
+        *(b"", b"[]", b"{}", b"\xff", b'{"host": "h"}', b'{"followed": 3}', b"null"),
+        *(b"[" * 200_000, b"9" * 9_000),
+        encode(cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b'"tail": ""', b'"tail": 5'),
+    ],
 )
 def test_what_another_version_wrote_is_no_cause(data: bytes) -> None:
     assert decode(data) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -56,7 +58,7 @@ class Host:
 
     def _era(self, number: int) -> Path:
         path = self.folder / str(number)
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
     def begin(self, info: RendezvousInfo) -> Host:
@@ -83,11 +85,11 @@ class Host:
         slots = self.slots.setdefault(record.part, memory.Slots(self._era(self.era)))
         with slots.writing(record) as view:
             view[:] = pack
-        with (
-            contextlib.suppress(OSError),
-            open(self.folder / str(self.era) / memory.NEWS, "w") as f,
-        ):
-            f.write("\n")
+        with contextlib.suppress(OSError):
+            news = self.folder / str(self.era) / memory.NEWS
+            handle = os.open(news, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(handle, b"\n")
+            os.close(handle)
 
     def found(self, owner: str = "") -> list[Found]:
         return [one for one in memory.look(self.folder) if one.owner == owner]
@@ -143,6 +145,18 @@ def test_each_snapshot_is_with_the_next_node_and_nowhere_else(hosts: list[Host])
         hosts[0].snapshot(step)
     until("the newest", hosts[1].has("0", 8))
     assert len(list(hosts[1].folder.glob("1/from.0.*"))) <= 2
+
+
+def test_replicas_are_given_again_where_the_memory_was_removed(hosts: list[Host]) -> None:
+    begin(hosts)
+    hosts[0].snapshot(5)
+    until("the replica", hosts[1].has("0", 5))
+    for host in hosts[:2]:
+        shutil.rmtree(host.folder)
+    # The first finds the folder gone, and makes it anew; the next is made while it is there.
+    for step in (6, 7):
+        hosts[0].snapshot(step)
+        until("the replica", hosts[1].has("0", step))
 
 
 def test_replicas_of_a_node_that_is_gone_stay_until_the_new_world_stands_on_its_own(

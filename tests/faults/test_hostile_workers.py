@@ -154,3 +154,10 @@ def test_a_filter_alone_starts_warm_workers(job: Job) -> None:
     node = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert node.exit_code() == 0, node.text
     assert re.findall(r"rank \d", node.text) == ["rank 1"]
+
+
+def test_what_a_worker_says_of_its_failure_is_no_command_to_the_terminal(job: Job) -> None:
+    node = agent(job, "raise ValueError('\\x1b]0;title\\x07 and a reason')", "--max-restarts", "0")
+    assert node.exit_code() == 1
+    assert "\\x1b]0;title\\x07 and a reason" in node.text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", node.text)

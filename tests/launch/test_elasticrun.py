@@ -225,3 +225,32 @@ def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: 
         assert alone["node"] == "b"
         job.finish()
         assert nodes["b"].exit_code() == 0
+
+
+@pytest.mark.parametrize("flags", [["--max-restarts=-1"], ["--max-restarts=-1", "--dry-run"]])
+def test_a_number_that_cannot_be_is_refused_by_an_optimised_python_too(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    (script := tmp_path / "script.py").write_text("raise SystemExit('it was started')")
+    command = (sys.executable, "-O", "-m", "elasticlib.launch", *flags, str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "elasticrun: error: " in done.stderr
+    assert "it was started" not in done.stderr
+
+
+def test_a_config_that_cannot_be_is_refused_by_an_optimised_python_too() -> None:
+    code = """
+from elasticlib import LaunchConfig
+from elasticlib.errors import ConfigError
+for wrong in ({"max_restarts": -1}, {"max_nodes": 0}):
+    try:
+        LaunchConfig(**{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 1, **wrong})
+    except ConfigError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert "need max_restarts >= 0, got -1" in done.stdout, done.stderr
+    assert len(done.stdout.splitlines()) == 2

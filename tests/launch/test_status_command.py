@@ -127,6 +127,23 @@ def test_text_that_no_terminal_can_show_is_written_out(
     assert b"'half \\ud83d a pair' of donn\\udce9es.bin" in shown.getvalue()
 
 
+def test_no_word_of_a_run_reaches_the_terminal_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\x9b31m"
+    began = ("worker.began", {"rank": 1, "local_rank": 1, "name": f"pid\n3{evil}"})
+    ended = ("run.ended", {"state": "failed", "reason": f"why{evil}", "exit_code": 1})
+    for more in ((began,), (ended,)):
+        folder = written(tmp_path, *more)
+        main(["status", folder])
+    main(["status", f"{tmp_path}/{evil}"])
+    main(["logs", f"{tmp_path}/{evil}"])
+    said = capsys.readouterr()
+    assert "\\x1b]0;title\\x07" in said.out
+    assert "\\x1b]0;title\\x07" in said.err
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", said.out + said.err)
+
+
 def test_why_nobody_answers_is_said_where_only_its_events_tell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

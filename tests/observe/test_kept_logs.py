@@ -137,3 +137,24 @@ def test_facts_of_another_type_than_theirs_were_not_told(
     assert [(one.number, one.first, one.last) for one in node.attempts] == [(0, 0, 0)] * (
         kind == "generation.began"
     )
+
+
+@pytest.mark.parametrize("last", [10**15, 2**62 - 1, 2**70, 1e15])
+def test_what_no_node_can_have_started_is_passed_by(tmp_path: Path, last: float) -> None:
+    def began(attempt: int, ranks: list[float]) -> bytes:
+        told = {"attempt": attempt, "ranks": ranks, "cause": ""}
+        return encode(Event("generation.began", "job", "n", 1, 1.0, 1.0, facts=told))
+
+    (folder := tmp_path / "job_a").mkdir()
+    (folder / "events.jsonl").write_bytes(
+        encode(Event("run.began", "job", "n", 0, 0.0, 0.0, facts={"host": "h", "pid": 1}))
+        + began(0, [0, 1])
+        + began(1, [0, last])
+    )
+    (folder / "attempt_0" / "1").mkdir(parents=True)
+    (folder / "attempt_0" / "1" / "stdout.log").write_bytes(b"a line\n")
+    command = (sys.executable, "-m", "elasticlib.launch.commands", "logs", str(folder))
+    for more in ([], ["--attempt", "0"], ["--attempt", "all"]):
+        done = subprocess.run([*command, *more], capture_output=True, timeout=60)
+        assert done.stdout in (b"[1] a line\n", b""), done.stderr
+        assert b"Traceback" not in done.stderr

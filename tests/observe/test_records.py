@@ -302,3 +302,19 @@ def test_a_folder_that_cannot_be_read_is_named(
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(NoSuchRun, match=f"{tmp_path} cannot be read: Permission denied"):
         find_runs(tmp_path, folder=tmp_path / "runs")
+
+
+def test_a_run_whose_lock_file_a_cleaner_removed_lives_and_keeps_its_events(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    record = RunRecord("job", folder=folder)
+    record.events.write_bytes(encode(Event("run.began", "job", "n", 0, 1.0, 1.0)))
+    (record.path / LOCK).unlink()
+    for number in range(3):
+        recorded(folder, f"over-{number}", began=float(number + 2))
+    (living,) = [known for known in known_runs(folder=folder) if known.living]
+    assert living.run == "job"
+    remove_old(folder, kept=0)
+    assert [path.name for path in folder.iterdir()] == [record.path.name]
+    assert find_runs("job", folder=folder) == [record.events]
+    record.close()
+    assert not is_living(record.path)

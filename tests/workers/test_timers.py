@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import termios
@@ -104,6 +105,27 @@ def test_only_processes_of_the_workers_sessions_are_signalled_and_nothing_is_lef
             process.kill()
             process.wait()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_that_a_cleaner_removed_is_made_anew_for_the_next_workers(
+    guardian: Guardian,
+) -> None:
+    mine = sleeper()
+    server = TimerServer("", guardian, lambda: [mine.pid])
+    try:
+        server.open()
+        server.open()
+        first = server.path
+        shutil.rmtree(Path(first).parent)
+        server.open()
+        assert server.path != first
+        with open(server.path, "wb", buffering=0) as pipe:
+            pipe.write(b'{"pid": ' + b"[" * 60_000 + b"\n" + line(mine.pid, "step", 0.0))
+            until("its end", lambda: not alive(mine.pid))
+    finally:
+        server.close()
+        mine.kill()
+        mine.wait()
 
 
 def test_no_timer_of_one_worker_costs_another_its_own(guardian: Guardian) -> None:
