@@ -6,6 +6,7 @@ from itertools import groupby
 
 from elasticlib.agent.policy import (
     TABLE,
+    Broke,
     Changed,
     DrainAsked,
     Event,
@@ -49,6 +50,7 @@ CASES: dict[type, tuple[Case, ...]] = {
     ),
     Changed: tuple((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
     SignalArrived: (("", SignalArrived(15, "SIGTERM"), BOTH),),
+    Broke: (("", Broke("why"), BOTH),),
     DrainAsked: (("", DrainAsked(12, "SIGUSR2", "drain"), BOTH),),
 }
 """Of each event, all that a transition may tell apart: label, event, whose end is awaited."""

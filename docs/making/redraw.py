@@ -49,7 +49,7 @@ def states() -> str:
     ends = {State.JOINING.value: (30.0, 250.0), State.ENDED.value: (960.0, 250.0)}
     return picture(
         "The states of an agent, and what leads from one to another",
-        (990, 650),
+        (990, 665),
         places=PLACES,
         arrows=arrows(),
         routes=ROUTES,

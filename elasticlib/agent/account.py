@@ -77,6 +77,7 @@ class Account:
             restarts=0 if group is None else group.restarts,
             signal=outcome.signal,
             cause=None if succeeded else self._cause,
+            expelled=outcome.expelled,
         )
 
     def close(self) -> None:

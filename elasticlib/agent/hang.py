@@ -21,16 +21,26 @@ LONGEST_HOST = 200
 
 @attrs.frozen
 class HangLimits:
-    """seconds: of silence that is a hang; None: `times` the median of a worker's last steps, and
-    at least `floor`. first: seconds until the first step, in which much is set up."""
+    """When silence is a hang.
+
+    seconds: after so many, once a worker has made its first step. None is `auto`, which goes by the
+    worker's own steps: once it knows the durations of `steps` of them, silence is a hang after
+    `times` their median, `peaks` times the longest of the last, and `floor` seconds, whichever is
+    longest. Until then, and in either case until the first step, it is one after `first` seconds:
+    what is compiled, allocated or connected in the first few steps tells nothing of the others. A
+    single step may be long for a reason, too, as one with an evaluation or another compilation:
+    hence the floor. A call of `should_stop()` or a save is a sign of life as a step is.
+    """
 
     seconds: float | None = None
     times: float = 20.0
-    floor: float = 60.0
+    peaks: float = 3.0
+    floor: float = 300.0
     first: float = 900.0
+    steps: int = 10
 
     def __attrs_post_init__(self) -> None:
-        given = (self.times, self.floor, self.first)
+        given = (self.times, self.peaks, self.floor, self.first, self.steps)
         if min(given) <= 0 or (self.seconds is not None and self.seconds <= 0):
             raise ConfigError(f"limits of a hang are positive, got {self}")
 
@@ -40,8 +50,10 @@ class HangLimits:
             return self.first if self.seconds is None else max(self.seconds, self.first)
         if self.seconds is not None:
             return self.seconds
-        median = statistics.median(beat.durations) if beat.durations else 0.0
-        return max(self.floor, self.times * median)
+        if len(beat.durations) < self.steps:
+            return self.first
+        paces = (self.times * statistics.median(beat.durations), self.peaks * max(beat.durations))
+        return max(self.floor, *paces)
 
 
 @attrs.frozen

@@ -28,7 +28,8 @@ class RunResult:
     to have its workers save, and to leave. reason: one sentence. values: what
     functions returned, by global rank. failures: the ends of this node's workers in the last
     generation, by global rank, where they did not succeed, the first one first. cause: the first
-    failure over all nodes, which is what ended the job.
+    failure over all nodes, which is what ended the job. expelled: the job goes on without this
+    node, whose end is not the job's.
     """
 
     state: WorkerState
@@ -39,6 +40,7 @@ class RunResult:
     restarts: int = 0
     signal: int = 0
     cause: Cause | None = None
+    expelled: bool = False
 
     @property
     def exit_code(self) -> int:

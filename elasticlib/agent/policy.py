@@ -42,11 +42,13 @@ class OutcomeKind(enum.Enum):
 
 @attrs.frozen
 class Outcome:
-    """How the agent's run ends, and why; `signal` is a number where one ended it."""
+    """How the agent's run ends, and why; `signal` is a number where one ended it. expelled: the job
+    goes on without this node."""
 
     kind: OutcomeKind
     reason: str
     signal: int = 0
+    expelled: bool = False
 
 
 @attrs.frozen
@@ -229,7 +231,8 @@ def outcome_of(change: Change) -> Outcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
         return Outcome(OutcomeKind.SUCCEEDED, change.reason)
-    return Outcome(OutcomeKind.FAILED, change.reason)
+    expelled = change.kind is ChangeKind.EXPELLED
+    return Outcome(OutcomeKind.FAILED, change.reason, expelled=expelled)
 
 
 def _start(_now: Supervision, event: Settled) -> Step:

@@ -147,8 +147,14 @@ class Supervisor:
                 f"{type(workers).__name__} do not: leave it out"
             )
         host = socket.gethostname()
-        told = {"hung": self._hung, "broke": self._broke}
-        return HangWatch(workers, self._options.hang, host, clock=self._clock, **told)
+        return HangWatch(
+            workers,
+            self._options.hang,
+            host,
+            clock=self._clock,
+            hung=self._hung,
+            broke=self._broke,
+        )
 
     @property
     def group(self) -> WorkerGroup | None:
@@ -171,11 +177,11 @@ class Supervisor:
     def run(self) -> RunResult:
         """Take part in the job until it is over for this node."""
         self._turn_seen()
-        self._handler.follow(self._silent)
         self._telling.began()
         with self._signals:
             self._observer.start()
             try:
+                self._handler.follow(self._silent)
                 self._handler.prepare()
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):

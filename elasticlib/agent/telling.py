@@ -75,6 +75,7 @@ class Telling:
             restarts=group.restarts,
             max_restarts=group.max_restarts,
             cause=info.cause,
+            why=None if info.why is None else info.why.value,
         )
 
     def started(self, group: WorkerGroup, names: dict[int, str]) -> None:
@@ -122,6 +123,7 @@ class Telling:
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
+            expelled=result.expelled,
             cause=None
             if cause is None
             else {"host": cause.host, "rank": cause.rank, "what": cause.sentence},

@@ -108,8 +108,9 @@ def add_supervision_flags(add: Callable[..., None]) -> None:
         "--hang-timeout",
         metavar="auto|SECONDS",
         help="workers that call elasticlib.context().step() and are silent for so long are "
-        "restarted; auto: 20 times the median of their steps, and a minute at least; until their "
-        "first step 15 minutes at least (default: they are not watched)",
+        "restarted; auto: 20 times the median of their last steps, 3 times the longest of them, "
+        "and 5 minutes at least; until 10 steps are known, and with either until the first, 15 "
+        "minutes at least (default: they are not watched)",
     )
     add(
         "--snapshot-replicas",

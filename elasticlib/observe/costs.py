@@ -10,10 +10,6 @@ import attrs
 from .history import Cost, Generation, Why
 from .life import Life
 
-_TOLD_OF_LOSS = (" left", "were lost with the store", "the job began anew")
-_TOLD_OF_RESIZE = (" joined", " drains (", " drain (")
-_TOLD_OF_START = "the job starts"
-
 
 @attrs.frozen
 class _End:
@@ -134,27 +130,19 @@ def as_start(made: Generation, until: float) -> Generation:
 
 
 def why_of(before: Sequence[Life], lives: Sequence[Life]) -> Why:
-    """Why it was sought, by what the nodes did in the one before, and else by what they say."""
-    cause = next((life.cause for life in lives if life.cause), "")
-    lost = cause.endswith(_TOLD_OF_LOSS)
-    if not before:
-        return _by_words(cause, lost, first=min(life.restarts for life in lives) == 0)
-    charged = max(x.restarts for x in lives) > max(x.restarts for x in before)
-    if charged or (any(life.failed for life in before) and not lost):
+    """Why it was sought, as the rendezvous told; where it did not, by what the nodes did in the one
+    before."""
+    told = next((life.why for life in lives if life.why is not None), None)
+    if told is Why.START and before:
+        return Why.LOSS  # begun anew, as what the store held is gone
+    if told is not None:
+        return told
+    charged = max(x.restarts for x in lives) > max((x.restarts for x in before), default=0)
+    if charged or any(life.failed for life in before):
         return Why.FAILURE
-    if lost:
-        return Why.LOSS
-    if any(life.asked for life in before) or any(word in cause for word in _TOLD_OF_RESIZE):
-        return Why.RESIZE
-    return Why.LOSS
-
-
-def _by_words(cause: str, lost: bool, *, first: bool) -> Why:
-    if cause == _TOLD_OF_START or (first and not cause):
+    if not before:
         return Why.START
-    if lost:
-        return Why.LOSS
-    return Why.RESIZE if any(word in cause for word in _TOLD_OF_RESIZE) else Why.FAILURE
+    return Why.RESIZE if any(life.asked for life in before) else Why.LOSS
 
 
 def _end_of(lives: Sequence[Life], began: float, following: float | None) -> _End | None:

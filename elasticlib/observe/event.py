@@ -44,7 +44,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "world": "workers in the job",
         "restarts": "of the job so far",
         "max_restarts": "its budget",
-        "cause": "why this generation was sought",
+        "cause": "why this generation was sought, in words",
+        "why": "start, failure, loss or resize; null where the rendezvous does not say",
     },
     "worker.began": {"local_rank": "its place on the node", "name": "such as pid 123"},
     "worker.ended": {
@@ -92,6 +93,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "reason": "in words",
         "exit_code": "of the launcher; 75 after a drain, whatever --drain-exit-code says",
         "cause": "the first failure over all nodes: host, rank, what; null without",
+        "expelled": "whether the job goes on without this node, whose end is not the job's",
     },
     "lost": {"events": "how many could not be written here, as the disk was full or too slow"},
 }

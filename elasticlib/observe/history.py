@@ -12,27 +12,7 @@ from typing import Any
 
 import attrs
 
-
-class Why(enum.Enum):
-    """Why a generation was sought. Only FAILURE is charged to the budget of restarts."""
-
-    START = "start"
-    FAILURE = "failure"
-    LOSS = "loss"
-    RESIZE = "resize"
-
-    @property
-    def words(self) -> str:
-        """For a sentence about the generation: it came `after a loss`."""
-        return _WHY[self]
-
-
-_WHY = {
-    Why.START: "at the start",
-    Why.FAILURE: "after a failure",
-    Why.LOSS: "after a loss",
-    Why.RESIZE: "for a resize",
-}
+from ..rendezvous.document import Why as Why
 
 
 class JobState(enum.Enum):

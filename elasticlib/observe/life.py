@@ -9,11 +9,13 @@ import attrs
 
 from . import facts
 from .event import Event
+from .history import Why
 
 
 @attrs.frozen
 class Life:
-    """began: its workers were started. sought: the rendezvous for it began, or None.
+    """began: its workers were started. sought: the rendezvous for it began, or None. why: it was
+    sought, None where that was not told.
 
     trouble: the first sign that it would not last, None if it ended well. over: nobody works any
     more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
@@ -33,6 +35,7 @@ class Life:
     node_rank: int = 0
     ranks: tuple[int, int] = (0, 0)
     cause: str = ""
+    why: Why | None = None
     sought: float | None = None
     trouble: float | None = None
     over: float | None = None
@@ -78,6 +81,7 @@ def begun(event: Event, sought: float | None) -> Life:
         node_rank=facts.count(told, "node_rank") or 0,
         ranks=facts.pair(told, "ranks") or (0, 0),
         cause=facts.text(told, "cause"),
+        why=next((why for why in Why if why.value == facts.text(told, "why")), None),
         sought=None if sought is None else min(sought, event.at),
     )
 

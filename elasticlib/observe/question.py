@@ -105,6 +105,8 @@ def decode_answer(data: bytes) -> Answer:
     workers = said.get("workers")
     if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
         raise ValueError(f"an answer's workers are a list of objects, got {workers!r}")
+    # An earlier version does not tell of it, and answers while its run goes on.
+    said = {"expelled": False, **said}
     told = {name: _field(said, name, kinds) for name, kinds in _STANDING.items()}
     standing = NodeStanding(
         **told,
@@ -169,6 +171,7 @@ _STANDING: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("node_rank", "max_restarts", "saved", "snapshot", "exit_code"), _MAYBE_COUNT),
     "step": _MAYBE_COUNT,
     "per_second": _MAYBE_NUMBER,
+    "expelled": (bool,),
 }
 _WORKER: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("rank", "local_rank"), _COUNT),

@@ -14,7 +14,7 @@ from .costs import Ledger, as_start
 from .event import Event
 from .history import Generation, History, JobState, Mark, NodeEnd, NodeStory, Pace, Stay
 from .life import Life
-from .standing import end_state, is_sent_away
+from .standing import end_state
 from .strand import Strand
 
 _BUSY = (
@@ -278,7 +278,7 @@ def _end_state(strand: Strand) -> JobState | None:
 
 
 def _sent_away(strand: Strand) -> bool:
-    return strand.end is not None and is_sent_away(facts.text(strand.end.facts, "reason"))
+    return strand.end is not None and strand.end.facts.get("expelled") is True
 
 
 def _cause(strand: Strand) -> Mapping[str, Any] | None:

@@ -29,11 +29,6 @@ def end_state(word: str) -> JobState:
     return _ENDS.get(word, JobState.FAILED)
 
 
-def is_sent_away(reason: str) -> bool:
-    """Whether this is why one node ended, and the job did not."""
-    return "goes on without it" in reason
-
-
 @attrs.frozen
 class WorkerStanding:
     """name: such as `pid 123`. step, saved: the last that it told of. silent: seconds since it
@@ -52,7 +47,8 @@ class WorkerStanding:
 @attrs.frozen
 class NodeStanding:
     """since: when this state began, by the node's monotonic clock, as `at` of an event. step,
-    per_second: as its events tell of its slowest worker; the workers' own are newer."""
+    per_second: as its events tell of its slowest worker; the workers' own are newer. expelled: it
+    has ended, and the job goes on without it."""
 
     run: str
     node: str
@@ -74,6 +70,7 @@ class NodeStanding:
     step: int | None = None
     per_second: float | None = None
     exit_code: int | None = None
+    expelled: bool = False
     workers: tuple[WorkerStanding, ...] = ()
 
 
@@ -116,6 +113,8 @@ def _named(event: Event) -> dict[str, Any]:
         value = text(event.facts, key) if key == "host" else count(event.facts, key)
         if value is not None:
             found[key] = value
+    if event.kind == "run.ended":
+        found["expelled"] = event.facts.get("expelled") is True
     return found
 
 

@@ -14,7 +14,7 @@ from ..rendezvous.codec import Note
 from ..rendezvous.document import Document, Node, Phase
 from .history import JobState
 from .question import Answer, Stacks
-from .standing import NodeStanding, is_sent_away, put_out
+from .standing import NodeStanding, put_out
 
 
 @attrs.frozen
@@ -253,7 +253,7 @@ def status_of_records(run: str, nodes: Iterable[NodeStatus], age: float) -> JobS
     # The members come first, and so their words.
     state = _recorded_state(found, newest.generation)
     same = [standing for standing in standings if standing.state is state]
-    teller = min(same, key=lambda one: is_sent_away(one.reason), default=newest)
+    teller = min(same, key=lambda one: one.expelled, default=newest)
     return JobStatus(
         run,
         state,
@@ -286,7 +286,7 @@ def _recorded_state(nodes: Iterable[NodeStatus], newest: int) -> JobState | None
     states = {standing.state for standing in members}
     for final in (JobState.SUCCEEDED, JobState.FAILED):
         # Each ends the job for all, but for the node that is told to leave it.
-        said = [one for one in members if one.state is final and not is_sent_away(one.reason)]
+        said = [one for one in members if one.state is final and not one.expelled]
         if said:
             return final
     running = [standing.state for standing, lives in told if lives]

@@ -13,11 +13,13 @@ from typing import Any
 import attrs
 
 from ..errors import RendezvousMismatch
-from .document import Ending, Failure, FailureKind, Head, Limits, Node, Phase
+from .document import Ending, Failure, FailureKind, Head, Limits, Node, Phase, Why
 from .intent import Leader
 from .ranks import Row, Seat
 
 FORMAT = 4
+WITHOUT_WHY = 3
+"""An earlier one, which is read as well: its heads do not say why for programs."""
 
 _Fields = dict[str, tuple[type, ...]]
 _OPTIONAL_STR = (str, type(None))
@@ -73,6 +75,7 @@ _HEAD: _Fields = {
     "supersedes": (str,),
     "planned": (bool,),
     "quick": (int,),
+    "why": _OPTIONAL_STR,
 }
 _NOTE: _Fields = {
     "reason": (str,),
@@ -174,17 +177,20 @@ def encode_head(head: Head) -> bytes:
     fields = {name: getattr(head, name) for name in attrs.fields_dict(Head)}
     for name in ("limits", "failure", "ending"):
         fields[name] = None if fields[name] is None else _plain(fields[name])
-    return _dump({"format": FORMAT, **fields, "phase": head.phase.value})
+    why = None if head.why is None else head.why.value
+    return _dump({"format": FORMAT, **fields, "phase": head.phase.value, "why": why})
 
 
 def decode_head(data: bytes) -> Head:
     """The head, or RendezvousMismatch if this is none of ours or of another format."""
     raw = _load(data, "the document")
-    if raw.get("format") != FORMAT:
+    if raw.get("format") not in (WITHOUT_WHY, FORMAT):
         raise RendezvousMismatch(
             f"the document has format {raw.get('format')!r}, this elasticlib reads {FORMAT}: "
             "start all nodes with the same version"
         )
+    if raw["format"] == WITHOUT_WHY:
+        raw = {**raw, "why": None}
     fields = _checked(raw, _HEAD, "the document")
     for name in ("expelled", "refused"):
         _check_strings(fields, name, "the document")
@@ -194,6 +200,7 @@ def decode_head(data: bytes) -> Head:
     read: dict[str, Any] = {name: fields[name] for name in _HEAD if name != "format"}
     read["limits"] = Limits(**_checked(fields["limits"], _LIMITS, "limits"))
     read["phase"] = Phase(fields["phase"])
+    read["why"] = next((why for why in Why if why.value == fields["why"]), None)
     read["expelled"], read["refused"] = tuple(fields["expelled"]), tuple(fields["refused"])
     if failure is not None:
         said = _checked(failure, _FAILURE, "failure")

@@ -21,6 +21,7 @@ from .document import (
     Limits,
     Node,
     Phase,
+    Why,
     end,
     expel,
     of_members,
@@ -190,7 +191,9 @@ def _watch(view: View, document: Document) -> Decision:
         return _minority(lost, view, document)
     if lost:
         cause = f"{_names(lost, view)} left"
-        return Decision(cause, write=reopen(document, cause, _claim(document, view.live)))
+        # What the others failed of is that these had gone.
+        claim = _claim(document, view.live)
+        return Decision(cause, write=reopen(document, cause, claim, why=Why.LOSS))
     failure = _claim(document, view.live)
     if failure is not None:
         cause = f"{_name_of(failure.node, view)}: {failure.reason}"

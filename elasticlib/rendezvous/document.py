@@ -15,6 +15,31 @@ import attrs
 from ..errors import ConfigError
 
 
+class Why(enum.Enum):
+    """Why a generation was sought, or ended. Only FAILURE is charged to the budget of restarts.
+
+    RESIZE: nodes came or left on purpose. LOSS: a node, or what the store held, is gone.
+    """
+
+    START = "start"
+    FAILURE = "failure"
+    LOSS = "loss"
+    RESIZE = "resize"
+
+    @property
+    def words(self) -> str:
+        """For a sentence about the generation: it came `after a loss`."""
+        return _WHY[self]
+
+
+_WHY = {
+    Why.START: "at the start",
+    Why.FAILURE: "after a failure",
+    Why.LOSS: "after a loss",
+    Why.RESIZE: "for a resize",
+}
+
+
 class Phase(enum.Enum):
     """Where a job's membership stands; all but the first two are the end of it."""
 
@@ -140,7 +165,8 @@ class Head:
     incarnation names this run of the job as against one that ended before it, or one that another
     store, or the same one emptied, may hold. generation counts settled memberships from 1 (0:
     none yet), and roll names the list of its members, of whom there are `nodes`. cause says why
-    the last generation ended or the next is sought; failure is the claim that is to be charged
+    the last generation ended or the next is sought, for people, and why tells it for programs
+    (None: whoever wrote it did not say); failure is the claim that is to be charged
     when the next one settles; expelled nodes have used up the budget and must leave; refused ones
     are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
     this one was begun in its place. planned: the last generation ended on purpose, with all its
@@ -163,6 +189,7 @@ class Head:
     supersedes: str = ""
     planned: bool = False
     quick: int = 0
+    why: Why | None = Why.START
 
 
 @attrs.frozen
@@ -194,14 +221,21 @@ def of_members(head: Head, members: Iterable[Node]) -> Document:
     return Document(**fields, members=tuple(members))
 
 
-def reopen(document: Document, cause: str, failure: Failure | None = None) -> Document:
-    """The generation is over; its members keep their order for the next one."""
-    return attrs.evolve(document, phase=Phase.OPEN, cause=cause, failure=failure, planned=False)
+def reopen(
+    document: Document, cause: str, failure: Failure | None = None, *, why: Why | None = None
+) -> Document:
+    """The generation is over; its members keep their order for the next one.
+
+    why: left out, it is a failure where there is one, and else a loss.
+    """
+    why = why or (Why.LOSS if failure is None else Why.FAILURE)
+    reopened = attrs.evolve(document, phase=Phase.OPEN, cause=cause, why=why)
+    return attrs.evolve(reopened, failure=failure, planned=False)
 
 
 def resize(document: Document, cause: str) -> Document:
     """The generation is to end where its workers agree to; nobody has failed or is lost."""
-    return attrs.evolve(reopen(document, cause), planned=True)
+    return attrs.evolve(reopen(document, cause, why=Why.RESIZE), planned=True)
 
 
 def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: str) -> Document:

@@ -216,6 +216,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             restarts=head.restarts,
             max_restarts=head.limits.max_restarts,
             cause=head.cause,
+            why=head.why,
             store=self._store,
             board=self._keys.board(head.roll),
             incarnation=head.incarnation,

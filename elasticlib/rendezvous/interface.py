@@ -16,6 +16,7 @@ from .change import Change as Change
 from .change import ChangeKind as ChangeKind
 from .document import FailureKind as FailureKind
 from .document import Node as Node
+from .document import Why as Why
 from .ranks import Seat as Seat
 from .ranks import deal_seats as deal_seats
 
@@ -34,7 +35,8 @@ class RendezvousInfo:
 
     seat: this node's place, from which its workers' ranks follow; `deal_seats` gives all nodes
     of a generation theirs. restarts and max_restarts: the job's budget, None where the rendezvous
-    keeps none. cause: why this generation was sought. store: the job's, where there is one that
+    keeps none. cause: why this generation was sought, in words; why: the same for programs, None
+    where the rendezvous does not say. store: the job's, where there is one that
     others may use. board: what the keys in it begin with under which the nodes of this generation
     tell one another things; empty for nowhere. incarnation: names this start of the job, whose
     generations count from 1 again; the same on all nodes, and empty where nobody knows.
@@ -50,6 +52,7 @@ class RendezvousInfo:
     store: Store | None = None
     board: str = ""
     incarnation: str = ""
+    why: Why | None = None
 
     @property
     def causes(self) -> str:

@@ -24,6 +24,7 @@ from ..errors import (
     describe,
 )
 from ..stores.interface import Listing, Store
+from ..threads import helper
 from .backoff import backoff
 from .change import final_change
 from .codec import Note
@@ -102,8 +103,11 @@ class Keeper:
                 return
             self._stood = self._clock()
             self._note_at = self._stood + FIRST_NOTE_SECONDS
-            self._thread = threading.Thread(target=self._loop, name="rendezvous", daemon=True)
+            self._thread = helper(self._loop, "rendezvous", self._broke)
             self._thread.start()
+
+    def _broke(self, sentence: str) -> None:
+        self.exchange.fail_all(RendezvousError(sentence))
 
     def stop(self) -> bool:
         """Leave the job; whether that was done within the timing's `close` seconds. Where no store

@@ -30,7 +30,7 @@ from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import Workers
 from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks
 
-AUTO = HangLimits(times=20.0, floor=60.0, first=900.0)
+AUTO = HangLimits()
 
 
 def beat(at: float, *durations: float, steps: int = 5) -> Beat:
@@ -41,9 +41,14 @@ def beat(at: float, *durations: float, steps: int = 5) -> Beat:
     ("limits", "told", "allowed"),
     [
         (AUTO, Beat(), 900.0),
-        (AUTO, beat(0.0), 60.0),
-        (AUTO, beat(0.0, 0.1, 0.2, 0.1), 60.0),
-        (AUTO, beat(0.0, 4.0, 5.0, 100.0), 100.0),
+        # One whose second step is compiled anew, or meets its peers, tells nothing of the third.
+        (AUTO, beat(0.0, steps=1), 900.0),
+        (AUTO, beat(0.0, 0.1, 0.2, 0.1), 900.0),
+        (AUTO, beat(0.0, *[0.1] * 9), 900.0),
+        (AUTO, beat(0.0, *[0.1] * 10), 300.0),
+        (AUTO, beat(0.0, *[20.0] * 10), 400.0),
+        # An evaluation that took 200 s may take as long again, and half as long more.
+        (AUTO, beat(0.0, *[1.0] * 10, 200.0), 600.0),
         (HangLimits(seconds=5.0), Beat(), 900.0),
         (HangLimits(seconds=5.0), beat(0.0, 9.0, 9.0), 5.0),
         (HangLimits(seconds=2000.0), Beat(), 2000.0),
@@ -54,10 +59,11 @@ def test_how_long_a_worker_may_be_silent(limits: HangLimits, told: Beat, allowed
 
 
 def test_the_worker_nearest_to_its_limit_counts() -> None:
-    beats = {0: beat(100.0, 0.1), 1: beat(90.0, 10.0), 2: Beat(attached=True)}
+    quick, slow = [0.1] * 10, [100.0] * 10
+    beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Beat(attached=True)}
     found = longest_silence(130.0, 50.0, beats, AUTO)
     assert found is not None
-    assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 60.0)
+    assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 300.0)
     assert longest_silence(130.0, 50.0, {}, AUTO) is None
     late = longest_silence(951.0, 50.0, {0: Beat(attached=True)}, AUTO)
     assert late is not None

@@ -209,7 +209,9 @@ def lost(*, steps: bool) -> History:
     one.tell(15.1, "stopping", why="", seconds=0.0)
     if steps:
         one.tell(15.3, "steps", step=131, per_second=10.0, silent=0.3)
-    one.tell(15.4, "stopped", seconds=0.3, left="").begin(16.0, 2, cause="n2 left").succeed(20.0)
+    one.tell(15.4, "stopped", seconds=0.3, left="").begin(
+        16.0, 2, cause="n2 left", why="loss"
+    ).succeed(20.0)
     return history_of(files(one, two))
 
 
@@ -231,26 +233,38 @@ def test_the_silence_before_a_hang_is_lost_as_well() -> None:
     assert (first.ended, second.cost.detect) == (near(25.0), near(40.0))
 
 
-@pytest.mark.parametrize(
-    ("why", "cause", "wanted"),
-    [
-        ("resize", "n3 joined", Why.RESIZE),
-        ("", "n3 joined", Why.RESIZE),
-        ("drain", "n2 drains (SIGUSR2)", Why.RESIZE),
-        ("", "n2 left", Why.LOSS),
-        ("", "1 of 2 nodes were lost with the store", Why.LOSS),
-    ],
-)
-def test_why_a_generation_was_sought(why: str, cause: str, wanted: Why) -> None:
-    one = Agent("n1").launch(0.0).begin(1.0, 1).stop(5.0, 6.0, why).begin(7.0, 2, cause=cause)
+@pytest.mark.parametrize("why", Why)
+@pytest.mark.parametrize("cause", ["n3 joined", "n2 left", "no batches left", "n1 drains (all)"])
+def test_a_generation_was_sought_for_what_the_rendezvous_told_whatever_its_words(
+    why: Why, cause: str
+) -> None:
+    told = {"cause": cause, "why": why.value}
+    one = Agent("n1").launch(0.0).begin(1.0, 1, why="start").stop(5.0, 6.0).begin(7.0, 2, **told)
+    # Begun anew after it had begun, it has lost what the store held.
+    wanted = Why.LOSS if why is Why.START else why
     assert [g.why for g in history_of(files(one)).generations] == [Why.START, wanted]
-    newcomer = Agent("n3").launch(6.0).begin(7.0, 2, rank=1, cause=cause)
-    assert [g.why for g in history_of(files(newcomer)).generations] == [wanted]
+    newcomer = Agent("n3").launch(6.0).begin(7.0, 2, rank=1, **told)
+    assert [g.why for g in history_of(files(newcomer)).generations] == [why]
+
+
+@pytest.mark.parametrize(
+    ("why", "failed", "wanted"),
+    [("resize", False, Why.RESIZE), ("", False, Why.LOSS), ("", True, Why.FAILURE)],
+)
+def test_where_it_was_not_told_what_the_nodes_did_says_it_and_no_words_do(
+    why: str, failed: bool, wanted: Why
+) -> None:
+    for cause in ("n3 joined", "n1: ValueError: no batches left", "n2 left"):
+        one = Agent("n1").launch(0.0).begin(1.0, 1)
+        if failed:
+            one.fail(4.0, "ValueError: no batches left")
+        one.stop(5.0, 6.0, why).begin(7.0, 2, cause=cause)
+        assert [g.why for g in history_of(files(one)).generations] == [Why.START, wanted]
 
 
 def test_a_failure_beside_a_loss_is_a_loss_as_nobody_is_charged_for_it() -> None:
     one = Agent("n1").launch(0.0).begin(1.0, 1).fail(5.0, "its peer had gone").stop(5.0, 6.0)
-    one.begin(7.0, 2, cause="n2 left")
+    one.begin(7.0, 2, cause="n2 left", why="loss")
     assert [g.why for g in history_of(files(one)).generations] == [Why.START, Why.LOSS]
 
 
@@ -304,7 +318,7 @@ def test_the_jobs_state_is_that_of_all_nodes(
 def test_a_node_that_is_sent_away_does_not_end_the_job() -> None:
     one, two = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2), Agent("n2").launch(0.0)
     two.begin(1.0, 1, rank=1, nodes=2).fail(2.0, "it fell").stop(2.0, 3.0)
-    two.end(4.0, "failed", "this node's workers failed and the job goes on without it (3 of 3)")
+    two.end(4.0, "failed", "this node's workers failed", expelled=True)
     one.stop(2.0, 3.0)
     assert history_of(files(one, two)).state is JobState.RESTARTING
     one.begin(5.0, 2, cause="n2: it fell")

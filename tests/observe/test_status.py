@@ -244,9 +244,6 @@ def test_of_a_job_only_its_members_steps_count() -> None:
     assert [(node.node, node.rank) for node in written.nodes] == [("id0", 0), ("id2", None)]
 
 
-AWAY = "this node's workers failed and the job goes on without it (3 of 3)"
-
-
 @pytest.mark.parametrize(
     ("told", "want"),
     [
@@ -268,7 +265,7 @@ def test_one_members_end_is_the_jobs_where_files_alone_tell(
 
 
 def test_a_node_that_was_sent_away_says_nothing_of_the_jobs_end() -> None:
-    away = standing("id0", 2, 0, S.FAILED, reason=AWAY)
+    away = standing("id0", 2, 0, S.FAILED, reason="rank 0 raised", expelled=True)
     assert told_by(away, standing("id1", 2, 1, S.RUNNING)).state is None
     ended = told_by(away, standing("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
     assert (ended.state, ended.reason) == (S.FAILED, "rank 1 raised")

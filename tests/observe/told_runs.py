@@ -49,7 +49,9 @@ class Agent:
         nodes: int = 1,
         restarts: int = 0,
         cause: str = START,
+        why: str | None = None,
     ) -> Agent:
+        """why: as the rendezvous tells it; None: it does not."""
         self.generation = generation
         first, last = rank * self.slots, (rank + 1) * self.slots - 1
         return self.tell(
@@ -63,6 +65,7 @@ class Agent:
             restarts=restarts,
             max_restarts=3,
             cause=cause,
+            why=why,
         )
 
     def restore(self, at: float, step: int, seconds: float) -> Agent:

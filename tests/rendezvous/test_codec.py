@@ -22,7 +22,16 @@ from elasticlib.rendezvous.codec import (
     encode_note,
     encode_shard,
 )
-from elasticlib.rendezvous.document import Ending, Failure, FailureKind, Head, Limits, Node, Phase
+from elasticlib.rendezvous.document import (
+    Ending,
+    Failure,
+    FailureKind,
+    Head,
+    Limits,
+    Node,
+    Phase,
+    Why,
+)
 from elasticlib.rendezvous.intent import Leader
 from elasticlib.rendezvous.ranks import deal_seats
 
@@ -45,9 +54,10 @@ nodes = st.builds(
     claim_kind=st.sampled_from(FailureKind),
     draining=st.text(),
 )
+LIMITS = Limits(1, 9, 3, last_call=0.5, spares=2, quorum=True, launch="l")
 heads = st.builds(
     Head,
-    limits=st.just(Limits(1, 9, 3, last_call=0.5, spares=2, quorum=True, launch="l")),
+    limits=st.just(LIMITS),
     phase=st.sampled_from(Phase),
     generation=st.integers(0, 1 << 40),
     roll=st.text(),
@@ -61,8 +71,18 @@ heads = st.builds(
     supersedes=st.text(),
     planned=st.booleans(),
     quick=st.integers(0, 9),
+    why=st.none() | st.sampled_from(Why),
     ending=st.none() | st.builds(Ending, by=st.text(), at=st.text()),
 )
+
+
+def test_a_head_of_a_version_that_did_not_say_why_is_read() -> None:
+    said = json.loads(encode_head(Head(LIMITS, cause="n2 left", why=Why.LOSS)))
+    del said["why"]
+    old = decode_head(json.dumps({**said, "format": 3}).encode())
+    assert old == Head(LIMITS, cause="n2 left", why=None)
+    new = json.dumps({**said, "format": 4, "why": "for a reason of tomorrow"}).encode()
+    assert decode_head(new).why is None
 
 
 @given(nodes)

@@ -14,6 +14,7 @@ from elasticlib.rendezvous.document import (
     Limits,
     Node,
     Phase,
+    Why,
     of_members,
     reopen,
     settle,
@@ -87,6 +88,28 @@ def test_whoever_leads_misses_a_member() -> None:
     decision = decide(attrs.evolve(view(settled(A, B, C), B, C), me=B.id))
     assert decision.write is not None
     assert (decision.write.phase, decision.write.cause) == (Phase.OPEN, "a left")
+
+
+def test_why_a_generation_ends_is_told_apart_from_its_words() -> None:
+    """Whatever a failure, or a node, is called."""
+    stands = settled(A, B, C)
+    a, b, c = holding(stands)
+    failed = attrs.evolve(a, claim="ValueError: no batches left", claim_roll=stands.roll)
+    drains = attrs.evolve(a, draining="nobody left")
+    again = attrs.evolve(a, left=stands.roll)
+    told = {
+        Why.FAILURE: [(failed, b, c)],
+        Why.LOSS: [(b, c), (failed, b), (again, b, c)],
+        Why.RESIZE: [(drains, b, c), (a, b, c, node("no batches left"))],
+    }
+    for why, lives in told.items():
+        for live in lives:
+            written = decide(view(stands, *live, quiet=9.0)).write
+            assert written is not None
+            assert (written.phase, written.why) == (Phase.OPEN, why), written.cause
+    written = decide(view(Document(LIMITS), A, B, quiet=2.0)).write
+    assert written is not None
+    assert written.why is Why.START
 
 
 def test_survivors_regroup_without_a_last_call_and_without_a_charge() -> None:
