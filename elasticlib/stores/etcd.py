@@ -11,11 +11,13 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..clock import monotonic
 from ..errors import ConfigError, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from .etcd_access import Access, read_members
+from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 
 if TYPE_CHECKING:
@@ -78,10 +80,19 @@ class EtcdStore(Store):
         members = read_members(endpoints, secure=bool(ca_cert or cert))
         access = Access(members, ca_cert, cert, key, user, password)
         self.address = access.address
-        self._gateway, self._watches = _open(access, timeout)
+        self._open_anew = partial(_open, access, timeout)
+        self._closed = threading.Event()
+        self.begin_anew()
+        renew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """Be another client, with no connection and no lock that a thread may hold."""
+        self._gateway, self._watches = self._open_anew()
         self._state = threading.Lock()
         self._leases: dict[str, tuple[int, int]] = {}
-        self._closed = threading.Event()
+        was_closed, self._closed = self._closed.is_set(), threading.Event()
+        if was_closed:
+            self.close()
 
     def get(self, key: str) -> Entry | None:
         return self._entry(self._find(check_key(key)))

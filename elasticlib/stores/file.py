@@ -15,6 +15,7 @@ from ..clock import monotonic
 from ..errors import ConfigError, LeaseLost, StoreUnavailable, present
 from .file_format import FileLease, Record
 from .folder import Folder
+from .forks import renew_in_children
 from .interface import ABSENT, CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .leases import LeaseClock
 
@@ -36,10 +37,19 @@ class FileStore(Store):
     ) -> None:
         if not (timeout > 0 and poll > 0):
             raise ConfigError(f"timeout and poll are positive seconds, got {timeout} and {poll}")
-        self._folder = Folder(Path(folder), timeout)
+        self._path, self._timeout = Path(folder), timeout
         self._poll = poll
-        self._owner = secrets.token_hex(8)
         self._closed = threading.Event()
+        self.begin_anew()
+        renew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """Be another client, without a lock that a thread may hold; a closed one stays closed."""
+        self._folder = Folder(self._path, self._timeout)
+        self._owner = secrets.token_hex(8)
+        was_closed, self._closed = self._closed.is_set(), threading.Event()
+        if was_closed:
+            self._closed.set()
         self._owned: dict[str, int] = {}
         self._leases = _LeaseWatch(self._folder)
 

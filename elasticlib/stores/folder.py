@@ -2,12 +2,14 @@
 
 A file is written aside, synced and renamed into place under the folder's lock, so a reader
 without the lock finds the old or the new one, and a crash leaves at most one file aside, which
-the next writer takes over.
+the next writer takes away. Nothing is read or written through a link that somebody put there.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +44,7 @@ class Folder:
         self.path = path
         self._timeout = timeout
         self._threads = threading.Lock()
-        self._processes = hard_lock(path / "lock")
+        self._lock: filelock.BaseFileLock | None = None
         self._made = False
         self._highest = 0
 
@@ -90,6 +92,12 @@ class Folder:
                     self._processes.release()
         finally:
             self._threads.release()
+
+    @property
+    def _processes(self) -> filelock.BaseFileLock:
+        if self._lock is None:
+            self._lock = hard_lock(self.path / "lock")
+        return self._lock
 
     def version(self) -> int:
         """The store's version; cheap, and without the lock."""
@@ -179,15 +187,28 @@ class Folder:
 
     def _read(self, name: str, size: int = -1) -> bytes | None:
         with self._reached():
+            path = self.path / name
             try:
-                with open(self.path / name, "rb", buffering=0) as file:
-                    return file.read(size)
+                # A pipe would keep who opens it waiting.
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                handle = os.open(path, flags)
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise StoreRefused(f"{path} is a link, and no file of a FileStore") from None
+                raise
+            with open(handle, "rb", buffering=0) as file:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    raise StoreRefused(f"{path} is no file of a FileStore")
+                return file.read(size)
 
     def _write(self, name: str, data: bytes) -> None:
         aside = self.path / "aside"
-        with open(aside, "wb") as file:
+        # What a crash has left there; whoever makes another meanwhile, we do not write to it.
+        aside.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(aside, flags, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

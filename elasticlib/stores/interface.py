@@ -25,6 +25,10 @@ of your own subclasses `Store`, and its test subclasses the suite.
   True without a cause; it never misses one. To watch: `list`, act, `wait` past the list's
   version, and again.
 * A store may be used by several threads at once: one that waits does not hold up the others.
+* In a child that was forked the copy of a client is another client: each of its calls works, with
+  leases of its own, or raises `StoreUnavailable` (one of a store that is in its parent's memory, or
+  of a library that does not bear forks). It never hangs, whatever the parent's threads were doing,
+  and neither its calls, its `close` nor its end touch the parent's client or its leases.
 * Failures: `StoreUnavailable` (not reached, or lost with the answer unknown: read again),
   `StoreTimeout`, `StoreRefused` (the store said no), `LeaseLost`.
 """

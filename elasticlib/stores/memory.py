@@ -15,6 +15,7 @@ import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import StoreUnavailable
+from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .state import KeySpace, Lease, Limits
 
@@ -25,10 +26,11 @@ class _Shared:
     space: KeySpace
     changed: threading.Condition = attrs.field(factory=threading.Condition)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
+    lost: bool = False
 
 
 class MemoryStore(Store):
-    """A store in this process; `client()` gives further clients of the same one.
+    """A store in this process, and in no child of it; `client()` gives further clients of it.
 
     Args:
         clock: seconds, for leases and for the timeout of `wait`.
@@ -42,6 +44,11 @@ class MemoryStore(Store):
         self._shared = shared
         self._owner = next(shared.owners)
         self._closed = False
+        renew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """What a forked child has is a copy that nobody else sees: it serves nothing there."""
+        self._shared = _Shared(self._shared.clock, KeySpace(), lost=True)
 
     def client(self) -> MemoryStore:
         """Another client of the same store, with leases of its own."""
@@ -111,6 +118,10 @@ class MemoryStore(Store):
         return None if check_ttl(ttl) is None else Lease(self._owner, float(ttl or 0))
 
     def _refuse_when_closed(self) -> None:
+        if self._shared.lost:
+            raise StoreUnavailable(
+                "a MemoryStore is in the process that made it, and this is a forked child of that"
+            )
         if self._closed:
             raise StoreUnavailable("this MemoryStore is closed")
 

@@ -26,6 +26,7 @@ from ..errors import (
     StoreUnavailable,
     present,
 )
+from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, Watched
 from .server import TcpStoreServer
 from .tcp import TcpStore
@@ -89,6 +90,12 @@ class MovingStore(Store):
         self._why_left = ""  # for those who still ask there
         self._refused: set[int] = set()
         self._probed: set[int] = set()
+        renew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """A forked child is another client, by a connection of its own, and serves nothing."""
+        self._moving = threading.RLock()
+        self._server = None
 
     @property
     def server(self) -> TcpStoreServer | None:

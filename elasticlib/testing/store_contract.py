@@ -10,7 +10,8 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +20,16 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..errors import ConfigError, LeaseLost, StoreUnavailable
 from ..stores.interface import ABSENT, Listing, Store
 from .store_model import ODD_KEYS, StoreMachine
-from .store_process import ClientRecipe, increment, kept_lease, number_at, race, said
+from .store_process import (
+    ClientRecipe,
+    in_a_child,
+    increment,
+    kept_lease,
+    number_at,
+    race,
+    said,
+    use_as_child,
+)
 
 Connect = Callable[[], Store]
 
@@ -407,6 +417,23 @@ class StoreContract:
         with pytest.raises(StoreUnavailable, match="closed"):
             one.get("key")
 
+    # Forks
+
+    @pytest.mark.parametrize("at_work", [False, True], ids=["at rest", "at work"])
+    def test_a_forked_childs_copy_works_or_is_refused_and_leaves_its_parents_alone(
+        self, connect: Connect, at_work: bool
+    ) -> None:
+        one, other = connect(), connect()
+        lease = one.set("lease/parent", b"", ttl=1000 * self.ttl)
+        with _used(one) if at_work else nullcontext():
+            said = [in_a_child(partial(use_as_child, one), self.patience) for _ in range(5)]
+        assert set(said) <= {"worked", "refused"}
+        assert len(set(said)) == 1
+        one.refresh("lease/parent", lease.version)
+        assert other.list("lease/").entries == (lease,)
+        assert (other.get("child") is not None) is (said[0] == "worked")
+        assert one.get("child") == other.get("child")
+
     def _start_waiting(
         self, pool: ThreadPoolExecutor, store: Store, prefix: str, version: int
     ) -> Future[bool]:
@@ -415,6 +442,26 @@ class StoreContract:
         # Most likely it is asleep by then. If not, it must see the change all the same.
         store.wait("nothing is ever written here", after=version, timeout=0.05)
         return waiting
+
+
+@contextmanager
+def _used(store: Store) -> Iterator[None]:
+    """Two threads use it all the time, so that a fork finds them amid a call."""
+    over = threading.Event()
+
+    def use(number: int) -> None:
+        while not over.is_set():
+            store.set(f"busy/{number}", b"x" * 1000)
+            store.list("busy/")
+
+    with ThreadPoolExecutor(2) as pool:
+        using = [pool.submit(use, number) for number in range(2)]
+        try:
+            yield
+        finally:
+            over.set()
+        for done in using:
+            done.result()
 
 
 def _needed(recipe: ClientRecipe | None) -> ClientRecipe:

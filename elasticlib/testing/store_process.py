@@ -6,18 +6,24 @@ its standard input does, so that it outlives no test.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
 import attrs
 
 from ..clock import monotonic
-from ..errors import LeaseLost
+from ..errors import LeaseLost, StoreUnavailable
 from ..stores.interface import ABSENT, Entry, Store
 
 # The child finds modules where we do, also those of the test that describes the client.
@@ -93,6 +99,52 @@ def said(process: subprocess.Popen[str]) -> str:
     """The next line that the process prints; "" if it has ended."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
+
+
+def use_as_child(store: Store) -> str:
+    """What became of each kind of call to the copy that a forked child has: "worked" or "refused",
+    or what went wrong."""
+    outcomes = set()
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("child"),
+        lambda: store.list("lease/"),
+        lambda: store.wait("nothing is ever written here", after=0, timeout=0.05),
+        lambda: store.refresh("lease/child", store.set("lease/child", b"", ttl=1000.0).version),
+        lambda: store.set("child", b""),
+        lambda: store.delete("lease/child"),
+    ]
+    for call in calls:
+        try:
+            call()
+            outcomes.add("worked")
+        except StoreUnavailable:
+            outcomes.add("refused")
+    store.close()
+    return outcomes.pop() if len(outcomes) == 1 else "some calls worked, and others did not"
+
+
+def in_a_child(act: Callable[[], str], patience: float) -> str:
+    """What `act` returns in a forked child, or the error that it raises there, as text; the child
+    ends without ending anything of its parent's. "hung" after `patience` seconds."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where there are threads
+        pid = os.fork()
+    if not pid:
+        try:
+            said = act()
+        except BaseException as error:
+            said = "".join(traceback.format_exception(error))
+        with contextlib.suppress(OSError):
+            os.write(writing, said.encode()[-4000:])
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        if not select.select([answer], [], [], patience)[0]:
+            os.kill(pid, signal.SIGKILL)
+        told = answer.read().decode()
+    _, status = os.waitpid(pid, 0)
+    return told or ("hung" if status == signal.SIGKILL else f"ended with status {status}")
 
 
 def number_at(store: Store, key: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.errors import StoreRefused, StoreTimeout, StoreUnavailable
+from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.file_format import REMEMBERED, Changes, file_name, may_be_under
 
@@ -300,3 +301,37 @@ def test_who_is_further_behind_than_is_remembered_is_woken() -> None:
         changes = changes.claim("often")
     assert changes.touched("rare", 0)
     assert not changes.touched("rare", 1)
+
+
+def test_no_link_in_the_folder_is_written_or_read_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    for name in ("aside", "lock", "changes", "k.key"):
+        victim.write_text("precious")
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).symlink_to(victim)
+        with FileStore(folder, timeout=5.0) as store, contextlib.suppress(StoreError):
+            store.set("key", b"value")
+            store.get("key")
+        assert victim.read_text() == "precious", name
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_by_name_and_keeps_nobody_waiting(
+    tmp_path: Path,
+) -> None:
+    with FileStore(tmp_path, timeout=5.0) as store:
+        store.set("other", b"")
+        os.mkfifo(tmp_path / "k.key")
+        with pytest.raises(StoreRefused, match=r"k\.key is no file of a FileStore"):
+            store.get("key")
+        os.unlink(tmp_path / "changes")
+        os.mkfifo(tmp_path / "changes")
+        with pytest.raises(StoreRefused, match="changes is no file of a FileStore"):
+            store.list("other")
+
+
+def test_what_a_crash_has_left_aside_is_taken_away(tmp_path: Path) -> None:
+    (tmp_path / "aside").write_bytes(b"half a reco")
+    with FileStore(tmp_path, timeout=5.0) as store:
+        store.set("key", b"value")
+    assert not (tmp_path / "aside").exists()
