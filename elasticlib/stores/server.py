@@ -43,7 +43,7 @@ class ServerLimits:
 
     store: Limits = attrs.field(factory=Limits)
     frame_bytes: int = MAX_FRAME_BYTES
-    connections: int = 10_000
+    connections: int = 50_000
     spare_descriptors: int = 256
     unsent_bytes: int = 64 * 1024 * 1024
     handshake_seconds: float = 10.0
