@@ -64,6 +64,7 @@ PURE = {
     "stores/wire.py",
     "stores/secret.py",
     "stores/admission.py",
+    "stores/pages.py",
     "stores/service.py",
     "stores/file_format.py",
     "workers/lines.py",

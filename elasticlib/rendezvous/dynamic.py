@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 
 import attrs
@@ -30,6 +31,9 @@ from .timing import Timing
 
 class DynamicRendezvousHandler(RendezvousHandler):
     """Membership that changes while the job runs, over any store.
+
+    One that is dropped without `shutdown` leaves as well, as soon as that is noticed. Where another
+    takes its place over the same store, with the same node id, they meet in a new generation.
 
     Args:
         store: reached by every node of the job; closed by who made it, after `shutdown`.
@@ -79,6 +83,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             find_address=find_address,
         )
         self._exchange = self._keeper.exchange
+        # The keeper and its thread know nothing of the handler, or it would never be dropped.
+        weakref.finalize(self, self._keeper.abandon).atexit = False
 
     def get_backend(self) -> str:
         return self._backend

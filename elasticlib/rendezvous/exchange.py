@@ -136,6 +136,11 @@ class Exchange:
             self._changed.notify_all()
         self._wake()
 
+    def abandon(self) -> None:
+        """The same where no caller is left, and without the lock."""
+        self._stopping = True
+        self._wake()
+
     def wait_for(self, answer: Callable[[Snapshot], Answer | None], deadline: float) -> Answer:
         """The first answer that a snapshot gives.
 
@@ -165,7 +170,7 @@ class Exchange:
 
     def arrive(self, first: Snapshot, limits: Limits) -> None:
         """What was read before this node spoke."""
-        self._intend(lambda intent: intent.arrive(first.head, limits, first.leader))
+        self._intend(lambda intent: intent.arrive(first.head, limits, first.leader, first.seat))
         self.tell(first)
 
     def tell(self, snapshot: Snapshot) -> None:

@@ -41,11 +41,17 @@ class Intent:
         """The number of the last generation that it was in; 0 for none."""
         return 0 if self.memory is None else self.memory.generation
 
-    def arrive(self, head: Head | None, limits: Limits, leader: Leader | None) -> Intent:
+    def arrive(
+        self, head: Head | None, limits: Limits, leader: Leader | None, seat: Seat | None = None
+    ) -> Intent:
         """What a first look at the store makes of us: one of the job, too late for it, or, where
         it is over and its nodes are gone, one of those with whom it begins anew."""
         if head is None:
             return self
+        if seat is not None:
+            # Another had it before us, under our id, and what it ran is gone with it.
+            node = attrs.evolve(self.node, roll=head.roll, rank=seat.rank, left=head.roll)
+            return attrs.evolve(self, node=node, incarnation=head.incarnation)
         if late_for(head, limits, leader) if head.phase.terminal else _is_led(head, leader):
             return self
         return attrs.evolve(self, node=attrs.evolve(self.node, beyond=head.incarnation))

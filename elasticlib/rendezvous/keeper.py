@@ -6,14 +6,16 @@ snapshot that answers them, in an `Exchange`; a watcher only waits for the store
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import attrs
 
-from ..clock import Clock, today
+from ..clock import Clock, monotonic, today
 from ..errors import (
     ConfigError,
     RendezvousError,
@@ -42,6 +44,8 @@ log = logging.getLogger("elasticlib.rendezvous")
 
 FIRST_NOTE_SECONDS = 2.0
 UNKNOWN_SECONDS = 1.0
+EXIT_SECONDS = 1.0
+"""In which nodes that nobody shut down may leave, when their process ends."""
 PACE_SECONDS = 2e-4  # for each node that is there, between two looks of the one that leads
 
 
@@ -51,6 +55,10 @@ class _Event:
 
     changed: bool = False
     listing: Listing | None = None
+
+
+_BEGUN: weakref.WeakValueDictionary[tuple[int, str, str], Keeper] = weakref.WeakValueDictionary()
+"""The last of this process to begin for each store, job and node id."""
 
 
 class Keeper:
@@ -72,6 +80,7 @@ class Keeper:
         find_address: Callable[[], str] | None,
     ) -> None:
         self._store = store
+        self._name = (id(store), run_id, node.id)
         self._timing = timing
         self._clock = clock
         self._find_address = find_address
@@ -103,6 +112,10 @@ class Keeper:
                 return
             self._stood = self._clock()
             self._note_at = self._stood + FIRST_NOTE_SECONDS
+            before = _BEGUN.get(self._name)
+            if before is not None:
+                before.abandon()  # or the two would take the lease from each other in turns
+            _BEGUN[self._name] = self
             self._thread = helper(self._loop, "rendezvous", self._broke)
             self._thread.start()
 
@@ -116,12 +129,23 @@ class Keeper:
         The thread that waits for changes ends with its wait, or when the store is closed.
         """
         self.exchange.stop()
+        unknown = self.exchange.snapshot is None
+        return self._ended(
+            min(UNKNOWN_SECONDS, self._timing.close) if unknown else self._timing.close
+        )
+
+    def abandon(self) -> None:
+        """Have the thread leave the job when it can. Takes no lock and waits for nothing: it is
+        called when a handler is found to be gone, which may be in the midst of anything."""
+        self.exchange.abandon()
+
+    def _ended(self, seconds: float) -> bool:
+        """Whether the thread ends within so many seconds, if it ever began."""
         with self._starting:
             thread = self._thread
         if thread is None:
             return True
-        unknown = self.exchange.snapshot is None
-        thread.join(min(UNKNOWN_SECONDS, self._timing.close) if unknown else self._timing.close)
+        thread.join(max(seconds, 0.0))
         return not thread.is_alive()
 
     def freshen_note(self) -> None:
@@ -331,3 +355,18 @@ class Keeper:
             reason = f"the store was away for {grace:g} s ({knob}): {error}"
             self.exchange.fail_all(StoreUnavailable(reason))
         return backoff(self._misses)
+
+
+def _leave_at_exit() -> None:
+    """Those whose handlers nobody has shut down: a lease that no connection holds would outlive
+    the process."""
+    found = [reference() for reference in _BEGUN.valuerefs()]
+    left = [keeper for keeper in found if keeper is not None and not keeper.exchange.stopping]
+    for keeper in left:
+        keeper.abandon()
+    deadline = monotonic() + EXIT_SECONDS
+    for keeper in left:
+        keeper._ended(deadline - monotonic())
+
+
+atexit.register(_leave_at_exit)

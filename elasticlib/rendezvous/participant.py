@@ -29,6 +29,7 @@ from .notes import Notes
 from .ranks import Seat, deal_shards, shard_of
 
 SHARDS_AT_ONCE = 4
+KEYS_AT_ONCE = 64
 KEEP_SHARE = 0.1
 """Of a lease: who has spoken for it so lately need not do so again."""
 RETURN_SECONDS = 6.0
@@ -322,15 +323,20 @@ class Participant:
         for number, rows in deal_shards(document).items():
             self._store.set(self.keys.shard(document.roll, number), encode_shard(rows))
             if number % SHARDS_AT_ONCE == SHARDS_AT_ONCE - 1:
-                # On a slow store our own leases must not end while we write.
-                self._keep(self.keys.node(self._me))
-                self._keep(self.keys.leader)
+                self._stay()
         if document.phase is Phase.SETTLED:
             self._store.compare_set(self.keys.gate(document.roll), b"", expected=ABSENT)
 
     def _delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
+        for number, key in enumerate(keys, 1):
             self._store.delete(key)
+            if number % KEYS_AT_ONCE == 0:
+                self._stay()
+
+    def _stay(self) -> None:
+        """On a slow store our own leases must not end while we write."""
+        self._keep(self.keys.node(self._me))
+        self._keep(self.keys.leader)
 
     # -- as a member --------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class ServerLimits:
 
     store: Limits = attrs.field(factory=Limits)
     frame_bytes: int = MAX_FRAME_BYTES
-    connections: int = 10_000
+    connections: int = 50_000
     spare_descriptors: int = 256
     waits: int = MAX_WAITS_IN_ALL
     unsent_bytes: int = 1024 * 1024

@@ -114,9 +114,10 @@ class SimulatedNode:
         now = self._simulation.now * self._rate + self._origin
         if self._seen is None:
             self._seen = self._participant.read(self.intent, now)
+            seen = self._seen
             self.intent = self.intent.arrive(
-                self._seen.head, self._simulation.limits, self._seen.leader
-            ).meet(self._seen.head)
+                seen.head, self._simulation.limits, seen.leader, seen.seat
+            ).meet(seen.head)
         self._participant.speak(self.intent, self._seen.head, now)
         self._seen = self._participant.look(self.intent, now)
         self._heed(self._seen)

@@ -18,6 +18,7 @@ from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.rendezvous.document import Limits, Node
 from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
+from elasticlib.rendezvous.keys import Keys
 from elasticlib.rendezvous.static import StaticRendezvousHandler
 from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.interface import Listing
@@ -169,8 +170,10 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
     spare._timing = attrs.evolve(TIMING, join=0.1)
     assert not spare.is_closed()  # it has seen by now that a generation stands
     waiting = cluster.join(spare)
-    until("the spare to be counted", lambda: first.num_nodes_waiting() == 1)
+    key = Keys("run").node("b-1")
+    until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
     assert first.wait_for_change(0.5) is None
+    assert first.num_nodes_waiting() == 0
     assert not waiting.done()
     first.shutdown()
     assert waiting.result(20).generation == 2

@@ -1,0 +1,153 @@
+"""A handler that nobody shuts down gives up its node's place all the same, for another to have."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from jobs import until
+
+from elasticlib.rendezvous.change import ChangeKind
+from elasticlib.rendezvous.document import Limits, Node
+from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
+from elasticlib.rendezvous.interface import RendezvousInfo
+from elasticlib.rendezvous.keys import Keys
+from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.interface import Store
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.testing.rendezvous_over_store import Listener
+
+# No lease ends by itself within a test.
+TIMING = Timing(join=60.0, lease=1000.0, refresh=0.1, close=20.0)
+
+
+class Cluster:
+    """Handlers over clients of one store, which know of no handler that the test lets go of."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._memory = MemoryStore()
+        self._pool = stack.enter_context(ThreadPoolExecutor(4))
+
+    def client(self) -> Store:
+        return self._stack.enter_context(self._memory.client())
+
+    def handler(self, store: Store, name: str, least: int = 1) -> DynamicRendezvousHandler:
+        return DynamicRendezvousHandler(
+            store,
+            "run",
+            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
+            Limits(least, 2, last_call=60.0),
+            timing=TIMING,
+            open_bootstrap=self.listen,
+        )
+
+    def listen(self, address: str) -> Listener:
+        listener = Listener(address)
+        self._stack.callback(listener.close)
+        return listener
+
+    def settle(self, *handlers: DynamicRendezvousHandler) -> list[RendezvousInfo]:
+        joining = [self._pool.submit(handler.next_rendezvous) for handler in handlers]
+        infos = [future.result(60.0) for future in joining]
+        assert {(info.generation, info.world_size) for info in infos} == {
+            (infos[0].generation, len(handlers))
+        }
+        assert sorted(info.rank for info in infos) == list(range(len(handlers)))
+        return infos
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack)
+        gc.collect()
+        until("no node's thread to be left", lambda: not keepers())
+
+
+def keepers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
+
+
+def test_a_handler_that_is_dropped_leaves(cluster: Cluster) -> None:
+    stays = cluster.handler(cluster.client(), "a")
+    goes = cluster.handler(cluster.client(), "b")
+    cluster.settle(stays, goes)
+    del goes
+    change = stays.wait_for_change(60.0)
+    assert change is not None
+    assert (change.kind, change.reason) == (ChangeKind.REOPENED, "b left")
+    cluster.settle(stays)
+    assert len(keepers()) == 1
+    stays.shutdown()
+
+
+def test_so_does_one_that_waits_for_the_garbage_collector(cluster: Cluster) -> None:
+    stays = cluster.handler(cluster.client(), "a")
+    goes = cluster.handler(cluster.client(), "b")
+    cluster.settle(stays, goes)
+    goes.itself = goes  # type: ignore[attr-defined]
+    del goes
+    gc.collect()
+    change = stays.wait_for_change(60.0)
+    assert change is not None
+    assert change.kind is ChangeKind.REOPENED
+    stays.shutdown()
+
+
+@pytest.mark.parametrize("dropped", [True, False], ids=["is gone", "is still there"])
+@pytest.mark.parametrize("name", ["a", "b"], ids=["the first node", "the second node"])
+def test_another_with_its_id_takes_its_place_at_once(
+    cluster: Cluster, name: str, dropped: bool
+) -> None:
+    stores = {name: cluster.client() for name in "ab"}
+    handlers = {name: cluster.handler(stores[name], name, 2) for name in "ab"}
+    before = cluster.settle(*handlers.values())
+    kept = None if dropped else handlers[name]
+    handlers[name] = cluster.handler(stores[name], name, 2)
+    other = handlers["ab".replace(name, "")]
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(handlers[name].next_rendezvous)
+        # Whatever runs on the other node has lost what ran on this one.
+        change = other.wait_for_change(60.0)
+        assert change is not None
+        assert change.kind is ChangeKind.REOPENED
+        infos = [other.next_rendezvous(), joining.result(60.0)]
+    assert {info.generation for info in infos} == {before[0].generation + 1}
+    assert sorted(info.rank for info in infos) == [0, 1]
+    assert other.wait_for_change(1.0) is None
+    for handler in (*handlers.values(), *filter(None, [kept])):
+        handler.shutdown()
+
+
+LEAVES_WITHOUT_A_WORD = """
+import sys
+from elasticlib import DynamicRendezvousHandler, FileStore, Limits, Node, Timing
+from elasticlib.testing.rendezvous_over_store import Listener
+
+handler = DynamicRendezvousHandler(
+    FileStore(sys.argv[1]),
+    "run",
+    Node(id="a-1", host="a", address="127.0.0.1", slots=1),
+    Limits(1, 2, last_call=0.0),
+    timing=Timing(lease=1000.0, refresh=0.1),
+    open_bootstrap=Listener,
+)
+print(handler.next_rendezvous().generation)
+"""
+
+
+def test_the_end_of_its_process_is_noticed_where_no_connection_tells_of_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_WITHOUT_A_WORD, str(tmp_path / "store")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100.0, check=True)
+    assert done.stdout == "1\n"
+    with FileStore(tmp_path / "store") as store:
+        assert store.list(Keys("run").node()).entries == ()
