@@ -230,10 +230,13 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _waited_for(self, error: RendezvousTimeout) -> str:
         names = ", ".join(self._exchange.note.here) or "nobody"
-        return (
+        told = (
             f"no generation settled within join_timeout={self._timing.join:g} s: {error}; "
             f"here: {names}; at least {self._limits.min_nodes} nodes are needed (--nnodes)"
         )
+        if self._exchange.snapshot is None:
+            told += "; the store was never reached: if the job was over already, it is gone, too"
+        return told
 
     def _open_at(self, address: str) -> str:
         """Serve torch's store there, or behind the front; returns where workers find it."""

@@ -348,6 +348,13 @@ class Keeper:
         self.exchange.tell_note(Note(reason=str(error)))
         if self._misses == 0:
             log.warning("the store is away, trying for %g s (%s): %s", grace, knob, error)
+            if first:
+                log.warning(
+                    "this node has not reached the store yet: the node that serves it has not "
+                    "started, or the job is over already, and its store with it; without a store "
+                    "this node ends with a failure after %g s",
+                    grace,
+                )
             self._missing_since = now
         self._misses += 1
         self._look_at = now

@@ -177,8 +177,10 @@ class Relay:
     def _release(self) -> None:
         for client, _ in self._coming:
             client.close()
-        for open_one in (*self._links, *self._listeners):
-            open_one.close()
+        for link in self._links:
+            link.close()
+        for listener in self._listeners:
+            listener.close()
         self._selector.close()
         self._wake.close()
         self._woken.close()

@@ -41,10 +41,12 @@ def _message(failure: ProcessFailure) -> Any:
 
 
 def _timestamp(failure: ProcessFailure) -> int:
+    if failure.error_file_data == NO_RECORD:
+        return int(wall())
     message = failure.error_file_data["message"]
     if isinstance(message, dict):
         return int(message["extraInfo"]["timestamp"])
-    return int(failure.error_file_data.get("timestamp", wall()))
+    return int(failure.error_file_data.get("timestamp", 0))
 
 
 @attrs.frozen

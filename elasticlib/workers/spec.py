@@ -22,6 +22,7 @@ last two are torch's names, and mean the first: to fork the agent itself, with i
 locks, is no good beginning, and a server that forks clean processes is what warm is."""
 COLD = "spawn"
 
+OF_ROCM = "HIP_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"
 
 SNAPSHOTS = "ELASTICLIB_SNAPSHOTS"
@@ -185,7 +186,10 @@ def worker_environment(
     }
     if group.spec.virtual_local_rank:
         told["LOCAL_RANK"] = 0
-        told["CUDA_VISIBLE_DEVICES"] = own_device(worker.local_rank, inherited)
+        device = own_device(worker.local_rank, inherited)
+        told["CUDA_VISIBLE_DEVICES"] = device
+        if inherited.get(OF_ROCM):
+            told[OF_ROCM] = device
     common = common_environment(group.spec, inherited, cores)
     return {**common, **{name: str(value) for name, value in told.items()}}
 
@@ -229,14 +233,16 @@ def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
     Raises:
         ConfigError: there are fewer.
     """
-    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    # ROCm heeds both, its own first.
+    name = OF_ROCM if inherited.get(OF_ROCM) else "CUDA_VISIBLE_DEVICES"
+    visible = inherited.get(name)
     if visible is None:
         return str(local_rank)
     devices = [name.strip() for name in visible.split(",") if name.strip()]
     if local_rank >= len(devices):
         raise ConfigError(
             f"--virtual-local-rank gives each worker a GPU of its own, and local rank {local_rank} "
-            f"has none: CUDA_VISIBLE_DEVICES={visible}"
+            f"has none: {name}={visible}"
         )
     return devices[local_rank]
 

@@ -42,6 +42,8 @@ OTHER = {
     "--signals-to-handle": "--signals-to-handle SIGSEGV SCRIPT",
 }
 """What torchrun's parser takes and we refuse, of each flag of which the page says so."""
+NEWEST = {"--log-line-prefix-template", "--print-completion"}
+"""Flags that torch 2.15 has brought, which the installed torchrun may not have."""
 MORE = {
     "--rdzv-backend": "--rdzv-backend tcp SCRIPT",
     "--rdzv-endpoint": "--rdzv-endpoint h:1,g:1 SCRIPT",
@@ -65,12 +67,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_has_each_flag_of_torchrun_once_and_no_other() -> None:
-    flags = [
+    flags = {
         next(name for name in action.option_strings if name.startswith("--"))
         for action in torchrun.get_args_parser()._actions
         if action.option_strings and action.dest != "help"
-    ]
-    assert sorted(flag for flag, _ in ROWS) == sorted(flags)
+    }
+    assert sorted(flag for flag, _ in ROWS) == sorted(flags | NEWEST)
     assert {word for _, word in ROWS} == {"same", "more", "other"}
     assert {flag for flag, word in ROWS if word == "other"} == set(OTHER)
     assert {flag for flag, word in ROWS if word == "more"} == set(MORE)
@@ -101,7 +103,8 @@ def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
     group = WorkerGroup(WorkerSpec(Script("x")), workers, "job", 1, 0, 1, "h", 1)
     told = set(worker_environment(group, worker, {}, error_file="", cores=1))
     # torch passes them on; and a worker's own server is its own affair.
-    workers_own = {"CUDA_VISIBLE_DEVICES", "TORCH_WORKER_SERVER_SOCKET"} | KEPT_FROM_WORKERS
+    workers_own = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCH_WORKER_SERVER_SOCKET"}
+    workers_own |= KEPT_FROM_WORKERS
     ours = {*VARIABLES, "TORCHELASTIC_TIMER_FILE"}
     assert read - told - workers_own <= ours
     assert set(VARIABLES) <= read | {"PYTHON_EXEC"}

@@ -170,6 +170,19 @@ def test_a_late_joiner_to_a_finished_job_ends_with_success_and_says_so(job: Job)
     assert "generation" not in late.text
 
 
+def test_a_node_that_comes_after_the_job_is_told_why_there_is_no_store(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    job.finish()
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
+    assert job.run("a", *flags).exit_code() == 0
+    # As on another machine, which cannot serve at that address.
+    late = job.run("late", *flags, "--rdzv-conf", "is_host=false,join_timeout=3")
+    assert late.exit_code() == 1
+    assert "the job is over already, and its store with it" in late.text
+    assert "ends with a failure after 3 s" in late.text
+    assert "the store was never reached: if the job was over already" in late.text
+
+
 def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
     endpoint = job.store()
     first = job.run("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)

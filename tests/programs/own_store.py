@@ -1,8 +1,8 @@
 """A worker whose library looks for a store of its own, beside the group of the script.
 
-`own_store.py FOLDER agents|own|tcp PORT`: a TCPStore at the place of the script's, which rank 0 asks
-for as its own; one at PORT that rank 0 serves; or that one by torch's rendezvous, which before torch
-2.15 takes each store for the agent's, and is told otherwise. Reports how many have come to it.
+`own_store.py FOLDER agents|own|tcp PORT`: a TCPStore at the place of the script's, which rank 0
+asks for as its own; one at PORT that rank 0 serves; or that one by torch's rendezvous, which before
+torch 2.15 takes each store for the agent's, and is told otherwise. Reports how many came to it.
 """
 
 import json

@@ -42,8 +42,11 @@ def written(folder: Path, content: object = RECORD) -> str:
     return str(path)
 
 
+UNTIMED = {"message": "text"}
+
+
 @pytest.mark.parametrize("exitcode", [1, -9])
-@pytest.mark.parametrize("content", [RECORD, {"message": "text", "timestamp": 7}])
+@pytest.mark.parametrize("content", [RECORD, {"message": "text", "timestamp": 7}, UNTIMED])
 def test_a_failure_made_of_an_error_file_is_what_torchs_is(
     tmp_path: Path, content: object, exitcode: int
 ) -> None:

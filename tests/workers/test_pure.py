@@ -148,6 +148,7 @@ def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> 
         ({}, "1"),
         ({"CUDA_VISIBLE_DEVICES": "4, 7"}, "7"),
         ({"CUDA_VISIBLE_DEVICES": "a,GPU-b"}, "GPU-b"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "5,6"}, "6"),
     ],
 )
 def test_with_a_virtual_local_rank_a_worker_sees_its_own_gpu_alone(
@@ -157,6 +158,7 @@ def test_with_a_virtual_local_rank_a_worker_sees_its_own_gpu_alone(
     virtual = attrs.evolve(group(), spec=spec)
     told = worker_environment(virtual, virtual.worker(1), inherited, error_file="", cores=8)
     assert (told["LOCAL_RANK"], told["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+    assert told.get("HIP_VISIBLE_DEVICES", device) == device
     assert (told["RANK"], told["LOCAL_WORLD_SIZE"]) == ("2", "2")
 
 

@@ -1,0 +1,142 @@
+"""Clients of torch's store at our port: passed on whole, to the store that is named last."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elasticlib.stores.relay import Relay
+from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp import TcpStore
+
+HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
+BOUND = 30.0
+SECRET = b"sixteen bytes are the least"
+
+
+class Upstream:
+    """What stands for torch's store: it takes one client at a time, and can be asked for it."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(BOUND)
+        self.port: int = self._listener.getsockname()[1]
+
+    def client(self) -> socket.socket:
+        connection, _ = self._listener.accept()
+        connection.settimeout(BOUND)
+        return connection
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = Relay(most=2)
+    yield relay
+    relay.close()
+
+
+@pytest.fixture
+def server(relay: Relay) -> Iterator[TcpStoreServer]:
+    with TcpStoreServer("127.0.0.1", 0, secret=SECRET, relay=relay) as server:
+        yield server
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    upstream = Upstream()
+    yield upstream
+    upstream.close()
+
+
+def come(server: TcpStoreServer, *more: bytes) -> socket.socket:
+    client = socket.create_connection((server.host, server.port), BOUND)
+    client.sendall(b"".join((HELLO, *more)))
+    return client
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count and (piece := connection.recv(count - len(found))):
+        found += piece
+    return found
+
+
+def is_cut_off(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
+    server: TcpStoreServer, relay: Relay, upstream: Upstream
+) -> None:
+    relay.lead_to("127.0.0.1", upstream.port)
+    sent = hashlib.sha256(b"x").digest() * 250_000
+    with come(server) as client, upstream.client() as other:
+        assert read(other, len(HELLO)) == HELLO
+        for one, two in ((client, other), (other, client)):
+            sending = threading.Thread(target=one.sendall, args=(sent,), daemon=True)
+            sending.start()
+            assert read(two, len(sent)) == sent
+            sending.join(BOUND)
+            assert not sending.is_alive()
+
+
+def test_the_end_of_one_side_is_the_others_after_its_last_words(
+    server: TcpStoreServer, relay: Relay, upstream: Upstream
+) -> None:
+    relay.lead_to("127.0.0.1", upstream.port)
+    client = come(server, b"last words")
+    client.close()
+    with upstream.client() as other:
+        assert read(other, 1000) == HELLO + b"last words"
+    with come(server) as client:
+        upstream.client().close()
+        assert is_cut_off(client)
+
+
+def test_who_comes_is_led_to_the_store_of_now_and_cut_off_where_there_is_none(
+    server: TcpStoreServer, relay: Relay, upstream: Upstream
+) -> None:
+    with come(server) as early:
+        assert is_cut_off(early)
+    newer = Upstream()
+    relay.lead_to("127.0.0.1", upstream.port)
+    relay.lead_to("127.0.0.1", newer.port)
+    with come(server), newer.client() as other:
+        assert read(other, len(HELLO)) == HELLO
+    relay.lead_nowhere()
+    with come(server) as late:
+        assert is_cut_off(late)
+    newer.close()
+
+
+def test_strangers_cost_links_up_to_a_bound_and_the_nodes_nothing(
+    server: TcpStoreServer, relay: Relay, upstream: Upstream
+) -> None:
+    relay.lead_to("127.0.0.1", upstream.port)
+    held = [(come(server), upstream.client()) for _ in range(2)]
+    with come(server) as third:
+        assert is_cut_off(third)
+    with TcpStore(server.host, server.port, secret=SECRET) as store:
+        store.set("a", b"1")
+        entry = store.get("a")
+        assert entry is not None
+        assert entry.value == b"1"
+    for pair in held:
+        for one in pair:
+            one.close()
+
+
+def test_who_only_begins_as_torch_does_is_refused_where_no_relay_is() -> None:
+    with TcpStoreServer("127.0.0.1", 0) as server, come(server) as client:
+        assert is_cut_off(client)
