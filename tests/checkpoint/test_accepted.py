@@ -53,8 +53,7 @@ def generator() -> numpy.random.Generator:
     return made
 
 
-def kept() -> dict[str, Any]:
-    """A state of all that is accepted."""
+def of_numpy() -> dict[str, Any]:
     return {
         "arrays": [
             numpy.arange(6.0).reshape(2, 3),
@@ -70,6 +69,13 @@ def kept() -> dict[str, Any]:
             *(numpy.complex128(1 + 2j), numpy.datetime64("2026-11-22"), numpy.str_("é")),
             *(numpy.str_(""), numpy.bytes_(b"b"), numpy.float16(0.5), numpy.uint64(2**64 - 1)),
         ],
+    }
+
+
+def kept() -> dict[str, Any]:
+    """A state of all that is accepted."""
+    return {
+        **of_numpy(),
         "random": [
             random.Random(3).getstate(),
             numpy.random.RandomState(3).get_state(),
