@@ -8,15 +8,24 @@ STAMP := $(VENV)/installed
 VENV_INTEGRATIONS := .venv-integrations
 STAMP_INTEGRATIONS := $(VENV_INTEGRATIONS)/installed
 INTEGRATIONS := tests/integrations
+# What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
+VENV_BARE := .venv-bare
+STAMP_BARE := $(VENV_BARE)/installed
+TESTERS := pytest pytest-timeout pytest-xdist hypothesis
+BARE := tests/logical/test_logical_workers.py tests/faults/test_recovery.py \
+	tests/faults/test_samples.py tests/checkpoint/test_agree.py tests/checkpoint/test_manager.py \
+	tests/checkpoint/test_sharded_checkpoints.py tests/checkpoint/test_wait_on_every_rank.py \
+	tests/checkpoint/test_several_managers.py tests/data/test_sampler.py
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-long test-integrations lint types notebooks docs bench bench-integrations soak clean
+.PHONY: help demo test test-long test-bare test-integrations lint types notebooks docs bench bench-integrations soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
 	@echo "make test       all tests but those of the next two and of notebooks, four at a time"
 	@echo "make test-long  the longest: jobs between hosts (network namespaces), the demo, README's lines"
+	@echo "make test-bare  tests of real processes where only run-time dependencies are: no NumPy"
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
@@ -41,6 +50,16 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m long
+
+$(STAMP_BARE): setup.cfg pyproject.toml constraints.txt
+	@echo "setting up $(VENV_BARE)"
+	@$(PYTHON) -m venv $(VENV_BARE)
+	@$(VENV_BARE)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable . $(TESTERS)
+	@touch $@
+
+test-bare: $(STAMP_BARE)
+	@$(VENV_BARE)/bin/python -m pytest -q -n 4 $(BY_FILE) $(BARE)
 
 $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@echo "setting up $(VENV_INTEGRATIONS)"
@@ -82,5 +101,5 @@ soak: $(STAMP)
 
 clean:
 	@rm -rf docs/notebooks docs/reference/made
-	@rm -rf $(VENV) $(VENV_INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	@rm -rf $(VENV) $(VENV_BARE) $(VENV_INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
