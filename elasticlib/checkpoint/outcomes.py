@@ -46,7 +46,7 @@ class Outcomes:
         self._writer = writer
         # torch has no public name for the store that a process group met in.
         grouped = dist.is_available() and dist.is_initialized()
-        self._store: Any = dist.distributed_c10d._get_default_store() if grouped else None  # type: ignore[no-untyped-call]
+        self._store: Any = dist.distributed_c10d._get_default_store() if grouped else None
         self._pending: deque[Pending] = deque(maxlen=REMEMBERED)
 
     def began(self) -> int:

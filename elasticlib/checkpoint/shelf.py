@@ -17,7 +17,8 @@ from .fresh import parameters_in
 from .gather import values_of
 from .interface import Unreadable
 from .manifest import Manifest
-from .pack import HEAD_BYTES, size_of, unpack
+from .pack import unpack
+from .pack_head import HEAD_BYTES, size_of
 from .prune import Health
 
 log = logging.getLogger("elasticlib.checkpoint")

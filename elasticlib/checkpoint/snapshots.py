@@ -21,7 +21,8 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
 from .interface import Held, Source
 from .memory import NEWS, Slots
-from .pack import fill, lay_out, size_of
+from .pack import fill, lay_out
+from .pack_head import size_of
 from .place import CHUNK
 from .sealing import Sealing
 from .shards import has_notes
