@@ -47,7 +47,8 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
         ValueError: a field is missing, unknown, or of another type.
     """
     fields = object_of(value)
-    for field in attrs.fields(kind):  # type: ignore[arg-type]
+    known = attrs.fields_dict(kind)  # type: ignore[arg-type]
+    for field in known.values():
         if field.name in ready:
             continue
         if field.name not in fields:
@@ -55,7 +56,7 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
                 raise ValueError(f"{field.name} is missing")
         elif type(fields[field.name]) not in _TYPES[str(field.type)]:
             raise ValueError(f"{field.name} is {fields[field.name]!r:.80}, must be {field.type}")
-    unknown = [name for name in fields if name in ready or name not in attrs.fields_dict(kind)]  # type: ignore[arg-type]
+    unknown = [name for name in fields if name in ready or name not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r:.80} is no field of it")
     return kind(**fields, **ready)
