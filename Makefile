@@ -16,15 +16,25 @@ STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
 TOUCH_TORCH := tests/checkpoint tests/data tests/faults tests/launch tests/logical tests/rendezvous \
 	tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
+# What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
+VENV_BARE := .venv-bare
+STAMP_BARE := $(VENV_BARE)/installed
+TESTERS := pytest pytest-timeout pytest-xdist hypothesis
+BARE := tests/logical/test_logical_workers.py tests/faults/test_recovery.py \
+	tests/faults/test_samples.py tests/checkpoint/test_agree.py tests/checkpoint/test_manager.py \
+	tests/checkpoint/test_sharded_checkpoints.py tests/checkpoint/test_wait_on_every_rank.py \
+	tests/checkpoint/test_several_managers.py tests/data/test_sampler.py
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-long test-integrations test-newest test-pythons lint types notebooks docs bench bench-integrations soak clean
+.PHONY: help demo test test-long test-bare test-integrations test-newest test-pythons lint types \
+	notebooks docs bench bench-integrations soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
 	@echo "make test       all tests but those of the next two and of notebooks, four at a time"
 	@echo "make test-long  the longest: jobs between hosts (network namespaces), the demo, README's lines"
+	@echo "make test-bare  tests of real processes where only run-time dependencies are: no NumPy"
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make test-newest   the tests that touch torch, on the newest one, in an environment of its own"
 	@echo "make test-pythons  sets up and runs the demo on each Python that is at hand"
@@ -57,6 +67,16 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m long
+
+$(STAMP_BARE): setup.cfg pyproject.toml constraints.txt
+	@echo "setting up $(VENV_BARE)"
+	@$(PYTHON) -m venv $(VENV_BARE)
+	@$(VENV_BARE)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable . $(TESTERS)
+	@touch $@
+
+test-bare: $(STAMP_BARE)
+	@$(VENV_BARE)/bin/python -m pytest -q -n 4 $(BY_FILE) $(BARE)
 
 $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@echo "setting up $(VENV_INTEGRATIONS)"
@@ -113,5 +133,6 @@ soak: $(STAMP)
 
 clean:
 	@rm -rf docs/notebooks docs/reference/made
-	@rm -rf $(VENV) $(VENV_INTEGRATIONS) $(VENV_NEWEST) .venv-pythons build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	@rm -rf $(VENV) $(VENV_BARE) $(VENV_INTEGRATIONS) $(VENV_NEWEST) .venv-pythons
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,8 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
     if type(value) is not dict:
         raise ValueError(f"an object is expected, not {value!r:.80}")
     fields = value
-    for field in attrs.fields(kind):  # type: ignore[arg-type]
+    known = attrs.fields_dict(kind)  # type: ignore[arg-type]
+    for field in known.values():
         if field.name in ready:
             continue
         if field.name not in fields:
@@ -41,7 +42,7 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
                 raise ValueError(f"{field.name} is missing")
         elif type(fields[field.name]) not in _TYPES[str(field.type)]:
             raise ValueError(f"{field.name} is {fields[field.name]!r:.80}, must be {field.type}")
-    unknown = [name for name in fields if name in ready or name not in attrs.fields_dict(kind)]  # type: ignore[arg-type]
+    unknown = [name for name in fields if name in ready or name not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r:.80} is no field of it")
     return kind(**fields, **ready)

@@ -18,6 +18,7 @@ from ..checkpoint.folder import CheckpointFolder, Found, open_place
 from ..checkpoint.prune import Retention
 from ..clock import date_of, monotonic
 from ..errors import CheckpointError, ConfigError
+from ..visible import visible
 
 REPORT_SECONDS = 5.0
 """Between two lines about progress, where there is no terminal to show it in place."""
@@ -200,7 +201,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     for row in (head, *rows):
         cells = zip(row, widths, strict=True)
-        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+        # Names in it are whoever's who wrote the folder, and not for a terminal to obey.
+        print(visible("  ".join(cell.ljust(width) for cell, width in cells).rstrip()))
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,6 +142,8 @@ def test_each_snapshot_is_with_the_next_node_and_nowhere_else(hosts: list[Host])
         assert pack == large + bytes([int(before)])
         assert not host.found(str((rank + 1) % 3))
         assert replica.record == hosts[int(before)].found()[0].record
+        until("its sum", lambda f=host.folder, one=replica: memory.sum_of(f, one) is not None)
+        assert memory.sum_of(host.folder, replica) == zlib.crc32(pack)
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     until("the newest", hosts[1].has("0", 8))

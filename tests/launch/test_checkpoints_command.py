@@ -96,6 +96,16 @@ def test_what_is_no_folder_and_what_cannot_be_kept_are_told(
     assert "keep_last >= 1" in capsys.readouterr().err
 
 
+def test_what_a_manifest_says_is_shown_and_not_obeyed_by_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = Writer("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
+    commits = Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5))
+    commits.save(1, memoryview(bytes(30)))
+    assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+    assert r"job\x1b]0;title\x07\ud800 generation 2" in capsys.readouterr().out
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
