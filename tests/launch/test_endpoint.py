@@ -38,7 +38,9 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         split_endpoint(text)
 
 
-@pytest.mark.parametrize("host", [
+@pytest.mark.parametrize(
+    "host",
+    [
         *(".svc", "a..b", "h" * 64, "h" * 64 + ".svc", "h\udcff", "~", "dummy.com ", "a b", "-a"),
         *("a-.b", "user@h", "h/x", "$HOST", "{head}", "256.1.1.1", "a.b..", ".".join("a" * 130)),
     ],
@@ -55,9 +57,8 @@ def test_what_a_resolver_takes_is_left_to_it(host: str) -> None:
     assert split_endpoint(f"{host}:1") == (host, 1)
 
 
-ANY = st.text(max_size=30) | st.lists(
-    st.sampled_from([*"aZ9_-.:[]%~ @/\n\t", "::", "fe80::1", "10.0.0.1", ":29400", "²"]), max_size=8
-).map("".join)
+PIECES = [*"aZ9_-.:[]%~ @/\n\t", "::", "fe80::1", "10.0.0.1", ":29400", "²"]
+ANY = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
 @given(ANY, st.none() | st.integers(0, 65535))
@@ -66,8 +67,7 @@ def test_any_text_is_an_endpoint_that_comes_back_or_is_refused(
 ) -> None:
     try:
         host, port = split_endpoint(text, default)
-    except ConfigError as error:
-        assert repr(text) in str(error) or "got" in str(error)
+    except ConfigError:
         return
     assert 0 <= port <= 65535
     assert not set(host) & set(" \t\n[]/@~")

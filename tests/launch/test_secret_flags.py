@@ -90,7 +90,10 @@ def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> N
     guest = job.run("guest", *flags, *conf)
     check_one_world(job.settled(2))
     assert (wrong.exit_code(), none.exit_code()) == (1, 1)
-    assert f"{endpoint} has another secret than this client, or is not our store: give all nodes" in wrong.text
+    assert (
+        f"{endpoint} has another secret than this client, or is not our store: give all nodes"
+        in wrong.text
+    )
     assert f"{endpoint} asks for a shared secret, and this client has none: give" in none.text
     job.finish()
     assert (host.exit_code(), guest.exit_code()) == (0, 0)

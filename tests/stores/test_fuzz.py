@@ -322,7 +322,10 @@ def test_strangers_without_the_secret_leave_the_server_descriptors_and_clients_a
     tmp_path: Path, lowered: bool
 ) -> None:
     limits = {"descriptors": 48} if lowered else {"before": 48}
-    with served(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port), ExitStack() as stack:
+    with (
+        served(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port),
+        ExitStack() as stack,
+    ):
         for _ in range(60):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10.0))
         with TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good:

@@ -134,8 +134,7 @@ def test_a_server_that_cannot_prove_itself_gets_no_request_and_nothing_to_guess_
     with (
         impostor(frames) as (port, heard),
         TcpStore("127.0.0.1", port, secret=SECRET) as store,
-        pytest.raises(StoreRefused, match="another secret than this client, or is not our store|"
-        "not as an elasticlib store: welcome"),
+        pytest.raises(StoreRefused, match=r"another secret than|not as an elasticlib store: welc"),
     ):
         store.set("key", b"private")
     assert [frame.op for frame in heard_frames(heard)] == ["hello", "nonce"]
@@ -244,7 +243,9 @@ def test_what_was_told_is_proven_where_it_was_told() -> None:
     assert not proves(prove(SECRET, Role.CLIENT, one), SECRET, Role.CLIENT, other)
 
 
-@pytest.mark.parametrize("secret", [b"", "text of sixteen or more", b"fifteen bytes!!", b"x" * 70_000])
+@pytest.mark.parametrize(
+    "secret", [b"", "text of sixteen or more", b"fifteen bytes!!", b"x" * 70_000]
+)
 def test_what_is_no_secret_is_refused_without_being_shown(secret: object) -> None:
     rule = "secret is bytes, got str|secret holds 16 to 65536 bytes, got (0|15|70000)"
     for make in (TcpStore, TcpStoreServer):
