@@ -145,8 +145,7 @@ def run_node(
     before it runs, for who is to tell it something from another thread. summary: is told what
     happens, beside the journal.
     """
-    config = heeding(config, os.environ)
-    _check_here(config, entrypoint)
+    _check_here(config := heeding(config, os.environ), entrypoint)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
     spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
