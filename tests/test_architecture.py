@@ -309,6 +309,34 @@ def test_nothing_is_checked_by_an_assertion(name: str) -> None:
     assert not found, f"{name} lines {found}: raise an error, or see elasticlib.errors.present"
 
 
+MAY_START_PLAIN_THREADS = {
+    "threads.py",
+    # It is joined at exit, so that what is being saved is saved; its task's errors are its owner's.
+    "checkpoint/behind.py",
+    # In processes that are about to end.
+    "workers/become.py",
+    "data/loader_workers.py",
+}
+
+
+def test_a_thread_that_dies_is_heard() -> None:
+    """`threads.helper` tells of its end; a plain one would leave its owner to wait for ever."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name in NAMES
+        if not name.startswith(("testing/", "examples/")) and name not in MAY_START_PLAIN_THREADS
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute) and node.attr == "Thread"
+        if isinstance(node.ctx, ast.Load) and _is_called(node, tree(name))
+    ]
+    assert not found
+
+
+def _is_called(function: ast.Attribute, of: ast.AST) -> bool:
+    calls = (node for node in ast.walk(of) if isinstance(node, ast.Call))
+    return any(call.func is function for call in calls)
+
+
 def test_importing_elasticlib_does_not_import_torch() -> None:
     code = "import sys, elasticlib; sys.exit('torch' in sys.modules or 'attrs' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

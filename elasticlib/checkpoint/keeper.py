@@ -20,6 +20,7 @@ from ..agent.interface import Memory
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
+from ..threads import helper
 from ..workers.spec import WorkerGroup
 from . import memory
 from .buddies import encode_place, givers, takers
@@ -171,7 +172,7 @@ class Replicating:
             )
             for taker in takers(rank, nodes, replicas)
         ]
-        self._thread = threading.Thread(target=self._watch, name="agent-snapshots", daemon=True)
+        self._thread = helper(self._watch, "agent-snapshots")
         self._thread.start()
 
     def _made_pipe(self) -> int:

@@ -234,14 +234,23 @@ def _is_slot(name: str) -> bool:
 def _record_of(path: Path) -> Record | None:
     try:
         with opened(path) as handle:
-            return decode(os.pread(handle, RECORD_BYTES, 0))
+            return _whole_record(handle)
     except OSError:
         return None
 
 
+def _whole_record(handle: int) -> Record | None:
+    """None if the slot holds no snapshot, or was cut short."""
+    record = decode(os.pread(handle, RECORD_BYTES, 0))
+    if record is None or os.fstat(handle).st_size < RECORD_BYTES + record.size:
+        return None
+    return record
+
+
 @contextlib.contextmanager
-def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview | None]:
-    """The pack of a snapshot, which stays as it is within the block; None if it is gone."""
+def held(memory: str | os.PathLike[str], found: Found) -> Iterator[int | None]:
+    """The descriptor of a snapshot's file, which stays as it is within the block; None if it is
+    gone."""
     with contextlib.ExitStack() as stack:
         try:
             handle = stack.enter_context(opened(Path(memory, found.file)))
@@ -249,17 +258,23 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
             yield None
             return
         # Read again under the lock: the slot may hold a later one by now.
-        if not _locks(handle, fcntl.LOCK_SH):
+        same = _locks(handle, fcntl.LOCK_SH) and _whole_record(handle) == found.record
+        yield handle if same else None
+
+
+@contextlib.contextmanager
+def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview | None]:
+    """The pack of a snapshot, which stays as it is within the block; None if it is gone.
+
+    Its writer must have ended, or be this process: reading what it cuts meanwhile would end the
+    reader. Who reads beside it takes `pieces`.
+    """
+    with held(memory, found) as handle:
+        if handle is None:
             yield None
-            return
-        if decode(os.pread(handle, RECORD_BYTES, 0)) != found.record:
-            yield None
-            return
-        size = RECORD_BYTES + found.record.size
-        if os.fstat(handle).st_size < size:
-            yield None  # cut short: reading behind its end would end this process
             return
         # Not shared: what a reader writes by mistake is its own.
+        size = RECORD_BYTES + found.record.size
         mapped = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = memoryview(mapped)
         view = whole[RECORD_BYTES:]
@@ -271,6 +286,21 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
             for release in (view.release, whole.release, mapped.close):
                 with contextlib.suppress(BufferError):
                     release()
+
+
+def pieces(handle: int, size: int, piece: int) -> Iterator[bytes]:
+    """The pack of a snapshot that is `held`, of `size` bytes, in pieces of at most `piece`.
+
+    Raises:
+        CheckpointError: the file was cut short meanwhile.
+    """
+    at = 0
+    while at < size:
+        data = os.pread(handle, min(piece, size - at), RECORD_BYTES + at)
+        if not data:
+            raise CheckpointError(f"the snapshot was cut to {at} of {size} bytes while it was read")
+        yield data
+        at += len(data)
 
 
 def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:

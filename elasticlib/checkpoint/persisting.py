@@ -18,6 +18,7 @@ from ..clock import Clock, monotonic
 from ..errors import StoreError, describe
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
+from ..threads import helper
 from .memory import flaw, pinned
 from .slot import Found, Record
 from .summing import Summing
@@ -86,7 +87,7 @@ def persist_all(
             left.pop(0)
 
     # In a thread of its own: nothing ends a write to a disk that hangs.
-    thread = threading.Thread(target=write, name="agent-persist", daemon=True)
+    thread = helper(write, "agent-persist")
     thread.start()
     deadline = monotonic() + seconds
     while thread.is_alive() and (rest := deadline - monotonic()) > 0:

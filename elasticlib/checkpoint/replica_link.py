@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..clock import monotonic
 from ..errors import CheckpointError, StoreRefused
 from .place import no_news
 from .replica_wire import (
-    CHUNK_BYTES,
     CONTROL_BYTES,
     HEAD,
     Header,
@@ -68,12 +67,11 @@ class Link:
             raise Refused(fields["message"], fields["final"])
         return fields
 
-    def send(self, data: memoryview) -> None:
-        """All of `data`, in frames."""
-        for at in range(0, len(data), CHUNK_BYTES):
-            with data[at : at + CHUNK_BYTES] as chunk:
-                self._send(header(Kind.DATA, chunk))
-                self._send(chunk)
+    def send(self, pieces: Iterable[bytes]) -> None:
+        """All of these, each in a frame: of at most CHUNK_BYTES."""
+        for piece in pieces:
+            self._send(header(Kind.DATA, piece))
+            self._send(piece)
 
     def receive(self, data: memoryview, seen: Callable[[memoryview], None] = no_news) -> None:
         """All of `data` from the frames that come; StoreRefused for what is changed or too much.

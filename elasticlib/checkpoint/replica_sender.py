@@ -18,10 +18,11 @@ import attrs
 from ..errors import ElasticError, StoreRefused, present
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.secret import NONCE_BYTES, check_secret
+from ..threads import helper
 from .buddies import Place, decode_place
-from .memory import pinned
+from .memory import held, pieces
 from .replica_link import FRAME_SECONDS, Link, Refused
-from .replica_wire import PROTOCOL, Kind, Proofs
+from .replica_wire import CHUNK_BYTES, PROTOCOL, Kind, Proofs
 from .slot import Found
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -63,7 +64,7 @@ class ReplicaSender:
         self._given: set[Sort] = set()
         self._idle = threading.Event()
         self._told = ""
-        self._thread = threading.Thread(target=self._run, name="agent-replicas-to", daemon=True)
+        self._thread = helper(self._run, "agent-replicas-to")
         self._thread.start()
 
     @property
@@ -183,8 +184,8 @@ class ReplicaSender:
     def _give(self, link: Link, found: Found) -> None:
         record = found.record
         kept = True
-        with pinned(self._memory, found) as view:
-            if view is None:
+        with held(self._memory, found) as handle:
+            if handle is None:
                 return  # there is a newer one
             link.say(Kind.OFFER, record=attrs.asdict(record))
             try:
@@ -196,7 +197,7 @@ class ReplicaSender:
                 self._say(f"node {self._rank} does not keep a replica: {error}")
                 kept = False
             else:
-                link.send(view)
+                link.send(pieces(handle, record.size, CHUNK_BYTES))
                 link.hear(Kind.KEPT)
         self._offered[record.name, record.part] = record.sequence
         if kept:

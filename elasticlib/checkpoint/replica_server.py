@@ -19,6 +19,7 @@ import attrs
 
 from ..errors import CheckpointError, ElasticError, StoreRefused
 from ..stores.secret import NONCE_BYTES, check_secret
+from ..threads import helper
 from .buddies import Place
 from .memory import Slots
 from .replica_link import Link
@@ -110,7 +111,7 @@ class ReplicaServer:
                 slots.close()
 
     def _begin(self, work: Callable[..., None], name: str, *args: object) -> None:
-        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        thread = helper(lambda: work(*args), name)
         self._threads.add(thread)
         thread.start()
 

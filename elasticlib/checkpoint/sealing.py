@@ -16,6 +16,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 
+from ..threads import helper
 from .memory import Slots
 from .slot import Record
 
@@ -50,7 +51,7 @@ class Sealing:
             self._next = record
             self._changed.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elasticlib-seal", daemon=True)
+            self._thread = helper(self._run, "elasticlib-seal")
             self._thread.start()
 
     def close(self) -> None:

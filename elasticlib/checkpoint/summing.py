@@ -7,9 +7,11 @@ second, without Python's lock, and so hides behind a disk that is slower.
 from __future__ import annotations
 
 import queue
-import threading
 import zlib
 from types import TracebackType
+
+from ..errors import CheckpointError
+from ..threads import helper
 
 CHUNK = 8 << 20
 
@@ -19,8 +21,9 @@ class Summing:
 
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="elasticlib-sum", daemon=True)
+        self._thread = helper(self._run, "elasticlib-sum", self._broke)
         self._sum = 0
+        self._broken = ""
 
     def __enter__(self) -> Summing:
         self._thread.start()
@@ -39,11 +42,20 @@ class Summing:
         self._given.put(data)
 
     def result(self) -> int:
-        """The CRC-32 of all that was given."""
+        """The CRC-32 of all that was given.
+
+        Raises:
+            CheckpointError: it could not be summed.
+        """
         if self._thread.is_alive():
             self._given.put(None)
             self._thread.join()
+        if self._broken:
+            raise CheckpointError(self._broken)
         return self._sum
+
+    def _broke(self, sentence: str) -> None:
+        self._broken = sentence
 
     def _run(self) -> None:
         while (data := self._given.get()) is not None:

@@ -11,7 +11,6 @@ import os
 import queue
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import attrs
 from ..clock import monotonic
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
+from ..threads import helper
 from ..visible import visible
 from .secret import read_secret
 
@@ -113,7 +113,7 @@ def taken(looks: dict[str, Look], limit: float = LIMIT) -> list[Finding]:
 
     answers: queue.SimpleQueue[tuple[str, list[Finding]]] = queue.SimpleQueue()
     for name, look in looks.items():
-        threading.Thread(target=_take, args=(name, look, answers.put), daemon=True).start()
+        helper(partial(_take, name, look, answers.put), f"look-{name}").start()
     found: dict[str, list[Finding]] = {}
     deadline = monotonic() + limit
     while len(found) < len(looks):

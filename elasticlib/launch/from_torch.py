@@ -46,6 +46,7 @@ from ..rendezvous.interface import (
     RendezvousInfo,
     deal_seats,
 )
+from ..threads import helper
 from .backends import BackendRequest
 from .torch_names import TORCH_C10D, TORCHS_TIMEOUT
 
@@ -199,7 +200,10 @@ class HandlerFromTorch(RendezvousHandler):
             except ElasticError as error:
                 told.put((None, error))
 
-        threading.Thread(target=call, name="torch-rendezvous", daemon=True).start()
+        def broke(sentence: str) -> None:
+            told.put((None, RendezvousError(sentence)))
+
+        helper(call, "torch-rendezvous", broke).start()
         while True:
             if self._left.is_set():
                 raise RendezvousClosed("this node has left the rendezvous")

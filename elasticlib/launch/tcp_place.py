@@ -12,7 +12,6 @@ import errno
 import ipaddress
 import logging
 import socket
-import threading
 from functools import partial
 
 import attrs
@@ -24,6 +23,7 @@ from ..stores.peer import address_of
 from ..stores.relay import Relay
 from ..stores.server import ServerLimits, TcpStoreServer
 from ..stores.tcp import TcpStore
+from ..threads import helper
 from .config import LaunchConfig
 from .descriptors import allow_descriptors
 
@@ -102,13 +102,7 @@ class TcpMeetingPlace:
             if self._must or _is_literal(host) or _is_localhost(host):
                 return hosted, own
             store = MovingStore(places, patience=patience, hosted=(hosted, own))
-            watch = threading.Thread(
-                target=self._watch_name,
-                args=(store, hosted, host),
-                name="endpoint-name",
-                daemon=True,
-            )
-            watch.start()
+            helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
         if self._must is False or self._taken or _is_literal(host):
             return None, places[0].reach()

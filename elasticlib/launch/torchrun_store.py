@@ -8,7 +8,6 @@ start workers it is answered all the same: it stops them at its next look at the
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ..clock import duration
 from ..errors import RendezvousError
+from ..threads import helper
 
 LOOK_SECONDS = 0.05
 _ROLES = "torchelastic/role_info/"
@@ -47,7 +47,7 @@ def watched(act: Callable[[], Answer], ended: Ended, patience: float) -> Answer:
             errors.append(error)
 
     # torch's calls cannot be cancelled: one that is given up ends with its connection.
-    thread = threading.Thread(target=call, name="torchrun-store", daemon=True)
+    thread = helper(call, "torchrun-store")
     thread.start()
     thread.join(LOOK_SECONDS)
     while thread.is_alive():

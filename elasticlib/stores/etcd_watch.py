@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import StoreError, StoreRefused, StoreUnavailable
+from ..threads import helper
 from .etcd_connection import NoSuchRevision, Request, Stream
 from .etcd_gateway import Gateway
 
@@ -35,7 +36,7 @@ class Watch:
         self._newest = 0
         self._ended: StoreError | None = None
         self._stream: Stream | None = None
-        self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
+        self._thread = helper(self._run, "etcd-watch")
         self._thread.start()
 
     @property

@@ -26,6 +26,7 @@ from ..errors import (
     StoreUnavailable,
     present,
 )
+from ..threads import helper
 from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, Watched
 from .server import TcpStoreServer
@@ -304,7 +305,7 @@ class MovingStore(Store):
                 found.close()
 
         try:
-            threading.Thread(target=look, name="store-elsewhere", daemon=True).start()
+            helper(look, "store-elsewhere").start()
         except RuntimeError as error:
             self._probed.discard(number)
             raise StoreUnavailable(f"no thread to look elsewhere with: {error}") from error

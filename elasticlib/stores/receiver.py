@@ -15,6 +15,7 @@ from collections import deque
 from typing import Protocol
 
 from ..errors import describe, present
+from ..threads import helper
 from .forks import close_in_children, renew_in_children
 from .peer import RECEIVE_BYTES
 
@@ -66,9 +67,7 @@ class Receiver:
         waking, woken = (close_in_children(end) for end in socket.socketpair())
         waking.setblocking(False)
         woken.setblocking(False)
-        thread = threading.Thread(
-            target=self._listen, args=(waking, woken), name="tcp-store-receiver", daemon=True
-        )
+        thread = helper(lambda: self._listen(waking, woken), "tcp-store-receiver")
         try:
             thread.start()
         except RuntimeError as error:

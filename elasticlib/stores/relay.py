@@ -15,6 +15,7 @@ import threading
 
 import attrs
 
+from ..threads import helper
 from .forks import close_in_children
 
 log = logging.getLogger("elasticlib.stores")
@@ -142,7 +143,7 @@ class Relay:
 
     def _start(self) -> None:
         if self._loop is None:
-            self._loop = threading.Thread(target=self._serve, name="torch-relay", daemon=True)
+            self._loop = helper(self._serve, "torch-relay")
             self._loop.start()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from ..errors import ConfigError, describe
+from ..foreign import opened
 from .spec import Function
 
 
@@ -80,10 +81,11 @@ def write_payload(path: Path, function: Function) -> None:
 
 def read_result(path: Path) -> tuple[Any, str]:
     """The value that the function returned (None without one), and why it is unreadable."""
-    if not path.exists():
-        return None, ""
     try:
-        return pickle.loads(path.read_bytes()), ""
+        with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+            return pickle.load(file), ""
+    except FileNotFoundError:
+        return None, ""
     except Exception as error:
         # A value's own code runs here, and may raise anything.
         return None, f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ import sys
 import threading
 
 from ..errors import describe
+from ..threads import helper
 from . import session
 from .held_back import held_back
 
@@ -88,10 +89,7 @@ class Guardian:
         for name, began in self._listed.items():
             self._write(process, ["+", name, began])
         with contextlib.suppress(RuntimeError):  # without a thread it is looked at now and again
-            thread = threading.Thread(
-                target=self._watch, args=(process, over), name="agent-guardian", daemon=True
-            )
-            thread.start()
+            helper(lambda: self._watch(process, over), "agent-guardian").start()
 
     def _watch(self, process: subprocess.Popen[bytes], over: threading.Event) -> None:
         """Replace it when it has ended, and not by us."""

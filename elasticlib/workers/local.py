@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -58,6 +59,13 @@ class _Process:
     folder: Path
     error_file: Path
     ended_at: float = float("inf")
+    result: tuple[Any, str] | None = None
+
+    def read_result(self) -> tuple[Any, str]:
+        """What its function returned, and why it is unreadable; a value's own code runs here."""
+        if self.result is None:
+            self.result = read_result(self.folder / "result.pickle")
+        return self.result
 
 
 class LocalWorkers(Workers):
@@ -206,6 +214,8 @@ class LocalWorkers(Workers):
 
         def noticed(local_rank: int) -> None:
             process.ended_at = wall()
+            # Here and not where it is collected: a value may be large, and its code takes its time.
+            process.read_result()
             ended(local_rank)
 
         try:
@@ -256,7 +266,7 @@ class LocalWorkers(Workers):
             stopped=self._stopped,
         )
         if returncode == 0:
-            value, unreadable = read_result(process.folder / "result.pickle")
+            value, unreadable = process.read_result()
             return attrs.evolve(found, value=value, unreadable=unreadable)
         return self._explained(found, process)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 from ..clock import monotonic, wall
 from ..errors import ConfigError, WorkerStartError, present
+from ..threads import helper
 from . import session
 from .guardian import Guardian
 from .timers import Timer, Timers
@@ -69,7 +70,7 @@ class TimerServer:
         except OSError as error:
             raise ConfigError(f"{VARIABLE}={self.path}: no pipe can be made: {error}") from error
         self._wake = os.pipe()
-        thread = threading.Thread(target=self._listen, name="worker-timers", daemon=True)
+        thread = helper(self._listen, "worker-timers")
         try:
             thread.start()
         except RuntimeError as error:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ..errors import ConfigError, ElasticError, WorkerStartError
+from ..threads import helper
 from .guardian import Guardian
 
 log = logging.getLogger("elasticlib.workers")
@@ -66,7 +67,7 @@ class Template:
         self._environment = dict(environment)
         self._said = ""
         self._heard = threading.Event()
-        self._ear = threading.Thread(target=self._listen, name="worker-template", daemon=True)
+        self._ear = helper(self._listen, "worker-template")
         try:
             self._ear.start()
         except RuntimeError as error:

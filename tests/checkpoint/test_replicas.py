@@ -32,7 +32,7 @@ from elasticlib.checkpoint.replica_wire import (
     read_header,
 )
 from elasticlib.checkpoint.slot import Found, Record
-from elasticlib.errors import ConfigError, StoreRefused
+from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
 from elasticlib.rendezvous.ranks import deal_seats
@@ -162,6 +162,22 @@ def test_replicas_are_given_again_where_the_memory_was_removed(hosts: list[Host]
         until("the replica", hosts[1].has("0", step))
 
 
+def test_a_snapshot_that_its_writer_cuts_while_it_is_given_ends_nobody(hosts: list[Host]) -> None:
+    host = hosts[0].begin(generation(1, 1, None)[0])
+    host.snapshot(5, b"x" * (1 << 20))
+    (found,) = host.found()
+    with memory.held(host.folder, found) as handle:
+        assert handle is not None
+        given = memory.pieces(handle, found.record.size, 4096)
+        assert next(given) == b"x" * 4096
+        os.truncate(Path(host.folder, found.file), 8192)
+        with pytest.raises(CheckpointError, match=f"cut to 4096 of {1 << 20} bytes"):
+            list(given)
+    assert not host.found()
+    host.snapshot(6)
+    assert [one.record.step for one in host.found()] == [6]
+
+
 def test_replicas_of_a_node_that_is_gone_stay_until_the_new_world_stands_on_its_own(
     hosts: list[Host],
 ) -> None:
@@ -206,7 +222,7 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
     record = Record("s", 2, 2, 10, "run", 1)
     link.say(Kind.OFFER, record=attrs.asdict(record))
     link.hear(Kind.TAKE)
-    link.send(memoryview(b"half"))
+    link.send([b"half"])
     link.close()
     # It comes again: the broken one has left nothing that counts.
     link = let_in(store, giver, taker.rank)
@@ -240,7 +256,7 @@ def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = S
 def give(link: Link, record: Record, pack: bytes) -> None:
     link.say(Kind.OFFER, record=attrs.asdict(record))
     link.hear(Kind.TAKE)
-    link.send(memoryview(pack))
+    link.send([bytes(pack)])
     link.hear(Kind.KEPT)
 
 

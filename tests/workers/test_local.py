@@ -135,6 +135,20 @@ def test_a_function_hands_its_value_back(run: Run) -> None:
     assert {exit_.rank: exit_.value for exit_ in (run.end(), run.end())} == {0: 42, 1: 43}
 
 
+def thread_name() -> str:
+    return threading.current_thread().name
+
+
+class MadeWhereItIsRead:
+    def __reduce__(self) -> tuple[Callable[[], str], tuple[()]]:
+        return thread_name, ()
+
+
+def test_a_value_is_read_by_who_sees_the_end_and_not_by_who_collects(run: Run) -> None:
+    run.start(Function(MadeWhereItIsRead))
+    assert run.end().value == "worker-0-end"
+
+
 def test_a_functions_exception_comes_back_with_its_traceback(run: Run) -> None:
     run.writing("3", "0").start(Function(broken))
     exit_ = run.end()
