@@ -52,6 +52,10 @@ def add_output_flags(flag: Callable[..., None]) -> None:
         help="an entry point of the group torchrun.logs_specs that says where output goes instead",
     )
     _add_kept(flag)
+    _add_devices(flag)
+
+
+def _add_devices(flag: Callable[..., None]) -> None:
     flag(
         "--virtual-local-rank",
         action="store_true",
