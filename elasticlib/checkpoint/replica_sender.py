@@ -19,7 +19,7 @@ from ..errors import ElasticError, StoreRefused
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.secret import NONCE_BYTES
 from .buddies import Place, decode_place
-from .memory import pinned
+from .memory import pinned, sum_of
 from .replica_link import FRAME_SECONDS, Link, Refused
 from .replica_wire import PROTOCOL, Kind, Proofs
 from .slot import Found
@@ -198,6 +198,9 @@ class ReplicaSender:
                 kept = False
             else:
                 link.send(view)
+                # It takes longer to send than to sum: by now there is one, if its worker lives.
+                summed = sum_of(self._memory, found)
+                link.say(Kind.SEAL, sum="" if summed is None else f"{summed:016x}")
                 link.hear(Kind.KEPT)
         self._offered[record.name, record.part] = record.sequence
         if kept:

@@ -2,13 +2,15 @@
 
 A frame is a kind, a length, the CRC-32 of both and the payload, and that; each kind has a longest
 payload, and all but DATA are JSON of a fixed schema. In turn: the taker's CHALLENGE, the giver's
-HELLO, the taker's WELCOME; then for each snapshot OFFER, TAKE, DATA as often as it takes, KEPT.
+HELLO, the taker's WELCOME; then for each snapshot OFFER, TAKE, DATA as often as it takes, SEAL,
+KEPT.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,7 +21,7 @@ import attrs
 from ..errors import StoreRefused
 from ..stores.secret import DIGITS, Exchange, Role, is_digits, prove, proves
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK_BYTES = 4 << 20
 CONTROL_BYTES = 8 << 10
 
@@ -38,6 +40,7 @@ class Kind(enum.IntEnum):
     DATA = 6
     KEPT = 7
     REFUSED = 8
+    SEAL = 9
 
 
 def _is_whole(value: Any) -> bool:
@@ -48,12 +51,17 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_sum(value: Any) -> bool:
+    return type(value) is str and re.fullmatch("(?:[0-9a-f]{16})?", value) is not None
+
+
 SCHEMA: Mapping[Kind, Mapping[str, Callable[[Any], bool]]] = {
     Kind.CHALLENGE: {"protocol": _is_whole, "nonce": is_digits},
     Kind.HELLO: {"rank": _is_whole, "nonce": is_digits, "proof": is_digits},
     Kind.WELCOME: {"proof": is_digits},
     Kind.OFFER: {"record": lambda value: type(value) is dict},
     Kind.TAKE: {},
+    Kind.SEAL: {"sum": _is_sum},
     Kind.KEPT: {},
     Kind.REFUSED: {"message": _is_text, "final": lambda value: type(value) is bool},
 }
