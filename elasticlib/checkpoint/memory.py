@@ -108,12 +108,12 @@ class Slots:
                 return None
             return memoryview(file.memory)[RECORD_BYTES : RECORD_BYTES + record.size]
 
-    def seal(self, record: Record, crc32: int) -> None:
+    def seal(self, record: Record, summed: int) -> None:
         """Put the sum of a snapshot of ours beside it, if it is still there."""
         with self._lock:
             file = self._file_of(record)
             if file is not None:
-                seal = encode_seal(record, crc32)
+                seal = encode_seal(record, summed)
                 file.memory[SEAL_AT : SEAL_AT + len(seal)] = seal
 
     def _file_of(self, record: Record) -> _File | None:
@@ -304,7 +304,7 @@ def pieces(handle: int, size: int, piece: int) -> Iterator[bytes]:
 
 
 def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
-    """The CRC-32 that the bytes of a snapshot had when they were summed; None if they were not.
+    """The `word_sum` that the bytes of a snapshot had when they were summed; None if they were not.
 
     To be asked while it is pinned.
     """
@@ -313,14 +313,14 @@ def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
     return None
 
 
-def flaw(memory: str | os.PathLike[str], found: Found, crc32: int) -> str | None:
-    """What is wrong with a pinned snapshot whose bytes have this CRC-32; None if nothing."""
+def flaw(memory: str | os.PathLike[str], found: Found, sum_now: Callable[[], int]) -> str | None:
+    """What is wrong with the bytes of a pinned snapshot; None if nothing, or if it has no sum."""
     expected = sum_of(memory, found)
-    if expected is None or expected == crc32:
+    if expected is None or (now := sum_now()) == expected:
         return None
     return (
-        f"the snapshot of step {found.record.step} was changed in memory: its CRC-32 was "
-        f"{expected:08x}, and is {crc32:08x}"
+        f"the snapshot of step {found.record.step} was changed in memory: its words' sum was "
+        f"{expected:016x}, and is {now:016x}"
     )
 
 

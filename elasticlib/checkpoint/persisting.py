@@ -20,8 +20,7 @@ from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
 from ..threads import helper
 from .memory import flaw, pinned
-from .slot import Found, Record
-from .summing import Summing
+from .slot import Found, Record, word_sum
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -108,9 +107,7 @@ def _persist_one(
         with pinned(memory, found) as view:
             if view is None:
                 return f"{_what(record)} was not written: it is not there any more"
-            with Summing() as summing:
-                summing.give(view)
-            damage = flaw(memory, found, summing.result())
+            damage = flaw(memory, found, lambda: word_sum(view))
             if damage:
                 claim.give_up()
                 return f"{_what(record)} was not written: {damage}"

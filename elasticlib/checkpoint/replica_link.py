@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ..clock import monotonic
 from ..errors import CheckpointError, StoreRefused
-from .place import no_news
 from .replica_wire import (
     CONTROL_BYTES,
     HEAD,
@@ -73,11 +72,8 @@ class Link:
             self._send(header(Kind.DATA, piece))
             self._send(piece)
 
-    def receive(self, data: memoryview, seen: Callable[[memoryview], None] = no_news) -> None:
-        """All of `data` from the frames that come; StoreRefused for what is changed or too much.
-
-        seen: called with each part of it, in order.
-        """
+    def receive(self, data: memoryview) -> None:
+        """All of `data` from the frames that come; StoreRefused for what is changed or too much."""
         at = 0
         while at < len(data):
             self._deadline = monotonic() + FRAME_SECONDS
@@ -87,7 +83,6 @@ class Link:
             with data[at : at + head.size] as chunk:
                 self._fill(chunk)
                 check_sum(head, chunk)
-            seen(data[at : at + head.size])
             at += head.size
 
     def close(self) -> None:

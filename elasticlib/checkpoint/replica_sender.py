@@ -20,7 +20,7 @@ from ..rendezvous.interface import RendezvousInfo
 from ..stores.secret import NONCE_BYTES, check_secret
 from ..threads import helper
 from .buddies import Place, decode_place
-from .memory import held, pieces
+from .memory import held, pieces, sum_of
 from .replica_link import FRAME_SECONDS, Link, Refused
 from .replica_wire import CHUNK_BYTES, PROTOCOL, Kind, Proofs
 from .slot import Found
@@ -198,6 +198,9 @@ class ReplicaSender:
                 kept = False
             else:
                 link.send(pieces(handle, record.size, CHUNK_BYTES))
+                # It takes longer to send than to sum: by now there is one, if its worker lives.
+                summed = sum_of(self._memory, found)
+                link.say(Kind.SEAL, sum="" if summed is None else f"{summed:016x}")
                 link.hear(Kind.KEPT)
         self._offered[record.name, record.part] = record.sequence
         if kept:

@@ -25,7 +25,6 @@ from .memory import Slots
 from .replica_link import Link
 from .replica_wire import PROTOCOL, Kind, Proofs
 from .slot import Record, read_record
-from .summing import Summing
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -202,10 +201,12 @@ class ReplicaServer:
         slots.make_folder()
         try:
             self._check_room(record)
-            with slots.writing(record) as view, Summing() as summing:
+            with slots.writing(record) as view:
                 link.say(Kind.TAKE)
-                link.receive(view, summing.give)
-            slots.seal(record, summing.result())
+                link.receive(view)
+                sealed = link.hear(Kind.SEAL)["sum"]
+            if sealed:
+                slots.seal(record, int(sealed, 16))
         except CheckpointError as error:
             link.say(Kind.REFUSED, message=str(error), final=False)
             return

@@ -3,13 +3,14 @@
 A frame is a kind, a length, the CRC-32 of both and the payload, and that; each kind has a longest
 payload, and all but DATA are JSON of a fixed schema. In turn: the taker's CHALLENGE, the giver's
 HELLO, the taker's PROOF, then the giver's, the taker's WELCOME; then for each snapshot OFFER, TAKE,
-DATA as often as it takes, KEPT.
+DATA as often as it takes, SEAL, KEPT.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ class Kind(enum.IntEnum):
     KEPT = 7
     REFUSED = 8
     PROOF = 9
+    SEAL = 10
 
 
 def _is_whole(value: Any) -> bool:
@@ -50,6 +52,10 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_sum(value: Any) -> bool:
+    return type(value) is str and re.fullmatch("(?:[0-9a-f]{16})?", value) is not None
+
+
 SCHEMA: Mapping[Kind, Mapping[str, Callable[[Any], bool]]] = {
     Kind.CHALLENGE: {"protocol": _is_whole, "nonce": is_digits},
     Kind.HELLO: {"rank": _is_whole, "nonce": is_digits},
@@ -57,6 +63,7 @@ SCHEMA: Mapping[Kind, Mapping[str, Callable[[Any], bool]]] = {
     Kind.WELCOME: {},
     Kind.OFFER: {"record": lambda value: type(value) is dict},
     Kind.TAKE: {},
+    Kind.SEAL: {"sum": _is_sum},
     Kind.KEPT: {},
     Kind.REFUSED: {"message": _is_text, "final": lambda value: type(value) is bool},
 }

@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,9 @@ from .interface import Held, Source
 from .memory import NEWS, Slots
 from .pack import fill, lay_out
 from .pack_head import size_of
-from .place import CHUNK
-from .sealing import Sealing
+from .sealing import Sealing, torch_sum
 from .shards import has_notes
 from .slot import Found, Record, given_up, outlived, that_count
-from .summing import Summing
 from .told import Told
 
 
@@ -195,7 +194,7 @@ class SnapshotMemory(Source):
                 raise CheckpointError(f"the snapshot {_name(found)} was replaced while it was read")
             copy = _fresh(len(view))
             summed = _copy(view, copy)
-            flaw = memory.flaw(self._memory, found, summed)
+            flaw = memory.flaw(self._memory, found, lambda: summed)
             if flaw:
                 raise CheckpointCorrupt(flaw)
         if size_of(memoryview(copy)[:64])[0] != found.record.size:
@@ -227,13 +226,12 @@ class SnapshotMemory(Source):
 
 
 def _copy(view: memoryview, into: mmap.mmap) -> int:
-    """The CRC-32 of what is copied, which is summed beside the copying."""
+    """The sum of what is copied, which is made beside the copying: that waits for new pages."""
     source, target = (torch.frombuffer(b, dtype=torch.uint8) for b in (view, into))
-    with Summing() as summing, memoryview(into) as copied:
-        for start in range(0, len(view), CHUNK):
-            target[start : start + CHUNK].copy_(source[start : start + CHUNK])
-            summing.give(copied[start : start + CHUNK])
-        return summing.result()
+    with ThreadPoolExecutor(1, "elasticlib-sum") as beside:
+        summed = beside.submit(torch_sum, source)
+        target.copy_(source)
+        return summed.result()
 
 
 def _fresh(size: int) -> mmap.mmap:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,13 +24,14 @@ from elasticlib.checkpoint.replica_link import Link, Refused
 from elasticlib.checkpoint.replica_wire import (
     CHUNK_BYTES,
     HEAD,
+    PROTOCOL,
     Kind,
     Proofs,
     control,
     read_fields,
     read_header,
 )
-from elasticlib.checkpoint.slot import Found, Record
+from elasticlib.checkpoint.slot import Found, Record, word_sum
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
@@ -86,6 +86,7 @@ class Host:
         slots = self.slots.setdefault(record.part, memory.Slots(self._era(self.era)))
         with slots.writing(record) as view:
             view[:] = pack
+        slots.seal(record, word_sum(memoryview(pack)))
         with contextlib.suppress(OSError):
             news = self.folder / str(self.era) / memory.NEWS
             handle = os.open(news, os.O_WRONLY | os.O_NONBLOCK)
@@ -143,7 +144,7 @@ def test_each_snapshot_is_with_the_next_node_and_nowhere_else(hosts: list[Host])
         assert not host.found(str((rank + 1) % 3))
         assert replica.record == hosts[int(before)].found()[0].record
         until("its sum", lambda f=host.folder, one=replica: memory.sum_of(f, one) is not None)
-        assert memory.sum_of(host.folder, replica) == zlib.crc32(pack)
+        assert memory.sum_of(host.folder, replica) == word_sum(memoryview(pack))
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     until("the newest", hosts[1].has("0", 8))
@@ -257,6 +258,7 @@ def give(link: Link, record: Record, pack: bytes) -> None:
     link.say(Kind.OFFER, record=attrs.asdict(record))
     link.hear(Kind.TAKE)
     link.send([bytes(pack)])
+    link.say(Kind.SEAL, sum="")
     link.hear(Kind.KEPT)
 
 
@@ -280,7 +282,7 @@ def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Ho
     hosts[0].begin(infos[0])
     connection, _ = listener.accept()
     link = Link(connection)
-    link.say(Kind.CHALLENGE, protocol=2, nonce="ab" * 32)
+    link.say(Kind.CHALLENGE, protocol=PROTOCOL, nonce="ab" * 32)
     link.hear(Kind.HELLO)
     link.say(Kind.PROOF, proof="ef" * 32)
     # It is not even given a proof, which it could guess the secret from.
