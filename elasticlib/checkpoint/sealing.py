@@ -34,8 +34,9 @@ def torch_sum(data: torch.Tensor, *, serial: bool = False) -> int:
     whole = len(data) // 8 * 8
     summed = int.from_bytes(bytes(data[whole:].tolist()), "little")
     words = data[:whole].view(torch.int64)
-    for part in words.split(_SERIAL if serial else max(1, len(words))):
-        summed += int(part.sum())
+    step = _SERIAL if serial else max(1, len(words))
+    for at in range(0, len(words), step):
+        summed += int(words[at : at + step].sum())
     return summed % SUMS
 
 
