@@ -239,7 +239,8 @@ def _asker() -> tuple[str, int]:
     """Which package, other than this one, asks for a state; and how many calls it is away."""
     frames = 1
     frame = sys._getframe(1)
-    while (package := frame.f_globals["__name__"].partition(".")[0]) == "elasticlib":
+    # A program that was given to exec() may have no name.
+    while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) == "elasticlib":
         if frame.f_back is None:
             break
         frame, frames = frame.f_back, frames + 1

@@ -113,7 +113,7 @@ def _past(step: int, found: dict[str, Any]) -> dict[str, Any] | None:
 
 def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
     secret = job.folder / "secret"
-    secret.write_text("known")
+    secret.write_text("known to all the nodes")
     meet = (
         "--nnodes",
         "2",

@@ -125,7 +125,7 @@ def test_what_takes_the_connection_and_says_nothing_is_named_with_the_seconds() 
 
 
 def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
-    welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": None}))
+    welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))
     with (
         answering(welcome) as port,
         TcpStore("127.0.0.1", port, timeout=0.2, connect_timeout=20.0) as store,
@@ -140,7 +140,7 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
     "answer", [b"HTTP/1.1 500", encode(Frame("written", 1, {"version": 1})), b""]
 )
 def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
-    welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": "", "proof": None}))
+    welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))
     named = pytest.raises((StoreRefused, StoreTimeout), match=r"127\.0\.0\.1:\d+")
     with (
         answering(welcome, answer) as port,
