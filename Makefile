@@ -27,7 +27,8 @@ BARE := tests/logical/test_logical_workers.py tests/faults/test_recovery.py \
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-long test-bare test-integrations test-newest test-pythons lint types \
+.PHONY: help demo test test-long test-bare test-integrations test-newest test-pythons resolve-pythons \
+	lint types \
 	notebooks docs bench bench-integrations soak clean
 
 help:
@@ -38,6 +39,7 @@ help:
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make test-newest   the tests that touch torch, on the newest one, in an environment of its own"
 	@echo "make test-pythons  sets up and runs the demo on each Python that is at hand"
+	@echo "make resolve-pythons  the same, but pip alone looks for what the other Pythons need"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make notebooks  run the notebooks"
@@ -102,6 +104,9 @@ test-newest: $(STAMP_NEWEST)
 
 test-pythons:
 	@$(PYTHON) tests/pythons.py $(PYTHONS)
+
+resolve-pythons:
+	@$(PYTHON) tests/pythons.py --resolve $(PYTHONS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -2,7 +2,9 @@
 
 `make demo` is run as a newcomer runs it, in an environment of its own that is removed afterwards;
 what `make test` would install besides is resolved alone. `python tests/pythons.py [3.10 ...]` tries
-the ones that are named, and says which of the others it has not found.
+the ones that are named, and says which of the others it has not found. With `--resolve` the demo is
+run on the Python of this one's version alone, as each other brings a torch of some gigabytes; of
+those it is shown that pip finds all that is needed.
 """
 
 from __future__ import annotations
@@ -46,13 +48,15 @@ def version_of(path: Path) -> tuple[int, ...]:
     return tuple(map(int, asked.stdout.split())) if asked.returncode == 0 else ()
 
 
-def try_one(python: Path, place: Path) -> str:
+def try_one(python: Path, place: Path, *, demo: bool) -> str:
     """What did not work, or nothing."""
-    make = ["make", "--no-print-directory", "demo", f"PYTHON={python}", f"VENV={place}"]
+    begin = [python, "-m", "venv", place]
+    if demo:
+        begin = ["make", "--no-print-directory", "demo", f"PYTHON={python}", f"VENV={place}"]
     # Resolved with what the metadata says: nothing but that is downloaded.
     resolve = [place / "bin/python", "-m", "pip", "--disable-pip-version-check", "install"]
     resolve += ["--dry-run", "--quiet", "--constraint", "constraints.txt", "--editable", ".[dev]"]
-    for command in (make, resolve):
+    for command in (begin, resolve):
         said = " ".join(map(str, command))
         try:
             ran = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False)
@@ -63,8 +67,11 @@ def try_one(python: Path, place: Path) -> str:
     return ""
 
 
-def main(asked: list[str]) -> int:
+def main(given: list[str]) -> int:
     found = at_hand()
+    resolve = "--resolve" in given
+    asked = [word for word in given if word != "--resolve"]
+    own = ".".join(map(str, sys.version_info[:2]))
     wanted = asked or list(found)
     failed = 0
     for version in [version for version in (asked or SUPPORTED) if version not in found]:
@@ -76,10 +83,13 @@ def main(asked: list[str]) -> int:
         place = PLACE / version
         shutil.rmtree(place, ignore_errors=True)
         try:
-            why = try_one(found[version], place)
+            demo = not resolve or version == own
+            why = try_one(found[version], place, demo=demo)
         finally:
             shutil.rmtree(place, ignore_errors=True)
-        print(f"Python {full}: {why or 'set up, demo run'}", flush=True)
+        print(
+            f"Python {full}: {why or ('set up, demo run' if demo else 'all is found')}", flush=True
+        )
         failed += bool(why)
     print(f"{len([v for v in wanted if v in found]) - failed} passed, {failed} failed")
     return 1 if failed or not found else 0
