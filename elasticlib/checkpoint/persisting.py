@@ -36,6 +36,7 @@ WRITE_SECONDS = 600.0
 CLAIM_SECONDS = 60.0
 """For which a node that says it writes is believed, since it said so last."""
 RENEW_SECONDS = 5.0
+TORCH_PAYS_BYTES = 512 << 20
 _DONE = b"done"
 
 
@@ -123,8 +124,9 @@ def _persist_one(
 
 
 def _sum(view: memoryview) -> int:
-    """With torch where this agent has it already (its node serves the workers' store, say)."""
-    if "torch" not in sys.modules:
+    """With torch where this agent has it already (its node serves the workers' store, say), or
+    where to import it takes less time than it saves."""
+    if "torch" not in sys.modules and len(view) < TORCH_PAYS_BYTES:
         return word_sum(view)
     import torch
 
