@@ -68,7 +68,8 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "not long"
 
 test-long: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m long
+	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m "long and not alone"
+	@$(BIN)/python -m pytest -q -m alone tests/rendezvous tests/faults
 
 $(STAMP_BARE): setup.cfg pyproject.toml constraints.txt
 	@echo "setting up $(VENV_BARE)"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from jobs import Job, generation_of
 
-pytestmark = [pytest.mark.faults, pytest.mark.long]
+pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.alone]
 
 BUSY = 20
 SECONDS = 50.0
