@@ -14,7 +14,7 @@ INTEGRATIONS := tests/integrations
 VENV_NEWEST := .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
-TOUCH_TORCH := tests/checkpoint tests/data tests/faults tests/launch tests/logical tests/rendezvous \
+NEWEST_TESTS ?= tests/checkpoint tests/data tests/faults tests/launch tests/logical tests/rendezvous \
 	tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
 # What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
 VENV_BARE := .venv-bare
@@ -101,7 +101,7 @@ $(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.
 	@touch $@
 
 test-newest: $(STAMP_NEWEST)
-	@$(VENV_NEWEST)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not long" $(TOUCH_TORCH)
+	@$(VENV_NEWEST)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not long" $(NEWEST_TESTS)
 
 test-pythons:
 	@$(PYTHON) tests/pythons.py $(PYTHONS)
