@@ -11,7 +11,11 @@ from collections.abc import Iterator
 import pytest
 from jobs import Job, generation_of
 
-pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.alone]
+pytestmark = [
+    *(pytest.mark.faults, pytest.mark.long, pytest.mark.alone),
+    # Whoever is that busy takes its time to begin, too.
+    pytest.mark.timeout(600),
+]
 
 BUSY = 20
 SECONDS = 50.0
