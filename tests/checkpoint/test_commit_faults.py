@@ -226,18 +226,6 @@ def test_a_short_write_is_carried_on(
         assert loaded(folder) == NEW
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 200 KiB."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
 def test_a_full_disk_and_a_read_only_one_keep_the_last_checkpoint(small_disk: Path) -> None:
     with CheckpointManager(small_disk, keep_last=1) as manager:
         manager.save(1, state(OLD))
