@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticlib import Node
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, read_launch
 from elasticlib.launch.nodelist import MOST, expand_nodelist
 from elasticlib.launch.requeue import decide, find_requeue
 from elasticlib.launch.skypilot import read_skypilot
 from elasticlib.launch.slurm import PORTS, read_slurm, requeue_target
-from elasticlib.rendezvous.document import Node
 
 BATCH = {
     "SLURM_JOB_ID": "4711",
