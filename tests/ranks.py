@@ -47,22 +47,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @attrs.frozen
 class Ended:
-    """How a rank ended: with a value, with a traceback, or with neither, as when it is killed."""
+    """How a rank ended."""
 
     status: int
     """Its exit code; of a signal, the negative number."""
     value: Any = None
     error: str = ""
-
-    @property
-    def failure(self) -> str:
-        """Why it has no value; empty if it has one."""
-        if self.error or not self.status:
-            return self.error
-        how = f"exit code {self.status}"
-        if self.status < 0:
-            how = f"signal {signal.Signals(-self.status).name}"
-        return f"it ended with {how} and without a traceback: see standard error"
+    """Its traceback, or what it ended with instead of a value; empty if it has a value."""
 
 
 @attrs.frozen
@@ -99,7 +90,7 @@ class Ranks:
         """The values of `function(*args)` in each of `world` ranks; the failures of all, if any
         rank fails. Options are those of `ends`."""
         ends = self.ends(function, world, *args, **options)
-        failed = [f"rank {rank}: {end.failure}" for rank, end in enumerate(ends) if end.failure]
+        failed = [f"rank {rank}: {end.error}" for rank, end in enumerate(ends) if end.error]
         assert not failed, f"of {world} ranks of {function}:\n" + "\n".join(failed)
         return [end.value for end in ends]
 
@@ -122,10 +113,7 @@ class Ranks:
         _send(self._control, request, 1, 2)
         self._control.settimeout(seconds + 3 * GRACE)
         answers, _ = _receive(self._control)
-        return [
-            Ended(status, *pickle.loads(found)) if found else Ended(status)
-            for status, found in answers
-        ]
+        return [_ended(status, found) for status, found in answers]
 
     def close(self) -> int:
         """End the warm process; its exit code, which is 0 where it had not to be killed."""
@@ -151,6 +139,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Ranks:
     return pytestconfig.stash[_KEY]
+
+
+def _ended(status: int, found: bytes) -> Ended:
+    if found:
+        return Ended(status, *pickle.loads(found))
+    how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+    return Ended(status, error=f"it ended with {how} and said nothing: see standard error")
 
 
 def _send(control: socket.socket, value: object, *descriptors: int) -> None:
