@@ -13,7 +13,6 @@ from ranks import Ranks
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.here import find_out
 from elasticlib.errors import CheckpointError, ConfigError
-from elasticlib.workers.spec import SNAPSHOTS
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An agent's, as its worker is told of it."""
     era = tmp_path / "memory" / "1"
     era.mkdir(parents=True)
-    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     return era
 
