@@ -81,14 +81,18 @@ def test_a_template_in_which_threads_were_started_later_forks_no_more(tmp_path: 
     try:
         assert found.wait(60)
         assert found.ready
-        deadline = time.monotonic() + 60
         with pytest.raises(TemplateUnfit, match="has started threads"):
-            while time.monotonic() < deadline:
-                worker = found.fork(["", "script", os.devnull], os.environ, [None, None])
-                assert worker.wait() == 0
-                # It imports once nobody has asked for a worker for so long.
-                time.sleep(2 * template.IDLE_SECONDS)
+            _fork_again_and_again(found, 60)
         assert not found.ready
         assert found.complaint
     finally:
         found.close()
+
+
+def _fork_again_and_again(found: Template, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        worker = found.fork(["", "script", os.devnull], os.environ, [None, None])
+        assert worker.wait() == 0
+        # It imports once nobody has asked for a worker for so long.
+        time.sleep(2 * template.IDLE_SECONDS)
