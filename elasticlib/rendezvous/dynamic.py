@@ -145,7 +145,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 told(error)
                 return
             last = None
-            while self._joined is joined and (last is None or not last.final):
+            while self._joined is joined and (last is None or not last.kind.final):
                 change = self._change_after(last, LOOK_AGAIN_SECONDS)
                 if change is not None:
                     last = change
