@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["jobs", "hosts"]
+pytest_plugins = ["jobs", "hosts", "ranks"]
 
 # A shell's `&` has SIGINT and SIGQUIT ignored, nohup SIGHUP, which processes inherit; many here are
 # to be ended by them.

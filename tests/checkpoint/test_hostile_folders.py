@@ -22,7 +22,6 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint import manifest as manifests
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.commands import main
-from elasticlib.workers.spec import SNAPSHOTS
 
 
 def state(value: float, size: int = 3) -> dict[str, Any]:
@@ -430,7 +429,7 @@ def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
 ) -> None:
     era = tmp_path / "memory" / "1"
     era.mkdir(parents=True)
-    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     with CheckpointManager(small_disk) as manager:
         assert manager.restore(state(0)) == 0

@@ -1,13 +1,8 @@
-"""One rank that saves or loads sharded state, and says what it found: see its test.
-
-python sharding_worker.py FOLDER STORE RANK WORLD ACT
-"""
+"""What a rank does that saves or loads sharded state: see test_sharded_checkpoints."""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -71,59 +66,39 @@ def save(manager: CheckpointManager, state: dict[str, object]) -> None:
     load(manager, state)
 
 
-def fail_on_one(manager: CheckpointManager, state: dict[str, object]) -> None:
+def fail_on_one(manager: CheckpointManager, state: dict[str, object]) -> str:
     """One rank's part cannot be written: none of the ranks counts it as saved."""
     if dist.get_rank() == 1:
         manager._commits()._place = None  # type: ignore[assignment]
     manager.save(4, state)
+    said = ""
     try:
         manager.wait()
     except (CheckpointError, AttributeError) as error:
-        print(f"rank {dist.get_rank()}: {error}", flush=True)
+        said = str(error)
     assert manager.latest() == 3
+    return said
 
 
-def refuse_own_folders(folder: str, state: dict[str, object]) -> None:
+def refuse_own_folders(folder: Path, state: dict[str, object]) -> str:
     try:
         CheckpointManager(folder, shared=False).save(5, state)
     except CheckpointError as error:
-        print(error, flush=True)
+        return str(error)
+    return ""
 
 
-def be_a_rank(folder: str, rank: int, world: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store.{world}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+def save_and_fail(folder: Path) -> str:
+    """What each of two ranks is told of the save that fails."""
     state = trained()
-    with CheckpointManager(f"{folder}/checkpoints", keep_last=2) as manager:
-        if world == 2:
-            save(manager, state)
-            fail_on_one(manager, state)
-        else:
-            load(manager, state)
-            refuse_own_folders(folder, state)
-    dist.destroy_process_group()
+    with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
+        save(manager, state)
+        return fail_on_one(manager, state)
 
 
-def run(folder: str, world: int) -> None:
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                be_a_rank(folder, rank, world)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    assert not any(statuses), statuses
-
-
-if __name__ == "__main__":
-    run(sys.argv[1], 2)
-    run(sys.argv[1], 1)
-    print("done")
+def load_alone(folder: Path) -> str:
+    """What one rank is told that would save to a folder of its own."""
+    state = trained()
+    with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
+        load(manager, state)
+    return refuse_own_folders(folder, state)

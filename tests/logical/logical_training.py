@@ -1,32 +1,18 @@
-"""Trains a small model with logical workers, at one world size after another.
+"""A small model that ranks train with logical workers, from where a checkpoint is, if any.
 
-`logical_training.py FOLDER`, with a JSON object on the standard input: for each name a list of
-segments, each a dict with `world` and `until` (the step at which it ends), and perhaps `killed`
-(the step in which rank 0 is killed), `members` (of the world, those who train, as a group), or
-`astray` (what the last rank has otherwise than the others, or all of them wrong). Torch is imported
-once, and each rank is a fork. What was trained is carried from segment to segment by a checkpoint
-alone. Prints a JSON object: for each name, the digest of each step's weights and of the optimizer
-at the end; for who went astray, what each rank says.
-
-A segment with `program` runs that script with `args`, in the folder of its job, as a launcher would
-run it, or on its own where `world` is 0.
+A segment of a training is a dict with `until`, the step at which it ends, and perhaps `killed` (the
+step in which rank 0 is killed), `members` (of the world, those who train, as a group), or `astray`
+(what the last rank has otherwise than the others, or all of them wrong). What was trained is
+carried from segment to segment by a checkpoint alone.
 """
 
-import contextlib
 import ctypes
-import functools
 import hashlib
 import io
-import json
 import os
-import runpy
 import signal
-import sys
-import traceback
-from pathlib import Path
 
 import torch
-import torch._dynamo  # which an optimizer would import in every fork
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -82,6 +68,7 @@ def digest(state):
 
 
 def train(folder, segment):
+    """The digest of each step's weights and at last of the optimizer; nothing on other ranks."""
     until, killed, astray = segment["until"], segment.get("killed", -1), segment.get("astray")
     group = dist.new_group(segment["members"]) if "members" in segment else None
     if dist.get_rank(group) < 0:
@@ -139,85 +126,9 @@ def compute(logical, step, killed, dataset):
     assert own == list(logical.samples(batch))
 
 
-def whole_life(rank, body):
-    """A fork's exit code."""
+def train_or_be_refused(folder, segment):
+    """What `train` gives, or with what it is refused."""
     try:
-        torch.set_num_threads(1)
-        body(rank)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def in_forks(world, body):
-    """All ranks, each in a fork; how each of them ended."""
-    children = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            os._exit(whole_life(rank, body))
-        children.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-
-
-def train_and_tell(folder, segment, meeting, rank):
-    store = dist.FileStore(str(meeting), segment["world"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=segment["world"])
-    quiet = open(os.devnull, "w") if "killed" in segment else sys.stderr  # noqa: SIM115
-    with contextlib.redirect_stderr(quiet):
-        try:
-            told = train(folder, segment)
-        except (NotReproducible, ConfigError) as error:
-            told = [str(error)]
-    (folder / f"told.{rank}").write_text(json.dumps(told))
-    dist.destroy_process_group()
-
-
-def launched(folder, segment):
-    """A script in ranks that find their store as a launcher's workers do."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    place |= {"WORLD_SIZE": str(segment["world"]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-    def body(rank):
-        os.chdir(folder)
-        if segment["world"]:
-            os.environ.update(place, RANK=str(rank))
-        sys.argv = [segment["program"], *segment["args"]]
-        runpy.run_path(segment["program"], run_name="__main__")
-
-    codes = in_forks(max(1, segment["world"]), body)
-    assert not any(codes), (segment, codes)
-
-
-def play(folder, segments):
-    folder.mkdir()
-    for number, segment in enumerate(segments):
-        if "program" in segment:
-            launched(folder, segment)
-            continue
-        meeting = folder / f"meeting.{number}"
-        codes = in_forks(
-            segment["world"], functools.partial(train_and_tell, folder, segment, meeting)
-        )
-        if "killed" in segment:
-            assert codes[0] == -signal.SIGKILL, codes
-        else:
-            assert not any(codes), (segments, codes)
-    last = segments[-1]
-    if "program" in last:
-        return []
-    ranks = last.get("members", range(last["world"]))
-    told = [json.loads((folder / f"told.{rank}").read_text()) for rank in ranks]
-    assert all(one == told[0] for one in told), f"ranks say {told}"
-    return told[0]
-
-
-def main():
-    folder, jobs = Path(sys.argv[1]), json.load(sys.stdin)
-    print(json.dumps({name: play(folder / name, segments) for name, segments in jobs.items()}))
-
-
-if __name__ == "__main__":
-    main()
+        return train(folder, segment)
+    except (NotReproducible, ConfigError) as error:
+        return [str(error)]

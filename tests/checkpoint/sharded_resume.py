@@ -1,14 +1,9 @@
-"""FSDP2 training that is interrupted, and goes on with a fresh model and optimizer: see its test.
-
-python sharded_resume.py FOLDER: two ranks train and save; two, and then one, go on.
-"""
+"""FSDP2 training that is interrupted and goes on in a fresh model and optimizer: see its test."""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,21 +74,21 @@ def bits(value: Any) -> Any:
     return [bits(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def save(folder: str, kind: str) -> None:
+def save(folder: Path, kind: str) -> None:
     model, optimizer = made(kind)
     train(model, optimizer, range(SAVED))
-    with CheckpointManager(f"{folder}/{kind}") as manager:
+    with CheckpointManager(folder / kind) as manager:
         manager.save(SAVED, {"model": model, "optimizer": optimizer})
 
 
-def go_on(folder: str, kind: str) -> None:
+def go_on(folder: Path, kind: str) -> None:
     model, optimizer = made(kind)
     train(model, optimizer, range(SAVED))
     before = bits([model, optimizer])
     train(model, optimizer, range(SAVED, STEPS))
     fresh, made_anew = made(kind)
     unused = bits([fresh, made_anew])
-    with CheckpointManager(f"{folder}/{kind}") as manager:
+    with CheckpointManager(folder / kind) as manager:
         # To read is not to change; whatever an optimizer makes of itself at its first step.
         found = manager.load(like={"model": fresh, "optimizer": made_anew})
         assert bits([fresh, made_anew]) == unused
@@ -109,7 +104,7 @@ def go_on(folder: str, kind: str) -> None:
     train(fresh, made_anew, range(SAVED, STEPS))
     assert bits([fresh, made_anew]) == bits([model, optimizer])
     # What has gone further, and has more state than was saved, goes back all the same.
-    with CheckpointManager(f"{folder}/{kind}") as manager:
+    with CheckpointManager(folder / kind) as manager:
         fresh.unused(torch.ones(2, 3)).sum().backward()
         made_anew.step()
         made_anew.zero_grad()
@@ -117,34 +112,11 @@ def go_on(folder: str, kind: str) -> None:
     assert bits([fresh, made_anew]) == before
 
 
-def be_a_rank(folder: str, turn: int, rank: int, world: int) -> None:
-    torch.set_num_threads(1)
-    meet = f"file://{folder}/store.{turn}"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+def save_each(folder: Path) -> None:
     for kind in OPTIMIZERS:
-        (go_on if turn else save)(folder, kind)
-    dist.destroy_process_group()
+        save(folder, kind)
 
 
-def run(folder: str, turn: int, world: int) -> None:
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                be_a_rank(folder, turn, rank, world)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    assert not any(statuses), statuses
-
-
-if __name__ == "__main__":
-    for turn, world in enumerate((2, 2, 1)):
-        run(sys.argv[1], turn, world)
-    print("done")
+def go_on_with_each(folder: Path) -> None:
+    for kind in OPTIMIZERS:
+        go_on(folder, kind)

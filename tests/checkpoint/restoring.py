@@ -1,17 +1,11 @@
-"""Ranks that restore: a server that forks them for one scenario after the other, torch loaded.
-
-It reads a line of JSON for each run, and answers with a line: what each rank found.
-"""
+"""What ranks do that restore together, from packs in folders of their own: see test_agree."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import resource
 import signal
-import sys
-import tempfile
 import traceback
 import zlib
 from collections.abc import Callable
@@ -30,8 +24,6 @@ from elasticlib.checkpoint.pack import fill, lay_out, unpack
 from elasticlib.checkpoint.peers import Pack, Peers, peers_of
 from elasticlib.checkpoint.shards import localize
 from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
-
-SECONDS = 30
 
 
 def packed(state: object) -> bytearray:
@@ -128,7 +120,7 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         if run.get("fragile"):
             state["fragile"] = {"a": 2}
         source.write(held, state, damage=damage)
-    source.fault = run.get("faults", {}).get(str(rank), {})
+    source.fault = run.get("faults", {}).get(rank, {})
     own: dict[str, Any] = {"w": torch.zeros(run.get("elements", 1000)), "n": 0}
     if "names" in run:
         own = {name: own.get(name, 0) for name in run["names"]}
@@ -234,63 +226,14 @@ def own_group(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     return {**found, "other": other, "left": len(left), "told": told, "refused": refused}
 
 
-SCENARIOS: dict[str, Callable[[int, Path, dict[str, Any]], dict[str, Any]]] = {
-    "restore": restore,
-    "sharded": sharded,
-    "own group": own_group,
-}
-
-
-def rank_of(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    if run["world"]:
-        dist.init_process_group(
-            run.get("backend", "gloo"),
-            init_method=f"file://{folder}/group",
-            rank=rank,
-            world_size=run["world"],
-            timeout=datetime.timedelta(seconds=run.get("timeout", 20)),
-        )
+def found_by(
+    scenario: Callable[[int, Path, dict[str, Any]], dict[str, Any]],
+    folder: Path,
+    run: dict[str, Any],
+) -> dict[str, Any]:
+    """What a rank finds, or the error that it is told."""
     try:
-        return SCENARIOS[run["scenario"]](rank, folder, run)
+        return scenario(dist.get_rank() if dist.is_initialized() else 0, folder, run)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def play(run: dict[str, Any]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        children = {}
-        for rank in range(max(1, run["world"])):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    signal.alarm(SECONDS)
-                    found = rank_of(rank, folder, run)
-                    (folder / f"found-{rank}").write_text(json.dumps(found))
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)
-            children[rank] = pid
-        for pid in children.values():
-            os.waitpid(pid, 0)
-        files = [folder / f"found-{rank}" for rank in children]
-        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
-
-
-def main() -> None:
-    for line in sys.stdin:
-        print(json.dumps(play(json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # The first optimizer imports what each rank would import anew.
-    torch.optim.AdamW([torch.zeros(1)])
-    main()
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
