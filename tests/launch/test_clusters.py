@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import Node
@@ -209,7 +209,6 @@ def compressed(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
     return f"[{','.join(texts)}]", numbers
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(WORDS, st.lists(NUMBERS, max_size=2)), min_size=1, max_size=3))
 def test_a_list_of_nodes_is_what_was_compressed(entries: list[tuple[str, list]]) -> None:
     texts, names = [], []
