@@ -22,8 +22,11 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, usual)
 
 # An example that takes its time on a busy machine is no fault; a test as a whole has its bound.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# `--hypothesis-profile=night -m hypothesis` draws many examples in each property test.
+settings.register_profile("day", max_examples=30, **ANY_MACHINE)
+settings.register_profile("night", max_examples=500, **ANY_MACHINE)
+settings.load_profile("day")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
