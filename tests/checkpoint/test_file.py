@@ -17,7 +17,7 @@ import zipfile
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -231,7 +231,6 @@ states = st.recursive(
 
 
 @given(states)
-@settings(deadline=None, max_examples=150)
 def test_whatever_is_accepted_is_read_back_equal(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "any.pt"
     assert why_unsavable(state) is None
