@@ -63,7 +63,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     changed = _changed_since(before)
     link.send(problem.encode()[:MOST_SAID] if problem else b"ready")
     _share()
-    later = LATER
+    later: Sequence[str] = LATER
     while True:
         if later and not select.select([link], [], [], IDLE_SECONDS)[0]:
             problem = problem or _import_these(later)
