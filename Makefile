@@ -90,8 +90,9 @@ BUSY ?= 3
 test-busy: $(STAMP)
 	@$(BIN)/python tests/beside.py $(BUSY) $(MAKE) --no-print-directory test test-processes
 
-release-check: test-busy test-pythons
+release-check: test-busy test-pythons $(STAMP_INTEGRATIONS)
 	@$(BIN)/python -m pytest -q -m release
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -m release $(INTEGRATIONS)
 	@$(BIN)/python -m pytest -q -n 2 tests/rendezvous/test_simulation.py --seeds 10000 --timeout 3600
 	@$(MAKE) --no-print-directory test-newest NEWEST_TESTS=tests
 	@$(MAKE) --no-print-directory soak FAULTS=500
@@ -114,7 +115,7 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@touch $@
 
 test-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 2 $(BY_FILE) $(INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 3 $(BY_FILE) -m "not release" $(INTEGRATIONS)
 
 $(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.txt
 	@echo "setting up $(VENV_NEWEST)"
