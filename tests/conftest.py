@@ -22,10 +22,9 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, usual)
 
 # An example that takes its time on a busy machine is no fault; a test as a whole has its bound.
-ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-# `--hypothesis-profile=night -m hypothesis` draws many examples in each property test.
-settings.register_profile("day", max_examples=30, **ANY_MACHINE)
-settings.register_profile("night", max_examples=500, **ANY_MACHINE)
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("day", max_examples=40, **PATIENT)
+settings.register_profile("many", max_examples=400, **PATIENT)  # make test-long
 settings.load_profile("day")
 
 
