@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -22,14 +23,12 @@ from typing import Any
 
 from .enter import die_with
 
-TORCH = (
-    "torch",
-    "torch.distributed.nn",
-    "torch.nn.parallel",
-    "torch.utils.data",
-    # The first step of any optimizer imports it, for a second.
-    "torch._dynamo",
-)
+TORCH = ("torch", "torch.distributed.nn", "torch.nn.parallel", "torch.utils.data")
+LATER = ("torch._dynamo",)
+"""The first optimizer of a program imports it, which takes as long as torch itself does. The first
+workers are not kept waiting for it: it is imported once nobody has asked for a worker for so long:
+"""
+IDLE_SECONDS = 1.0
 STREAMS = 3
 MOST_SAID = 2048
 # torch sets it as it is imported, and anew whenever it looks: a script that imports it later may
@@ -60,15 +59,16 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     before = dict(os.environ)
     dispositions = _deaf()
     # What the user asked for is looked at before the seconds that torch takes.
-    problem = _import_all(folder, preload) or _unclean() or _import_torch() or _unclean()
-    changed = {key: text for key, text in os.environ.items() if before.get(key) != text}
-    for key in SET_ANEW:
-        changed.pop(key, None)
-    link.send(problem.encode()[:4096] if problem else b"ready")
-    # What is there by now is shared, and looked at by no collection in any worker.
-    gc.collect()
-    gc.freeze()
+    problem = _import_all(folder, preload) or _unclean() or _import_these(TORCH)
+    changed = _changed_since(before)
+    link.send(problem.encode()[:MOST_SAID] if problem else b"ready")
+    _share()
+    later = LATER
     while True:
+        if later and not select.select([link], [], [], IDLE_SECONDS)[0]:
+            problem = problem or _import_these(later)
+            later, changed = (), _changed_since(before)
+            _share()
         try:
             message, descriptors, _, _ = socket.recv_fds(link, 64, STREAMS + 1)
         except OSError:
@@ -78,13 +78,16 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
         if message.startswith(b"reap "):
             link.send(str(_reap(int(message[5:]))).encode())
             continue
+        job = None
         try:
             if len(descriptors) <= STREAMS:
                 raise OSError("the template has too many files open")
-            job = _fork(link, descriptors, dispositions)
+            if problem:
+                link.send(f"?{problem}".encode()[:MOST_SAID])
+            else:
+                job = _fork(link, descriptors, dispositions)
         except OSError as error:
             link.send(f"!{error}".encode())
-            job = None
         if job is not None:
             _name(name)
             return _enter(job, before, changed)
@@ -125,13 +128,28 @@ def _import_all(folder: str, preload: Sequence[str]) -> str:
     return ""
 
 
-def _import_torch() -> str:
-    """Nothing is wrong where some of it is missing."""
-    for module in TORCH:
+def _import_these(modules: Sequence[str]) -> str:
+    """Why no worker should be forked any more; nothing is wrong where some of them are missing."""
+    for module in modules:
         # An older torch, or none: its workers import what there is.
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    return ""
+    return _unclean()
+
+
+def _changed_since(before: dict[str, str]) -> dict[str, str]:
+    """The variables that modules have set, but for those that each script may set first."""
+    return {
+        key: text
+        for key, text in os.environ.items()
+        if before.get(key) != text and key not in SET_ANEW
+    }
+
+
+def _share() -> None:
+    """What is there by now is shared, and looked at by no collection in any worker."""
+    gc.collect()
+    gc.freeze()
 
 
 def _unclean() -> str:

@@ -34,6 +34,10 @@ class TemplateGone(ElasticError):
     """The template does not answer, or has ended; so have its workers."""
 
 
+class TemplateUnfit(ElasticError):
+    """What the template imported later is such that no worker should be forked from it."""
+
+
 class Warm:
     """A worker that was forked from a template, as far as it looks like a Popen."""
 
@@ -113,6 +117,7 @@ class Template:
 
         Raises:
             TemplateGone: there is no worker, and the template is of no further use.
+            TemplateUnfit: there is none, and `complaint` says why there will be no other.
             WorkerStartError: the template could not fork.
             OSError: this process could not open what it takes.
         """
@@ -153,6 +158,9 @@ class Template:
             said = self._link.recv(4096).decode()
             if said.startswith("!"):
                 raise WorkerStartError(said[1:])
+            if said.startswith("?"):
+                self._said = said[1:]
+                raise TemplateUnfit(self._said)
             return int(said)
         except (OSError, ValueError) as error:
             # One that is late would give its answer to the next question.
@@ -268,6 +276,9 @@ class WarmStart:
             return None
         try:
             return self._template.fork(what, environment, targets)
+        except TemplateUnfit:
+            # Its earlier workers live on and end with it, so it stays; this one starts cold.
+            return self.fork(what, environment, targets)
         except TemplateGone:
             self._replace()
             return None

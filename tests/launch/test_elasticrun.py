@@ -14,7 +14,7 @@ from etcd_server import EtcdServer, needs_etcd
 from jobs import Job, check_one_world, until
 from ports import free_port
 
-from elasticlib.stores.etcd import EtcdStore
+from elasticlib import EtcdStore
 
 pytestmark = pytest.mark.faults
 

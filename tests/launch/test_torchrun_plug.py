@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.run import config_from_args, parse_args
 from torchruns import need_our_entry_points, torchrun
 
+from elasticlib import TcpStore
 from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
@@ -35,7 +36,6 @@ from elasticlib.launch.meeting import open_meeting
 from elasticlib.launch.torch_names import TORCH_C10D
 from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
 from elasticlib.launch.torchrun_store import GenerationEnded
-from elasticlib.stores.tcp import TcpStore
 
 QUICK = {
     "keep_alive_interval": "0.1",

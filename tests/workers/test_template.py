@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH
 
 from elasticlib.workers import template
-from elasticlib.workers.warm import Template
+from elasticlib.workers.warm import Template, TemplateUnfit
 
 
 def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +67,32 @@ def test_a_fork_that_cannot_take_over_ends_and_the_template_alone_says_why() -> 
         os.close(writing)
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(60) == 0
+
+
+def test_a_template_in_which_threads_were_started_later_forks_no_more(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "_dynamo.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    start = str(Path(template.__file__).with_name("start.py"))
+    command = [sys.executable, "-u", start, "", "template", "{link}", ""]
+    found = Template(command, {**os.environ, "PYTHONPATH": str(tmp_path)})
+    try:
+        assert found.wait(60)
+        assert found.ready
+        with pytest.raises(TemplateUnfit, match="has started threads"):
+            _fork_again_and_again(found, 60)
+        assert not found.ready
+        assert found.complaint
+    finally:
+        found.close()
+
+
+def _fork_again_and_again(found: Template, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        worker = found.fork(["", "script", os.devnull], os.environ, [None, None])
+        assert worker.wait() == 0
+        # It imports once nobody has asked for a worker for so long.
+        time.sleep(2 * template.IDLE_SECONDS)
