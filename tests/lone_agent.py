@@ -23,7 +23,7 @@ from elasticlib import (
     WorkerSpec,
     deal_seats,
 )
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 
 
 class LoneNode(RendezvousHandler):

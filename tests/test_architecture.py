@@ -67,7 +67,6 @@ PURE = {
     "stores/pages.py",
     "stores/service.py",
     "stores/file_format.py",
-    "workers/lines.py",
     "rendezvous/timing.py",
     "rendezvous/standstill.py",
     "rendezvous/document.py",
@@ -81,17 +80,10 @@ PURE = {
     "agent/hang.py",
     "agent/causes.py",
     "workers/spec.py",
-    "workers/ladder.py",
-    "workers/beat.py",
-    "workers/notice.py",
-    "workers/blame.py",
+    "workers/messages.py",
+    "workers/exit.py",
     "rendezvous/budget.py",
-    "workers/error_file.py",
-    "workers/exits.py",
     "workers/output_plan.py",
-    "workers/places.py",
-    "workers/streams.py",
-    "workers/timers.py",
     "data/deal.py",
     "data/state.py",
     "data/progress.py",
@@ -144,15 +136,15 @@ MAY_READ_THE_ENVIRONMENT = {
     # It tells torch's handler, which asks the environment alone, how to let latecomers in.
     "launch/from_torch.py",
     # Between two execs: it takes out what Python put in, and reads nothing.
-    "workers/enter.py",
+    "workers/bootstrap.py",
     # In a worker, or in a script under another launcher: it looks where to leave its error.json.
-    "workers/record.py",
+    "compat/failures.py",
     # In a worker of the agents' suite, too, which asks what workers are told.
     "testing/agent_acts.py",
     # In a worker, too: where it says that it writes its stacks when it is asked to.
     "workers/stacks.py",
     # A fork that takes on its own environment.
-    "workers/template.py",
+    "workers/fork_server.py",
     # In a worker, too: whose checkpoints it writes.
     "checkpoint/here.py",
     # In a worker: where its agent's memory is, and which run and generation it is of.
@@ -182,7 +174,7 @@ def layer(name: str) -> int:
         return 1
     if name in INTERFACES:
         return 2
-    composes = name.startswith(("launch/", "integrations/")) or name == "__init__.py"
+    composes = name.startswith(("launch/", "integrations/", "compat/")) or name == "__init__.py"
     return 4 if composes else 3
 
 
@@ -314,7 +306,7 @@ MAY_START_PLAIN_THREADS = {
     # It is joined at exit, so that what is being saved is saved; its task's errors are its owner's.
     "checkpoint/behind.py",
     # In processes that are about to end.
-    "workers/become.py",
+    "workers/run_program.py",
     "data/loader_workers.py",
 }
 

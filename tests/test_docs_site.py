@@ -18,7 +18,7 @@ from making.reference import COLUMNS, check_told, pages, plain, with_bold_fields
 import elasticlib
 from elasticlib import testing
 from elasticlib.launch.arguments import build_flags
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks, worker_environment
 
 ROOT = Path(__file__).parent.parent

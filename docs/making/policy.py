@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from elasticlib.workers.exit import WorkerExit
+
 from elasticlib.agent.policy import (
     TABLE,
     Broke,
@@ -24,7 +26,6 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.rendezvous.change import Change, ChangeKind
-from elasticlib.workers.exits import WorkerExit
 
 BOTH = frozenset({0, 1})
 GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))

@@ -14,9 +14,8 @@ import attrs
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
-from ..workers.output_plan import OutputPlan
+from ..workers.output_plan import OutputPlan, StreamChoice
 from ..workers.spec import check_start
-from ..workers.streams import StreamChoice
 from .backends import BACKENDS, OUR_BACKENDS, is_torchs
 from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .names import check_name

@@ -11,6 +11,7 @@ import os
 import queue
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -22,21 +23,23 @@ from ..agent.options import AgentOptions
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
+from ..compat.failures import ChildFailedError, SignalException, failures_of
+from ..compat.logs import ask
+from ..compat.timers import TimerServer
 from ..errors import ConfigError
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..signals import as_signal
-from ..workers.failures import ChildFailedError, SignalException, failures_of
+from ..workers.cpu import bindings
 from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder
-from ..workers.local import LocalWorkers
 from ..workers.output_plan import OutputPlan
-from ..workers.processors import bindings
+from ..workers.processes import LocalWorkers
 from ..workers.spec import (
     Command,
     Entrypoint,
     Function,
+    Ladder,
     WorkerSpec,
     WorkerState,
     check_preload,
@@ -280,7 +283,7 @@ def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
         preload=config.preload,
     )
     if config.torchrun.timer_file is not None:
-        found.serve_timers(config.torchrun.timer_file)
+        found.serve_timers(TimerServer(config.torchrun.timer_file))
     return found
 
 
@@ -292,7 +295,7 @@ def _output(config: LaunchConfig) -> OutputPlan:
         tee=config.tee,
         ranks=config.local_ranks_filter,
     )
-    return attrs.evolve(config.output, specs=specs)
+    return attrs.evolve(config.output, ask=None if specs is None else partial(ask, specs))
 
 
 def _memory(

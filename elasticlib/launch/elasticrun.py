@@ -19,7 +19,7 @@ import attrs
 from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
-from ..workers.error_file import failure_record
+from ..workers.messages import failure_record
 from ..workers.spec import WorkerState
 from .arguments import Launch, read_launch
 from .console import ConsoleHandler, show

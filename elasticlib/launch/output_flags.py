@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
-from ..workers.output_plan import OutputPlan
-from ..workers.processors import BINDINGS
-from ..workers.streams import Streams, parse_streams
+from ..workers.cpu import BINDINGS
+from ..workers.output_plan import OutputPlan, Streams, parse_streams
 
 
 def add_output_flags(flag: Callable[..., None]) -> None:

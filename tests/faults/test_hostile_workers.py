@@ -103,7 +103,7 @@ def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: 
 def guardian_of(agent: int) -> int:
     """0 while it has none."""
     for pid in children(agent):
-        if b"elasticlib.workers.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     return 0
 
@@ -123,10 +123,10 @@ def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(jo
 
 HOST = """
 import os, signal, sys
-from elasticlib.workers.guardian import Guardian
+from elasticlib.workers.session import Guardian
 
 guardian = Guardian()
-guardian.add_folder(sys.argv[1])
+guardian.add(sys.argv[1])
 if os.fork() == 0:
     signal.pause()  # it has all that its parent had open
 if sys.argv[2] == "closes":

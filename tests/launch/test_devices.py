@@ -10,7 +10,7 @@ import torch
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.devices import worker_count
-from elasticlib.workers.processors import count_cores
+from elasticlib.workers.cpu import count_cores
 
 OWN = torch._C._get_privateuse1_backend_name()
 """What torch calls a backend that it was given, until somebody renames it."""

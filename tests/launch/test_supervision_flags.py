@@ -13,7 +13,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_flags, parse
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.supervision_flags import SupervisionOptions
-from elasticlib.workers.notice import DRAIN, RESIZE, Notice
+from elasticlib.workers.messages import DRAIN, RESIZE, Notice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2

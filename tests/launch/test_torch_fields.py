@@ -20,7 +20,7 @@ from elasticlib import AgentOptions, LaunchConfig, SupervisionOptions, elastic_l
 from elasticlib.errors import ConfigError
 from elasticlib.launch.elastic_launch import _processors, shutdown_seconds
 from elasticlib.launch.torch_fields import ours
-from elasticlib.workers.streams import StreamChoice, Streams
+from elasticlib.workers.output_plan import StreamChoice, Streams
 
 # On this machine no worker could be bound, so these never go further than the config.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)

@@ -13,12 +13,11 @@ from distributions import install, path_with
 from jobs import PROGRAMS
 from torch.distributed.elastic.events import Event, EventSource
 
+from elasticlib.compat.logs import ask
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.logs_specs import open_logs_specs
-from elasticlib.workers.logs import ask
-from elasticlib.workers.output_plan import OutputPlan
-from elasticlib.workers.streams import StreamChoice, Streams
+from elasticlib.workers.output_plan import OutputPlan, StreamChoice, Streams
 
 SPECS = '''
 import os

@@ -8,7 +8,7 @@ import pytest
 
 from elasticlib.observe.event import KINDS
 from elasticlib.observe.pace import Known, Look, beginnings, progress
-from elasticlib.workers.beat import Beat, TakenUp
+from elasticlib.workers.messages import Beat, TakenUp
 
 
 def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Beat:

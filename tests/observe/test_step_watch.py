@@ -12,11 +12,10 @@ from jobs import until
 from elasticlib.clock import monotonic
 from elasticlib.observe.interface import Journal
 from elasticlib.observe.step_watch import StepWatch
-from elasticlib.workers.beat import Beat
-from elasticlib.workers.channel import Channel
-from elasticlib.workers.channels import Channels
+from elasticlib.workers.channel import Channel, Channels
 from elasticlib.workers.context import Context
 from elasticlib.workers.interface import Workers
+from elasticlib.workers.messages import Beat
 
 
 class Kept(Journal):

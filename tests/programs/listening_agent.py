@@ -12,8 +12,8 @@ from pathlib import Path
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
 from elasticlib.workers.interface import Workers
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.notice import Notice
+from elasticlib.workers.messages import Notice
+from elasticlib.workers.processes import LocalWorkers
 
 
 class Listening(LocalWorkers, Workers):

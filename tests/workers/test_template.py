@@ -8,14 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH
 
-from elasticlib.workers import template
-from elasticlib.workers.warm import Template
+from elasticlib.workers import fork_server
 
 
 def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,28 +25,14 @@ def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.Mon
     with ours, theirs:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(BlockingIOError):
-            template._fork(theirs, [], {signal.SIGUSR1: signal.SIG_DFL})
+            fork_server._fork(theirs, [], {signal.SIGUSR1: signal.SIG_DFL})
         assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_template_that_nobody_would_listen_to_is_not_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-    before = len(os.listdir("/proc/self/fd")), children.read_text()
-    with pytest.raises(OSError, match="nobody would listen to it: can't start new thread"):
-        Template(["sleep", "600"], os.environ)
-    assert (len(os.listdir("/proc/self/fd")), children.read_text()) == before
-
-
 def test_a_fork_that_cannot_take_over_ends_and_the_template_alone_says_why() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    start = Path(template.__file__).with_name("start.py")
+    start = Path(fork_server.__file__).with_name("bootstrap.py")
     command = [sys.executable, "-u", str(start), "", "template", str(theirs.fileno()), ""]
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment) as process:

@@ -19,8 +19,8 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import stacks
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.output_plan import OutputPlan
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -31,7 +31,6 @@ from elasticlib.workers.spec import (
     WorkerSpec,
     deal_ranks,
 )
-from elasticlib.workers.streams import parse_streams
 
 PROBE = str(Path(__file__).parent.parent / "programs" / "probe.py")
 
@@ -358,8 +357,7 @@ def test_a_template_that_was_killed_is_replaced_and_its_worker_is_noticed(
     os.kill(template, signal.SIGKILL)
     assert warm.end().returncode == -signal.SIGKILL
     assert warm.run(Script(str(ppid))).out == f"{os.getpid()} False\n"
-    assert warm.workers._starter._warm_start is not None
-    warm.workers._starter._warm_start._template.wait(60)
+    warm.workers._launcher.await_prepared(newest=True)
     assert warm.run(Script(str(ppid))).out.endswith(" True\n")
 
 
