@@ -56,6 +56,7 @@ help:
 	@echo "make notebooks  run the notebooks"
 	@echo "make docs       build the documentation into build/docs; warnings are errors"
 	@echo "make bench      measure everything beside torch: docs/benchmarks.md (twenty minutes)"
+	@echo "make test-gpu   what needs a GPU, on one; make bench-gpu measures there: build/bench-gpu.json"
 	@echo "make soak       a training job under drawn faults: FAULTS=20, SEED=0, CAMPAIGN=file"
 	@echo "make clean      remove .venv and all that was built or cached"
 
@@ -156,6 +157,15 @@ bench: $(STAMP)
 
 bench-integrations: $(STAMP_INTEGRATIONS)
 	@$(VENV_INTEGRATIONS)/bin/python tests/benchmarks --only frameworks
+
+.PHONY: test-gpu bench-gpu
+
+# With GPU_TESTS_ON=cpu, what of it a CPU can show.
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest -q tests/gpu
+
+bench-gpu: $(STAMP)
+	@$(BIN)/python tests/gpu/bench.py --out build/bench-gpu.json
 
 FAULTS ?= 20
 SEED ?= 0

@@ -34,7 +34,7 @@ from typing import Any
 
 import attrs
 import pytest
-from footprint import children
+from processes import children
 
 SECONDS = 60.0
 """How long a rank may run unless its test says otherwise."""

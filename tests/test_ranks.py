@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from footprint import children
-from jobs import alive, until
+from jobs import until
+from processes import alive, children
 from ranks import Ranks
 
 

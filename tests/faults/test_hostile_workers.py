@@ -11,8 +11,7 @@ import textwrap
 
 import pytest
 from jobs import WITHOUT_TORCH, Job, Node, alive, until
-
-from elasticlib.examples.demo import children
+from processes import children
 
 pytestmark = pytest.mark.faults
 
