@@ -56,6 +56,7 @@ help:
 	@echo "make notebooks  run the notebooks"
 	@echo "make docs       build the documentation into build/docs; warnings are errors"
 	@echo "make bench      measure everything beside torch: docs/benchmarks.md (twenty minutes)"
+	@echo "make test-gpu   what needs a GPU, on one; make bench-gpu measures there: build/bench-gpu.json"
 	@echo "make soak       a training job under drawn faults: FAULTS=20, SEED=0, CAMPAIGN=file"
 	@echo "make clean      remove .venv and all that was built or cached"
 
@@ -90,8 +91,9 @@ BUSY ?= 3
 test-busy: $(STAMP)
 	@$(BIN)/python tests/beside.py $(BUSY) $(MAKE) --no-print-directory test test-processes
 
-release-check: test-busy test-pythons
+release-check: test-busy test-pythons $(STAMP_INTEGRATIONS)
 	@$(BIN)/python -m pytest -q -m release
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -m release $(INTEGRATIONS)
 	@$(BIN)/python -m pytest -q -n 2 tests/rendezvous/test_simulation.py --seeds 10000 --timeout 3600
 	@$(MAKE) --no-print-directory test-newest NEWEST_TESTS=tests
 	@$(MAKE) --no-print-directory soak FAULTS=500
@@ -114,7 +116,7 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@touch $@
 
 test-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 2 $(BY_FILE) $(INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 3 $(BY_FILE) -m "not release" $(INTEGRATIONS)
 
 $(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.txt
 	@echo "setting up $(VENV_NEWEST)"
@@ -155,6 +157,15 @@ bench: $(STAMP)
 
 bench-integrations: $(STAMP_INTEGRATIONS)
 	@$(VENV_INTEGRATIONS)/bin/python tests/benchmarks --only frameworks
+
+.PHONY: test-gpu bench-gpu
+
+# With GPU_TESTS_ON=cpu, what of it a CPU can show.
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest -q tests/gpu
+
+bench-gpu: $(STAMP)
+	@$(BIN)/python tests/gpu/bench.py --out build/bench-gpu.json
 
 FAULTS ?= 20
 SEED ?= 0

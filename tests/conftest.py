@@ -79,8 +79,8 @@ def _surroundings() -> Iterator[None]:
         os.environ.update(before)
 
 
-ELSEWHERE = ("integrations", "test_notebooks.py")
-"""Run where they are named: the one needs an environment of its own, the other a minute."""
+ELSEWHERE = ("integrations", "gpu", "test_notebooks.py")
+"""Run where they are named: they need an environment of its own, a GPU, and a minute."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -24,7 +24,7 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.rendezvous.change import Change, ChangeKind
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 
 BOTH = frozenset({0, 1})
 GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..clock import Clock
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .board import CauseBoard
 from .causes import Cause

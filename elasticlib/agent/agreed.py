@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import attrs
 
 from ..foreign import read_json
-from ..workers.notice import REASONS, RESIZE
+from ..workers.messages import REASONS, RESIZE
 
 
 @attrs.frozen

@@ -18,7 +18,7 @@ from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
 from ..threads import helper
 from ..workers.interface import Workers
-from ..workers.notice import RESIZE, Notice
+from ..workers.messages import RESIZE, Notice
 from .agreed import Need, agreed, decode_need, encode_need, more_urgent
 
 log = logging.getLogger("elasticlib.agent")

@@ -18,7 +18,7 @@ from ..errors import ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT
 from ..threads import helper
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
 from .causes import (
     ALSO,
     FIRST,

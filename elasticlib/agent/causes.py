@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 import attrs
 
 from ..foreign import read_json
-from ..workers.error_file import shorten
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
+from ..workers.messages import shorten
 
 FIRST = "first"
 ALSO = "also/"

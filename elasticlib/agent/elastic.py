@@ -14,12 +14,10 @@ from typing import TypeVar
 from ..clock import Clock, monotonic
 from ..observe.interface import Journal
 from ..rendezvous.interface import RendezvousHandler
-from ..workers.beat import Beat
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder
-from ..workers.notice import Notice
-from ..workers.spec import WorkerGroup, WorkerSpec
+from ..workers.messages import Beat, Notice
+from ..workers.spec import Ladder, WorkerGroup, WorkerSpec
 from .interface import Memory, RunResult
 from .options import AgentOptions
 from .supervisor import Supervisor
@@ -107,7 +105,7 @@ class LocalElasticAgent(ElasticAgent):
     """Supervises a node's workers with an object that runs them.
 
     Args:
-        workers: runs the processes (`elasticlib.workers.local.LocalWorkers`), or anything else.
+        workers: runs the processes (`elasticlib.workers.processes.LocalWorkers`), or anything else.
 
     The rest is `ElasticAgent`'s.
     """

@@ -14,8 +14,8 @@ import attrs
 from ..clock import Clock
 from ..errors import present
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder, Rung
-from ..workers.notice import Notice
+from ..workers.messages import Notice
+from ..workers.spec import Ladder, Rung
 from .agreed import Need
 from .policy import GroupStopped
 

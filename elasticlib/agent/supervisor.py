@@ -23,10 +23,9 @@ from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
 from ..signals import signal_name
-from ..workers.blame import failure_kind
+from ..workers.exit import classify
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder
-from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks
+from ..workers.spec import Ladder, WorkerGroup, WorkerSpec, deal_ranks
 from .account import Account
 from .agreed import Need
 from .agreement import Agreements
@@ -386,7 +385,7 @@ class Supervisor:
         if self._info is not None:
             running = self._now.state is State.RUNNING
             self._account.ended(exit_, self._info, supervised=running)
-        kind = failure_kind(
+        kind = classify(
             exit_,
             self._spec.entrypoint,
             uptime=self._clock() - self._started_at,

@@ -12,8 +12,8 @@ from ..clock import Clock
 from ..observe.interface import Journal, Journals
 from ..rendezvous.change import ChangeKind
 from ..rendezvous.interface import FailureKind, RendezvousInfo
-from ..workers.exits import WorkerExit
-from ..workers.notice import Notice
+from ..workers.exit import WorkerExit
+from ..workers.messages import Notice
 from ..workers.spec import WorkerGroup
 from .hang_watch import HangWatch
 from .interface import RunResult

@@ -15,11 +15,10 @@ from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.stores.interface import Listing, Store
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Workers
-from elasticlib.workers.ladder import Ladder
-from elasticlib.workers.notice import DRAIN, RESIZE, Notice
-from elasticlib.workers.spec import WorkerGroup
+from elasticlib.workers.messages import DRAIN, RESIZE, Notice
+from elasticlib.workers.spec import Ladder, WorkerGroup
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 PATIENCE = 20.0

@@ -25,7 +25,7 @@ from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, 
 from elasticlib.rendezvous.keys import Keys, Read
 from elasticlib.stores.interface import Listing
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(3))
 

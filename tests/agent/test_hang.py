@@ -25,9 +25,9 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.beat import NOTHING, Beat
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Workers
+from elasticlib.workers.messages import NOTHING, Beat
 from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks
 
 AUTO = HangLimits()

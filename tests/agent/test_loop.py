@@ -17,7 +17,7 @@ from elasticlib.agent.options import AgentOptions
 from elasticlib.errors import ConfigError
 from elasticlib.launch.events import RecordingAgent
 from elasticlib.observe.interface import Journal
-from elasticlib.workers.notice import Notice
+from elasticlib.workers.messages import Notice
 
 
 def refuse() -> None:

@@ -36,7 +36,7 @@ from elasticlib.agent.policy import (
 from elasticlib.errors import IllegalTransition
 from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.rendezvous.document import FailureKind
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 
 FAILED = Outcome(OutcomeKind.FAILED, "no more")
 TERM = SignalArrived(15, "SIGTERM")

@@ -18,13 +18,6 @@ from elasticlib.launch.elasticrun import command
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.touch()
-    return str(path)
-
-
 def test_every_two_word_flag_has_both_spellings() -> None:
     options = set(build_flags().parser._option_string_actions)
     twins = {o for o in options if o.startswith("--") and "-" in o[2:]}

@@ -47,13 +47,6 @@ SKY = {
 }
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.touch()
-    return str(path)
-
-
 def launch(script: str, line: str, variables: Mapping[str, str]) -> Launch:
     return read_launch(["--from-env", "auto", *line.split(), script], variables)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,6 @@ from elasticlib.launch.supervision_flags import SupervisionOptions
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").touch()
-    return str(tmp_path / "train.py")
 
 
 def read(line: str, script: str) -> SupervisionOptions:

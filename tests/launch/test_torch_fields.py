@@ -19,7 +19,8 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from elasticlib import AgentOptions, LaunchConfig, SupervisionOptions, elastic_launch
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
-from elasticlib.launch.elastic_launch import _processors, shutdown_seconds
+from elasticlib.launch.elastic_launch import shutdown_seconds
+from elasticlib.launch.own_workers import _processors
 from elasticlib.launch.torch_fields import ours
 
 # On this machine no worker could be bound, so these never go further than the config.
@@ -140,9 +141,9 @@ def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="--numa-binding node binds each worker near its GPU"):
-        _processors(LaunchConfig(numa_options=NODE))
+        _processors(LaunchConfig(numa_options=NODE), {})
     anywhere = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    assert _processors(LaunchConfig(numa_options=anywhere)) == ()
+    assert _processors(LaunchConfig(numa_options=anywhere), {}) == ()
     assert "workers run on any processors: --numa-binding node" in caplog.text
 
 

@@ -1,8 +1,4 @@
-"""A folder in memory that workers are told of and that outlives them: it goes with their agent.
-
-Each start of the workers has a folder of its own in it, numbered as they come: an era. Where it is
-removed meanwhile, as by a system that clears up after its users, it is made anew.
-"""
+"""The folders of one agent's run: of its workers' files, and of what they keep in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +8,63 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from ..held_folder import FolderLock, try_to_hold
+from .session import Guardian
+
+
+class RunFolder:
+    """`<log_dir>/<run_id>_<random>`, made when first asked for, and in it a folder for each worker
+    of each attempt. It stays where somebody asked for it or for the output in it; else it is
+    temporary, holds no more than one attempt, and goes with the agent, however that ends.
+    """
+
+    def __init__(self, guardian: Guardian, log_dir: str | None, run_id: str, *, kept: bool) -> None:
+        self._guardian = guardian
+        # The workers are told of it, and may go elsewhere.
+        self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
+        self._run_id = run_id
+        self.kept = kept
+        self._path: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        if self._path is None:
+            if self._log_dir is not None:
+                os.makedirs(self._log_dir, exist_ok=True)
+            safe = self._run_id.replace(os.sep, "_")
+            made = tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
+            self._path = Path(made)
+            if not self.kept:
+                self._guardian.add(made)
+        return self._path
+
+    @property
+    def kept_path(self) -> Path | None:
+        """The folder, where there is one that stays."""
+        return self._path if self.kept else None
+
+    def of(self, attempt: int, local_rank: int) -> Path:
+        """The folder of one worker. Raises OSError."""
+        folder = self.path / f"attempt_{attempt}" / str(local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def forget(self, but: int) -> None:
+        """Remove what earlier attempts left in a folder that is not for people to look at."""
+        if not self.kept:
+            for path in self.path.glob("attempt_*"):
+                if path.name != f"attempt_{but}":
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """The run is over."""
+        if self._path is not None and not self.kept:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._guardian.remove(str(self._path))
+            self._path = None
+
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -24,14 +73,15 @@ PREFIX = "elasticlib-memory-"
 
 
 class SharedFolder:
-    """One agent's; there is none on the disk or in memory before it is asked for.
+    """A folder in memory that workers are told of and that outlives them: it goes with their agent,
+    even if that is killed. There is none before it is asked for.
 
-    listed, unlisted: told of the folder, so that it goes with us even if we are killed.
+    Each start of the workers has a folder of its own in it, numbered as they come: an era. Where it
+    is removed meanwhile, as by a system that clears up after its users, it is made anew.
     """
 
-    def __init__(self, listed: Callable[[str], None], unlisted: Callable[[str], None]) -> None:
-        self._listed = listed
-        self._unlisted = unlisted
+    def __init__(self, guardian: Guardian) -> None:
+        self._guardian = guardian
         self._path: Path | None = None
         self._inode = 0
         self._lock: FolderLock | None = None
@@ -58,7 +108,7 @@ class SharedFolder:
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
             self._let_go()
-            self._unlisted(str(path))
+            self._guardian.remove(str(path))
 
     def _made_path(self) -> Path:
         path = self._path
@@ -79,14 +129,14 @@ class SharedFolder:
             path.mkdir(0o700)
         if _inode_of(path):
             return path
-        self._unlisted(str(path))
+        self._guardian.remove(str(path))
         return _make()
 
     def _take(self, path: Path) -> Path:
         self._let_go()
         self._path, self._inode = path, _inode_of(path)
         self._lock = try_to_hold(path)
-        self._listed(str(path))
+        self._guardian.add(str(path))
         return path
 
     def _let_go(self) -> None:

@@ -1,16 +1,21 @@
-"""How a launch failed, in the shapes that torch gives to it, for whoever catches the error.
+"""How a launch failed in the shapes that torch gives to it; and torch's `record`, both ways.
 
 What this node's workers did comes first, what is known of other nodes only where none of these
-failed; and the text of an error ends with the first cause, which is what people read.
+failed; and the text of an error ends with the first cause, which is what people read. All of it
+are views of `WorkerExit`, and of the `Cause` that another node told.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import os
 import signal
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import attrs
 
@@ -18,8 +23,9 @@ from ..clock import local_date_of, wall
 from ..errors import ElasticError, NoFailure
 from ..foreign import read_file, read_object
 from ..visible import visible
-from .error_file import LONGEST_RECORD, NO_RECORD, read_failure
-from .exits import SIGNALS, WorkerExit, last_words
+from ..workers import hooks
+from ..workers.exit import SIGNALS, WorkerExit, last_words
+from ..workers.messages import LONGEST_RECORD, NO_RECORD, read_failure, read_record
 
 if TYPE_CHECKING:
     from ..agent.interface import Cause, RunResult
@@ -96,7 +102,7 @@ class ProcessFailure:
     @property
     def traceback(self) -> str:
         """As the worker wrote it, or an empty text."""
-        return read_failure(json.dumps(self.error_file_data).encode())[1]
+        return read_failure(self.error_file_data)[1]
 
 
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
@@ -246,3 +252,105 @@ class SignalException(ElasticError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.sigval, self.result)
+
+
+# -- record ----------------------------------------------------------------------------------------
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class ErrorHandler(Protocol):
+    """What torch's `ErrorHandler` is to its `record`; its own fits."""
+
+    def initialize(self) -> None:
+        """Called before the function."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Called with what the function raised, before that goes on."""
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        """Called instead where the exception is a launch's and the worker that failed first has
+        left an error file; error_code is its exit code, negative for a signal."""
+
+
+class _ErrorFile:
+    """Writes torch's error.json; what raises is shown by whoever catches it."""
+
+    def initialize(self) -> None:
+        hooks.install("")
+
+    def record_exception(self, e: BaseException) -> None:
+        error_file = os.environ.get(VARIABLE)
+        if error_file:
+            hooks.write_failure(error_file, e, hooks.formatted(e))
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        error_file = os.environ.get(VARIABLE)
+        if not error_file:
+            return
+        with open(rootcause_error_file, "rb") as file:
+            data = file.read()
+        record = read_record(data)
+        message = record.get("message")
+        if error_code and isinstance(message, dict):
+            # A worker cannot know by which code, or signal, it ended in the end.
+            message["errorCode"] = error_code
+            data = json.dumps(record).encode()
+        with contextlib.suppress(OSError):
+            hooks.replace(error_file, data)
+
+
+def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorated:
+    """Decorates a process's main function, once; `error_handler` may be torch's or like it.
+
+    What the function raises goes on, but for an exit with code 0, after which None is returned.
+    """
+    handler = error_handler or _ErrorFile()
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        handler.initialize()
+        try:
+            return fn(*args, **kwargs)
+        except SystemExit as end:
+            if end.code != 0:
+                raise
+            return None
+        except Exception as error:
+            pass_on(error, handler)
+            raise
+
+    return cast(Decorated, wrapper)
+
+
+def pass_on(error: Exception, handler: ErrorHandler | None = None) -> None:
+    """Have a handler (the one that writes error.json) record an exception, or the worker's that
+    it tells of."""
+    handler = handler or _ErrorFile()
+    # By its name: torch's ChildFailedError is another class, of which this holds as well.
+    ask = getattr(error, "get_first_failure", None)
+    if ask is not None:
+        with contextlib.suppress(NoFailure):
+            _, failure = ask()
+            with _record_of(failure) as path:
+                if path is not None:
+                    handler.dump_error_file(path, failure.exitcode)
+                    return
+    handler.record_exception(error)
+
+
+@contextlib.contextmanager
+def _record_of(failure: Any) -> Iterator[str | None]:
+    """The file in which a worker has left its failure, for as long as this lasts; None if none."""
+    data: Mapping[str, Any] = failure.error_file_data
+    if os.path.isfile(failure.error_file):
+        yield failure.error_file
+    elif data.get("message") not in (None, NO_RECORD["message"]):
+        # The file went with the run, or is another node's.
+        with tempfile.NamedTemporaryFile("w", prefix="elasticlib_error_", suffix=".json") as file:
+            json.dump(data, file)
+            file.flush()
+            yield file.name
+    else:
+        yield None

@@ -26,16 +26,15 @@ import types
 from typing import Any, NoReturn
 
 from . import hooks, stacks
-from .turns import end_within
 
 UNFLUSHED = 120
-FLUSH_SECONDS = 2.0
+FLUSH_SECONDS, FLUSH_TURNS = 2.0, 40
 _ANY_FILE = io.IOBase.__base__
 _INTERRUPTED = -signal.SIGINT
 _OURS = (__file__, os.path.join(os.path.dirname(__file__), "function.py"))
 
 
-def become(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
+def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
     """Run it to its end, and end this process; kind is script, module or function."""
     main = _fresh_main()
     try:
@@ -195,7 +194,9 @@ def end(code: int) -> NoReturn:
     # A thread that goes on may hold what these take, and nobody waits for it any more.
     flushing = threading.Thread(target=_flush_files, daemon=True)
     flushing.start()
-    end_within([flushing], FLUSH_SECONDS)
+    # In many short turns: in one, a machine that stands still would leave it none.
+    for _ in range(FLUSH_TURNS):
+        flushing.join(FLUSH_SECONDS / FLUSH_TURNS)
     if code == _INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,7 +1,8 @@
-"""How a worker ended, in words that name the cause.
+"""How a worker ended: the one value of a failure, its words, and what a restart may mend.
 
 A signal is told apart from an exit code, and what the worker itself wrote about its failure
-(torch's error.json) comes before what can be guessed from outside.
+(torch's error.json) comes before what can be guessed from outside. torch's shapes of a failure
+are views of this value: see `compat/failures.py`.
 """
 
 from __future__ import annotations
@@ -11,30 +12,17 @@ from typing import Any
 
 import attrs
 
+from ..rendezvous.document import FailureKind
 from ..visible import visible
-from .error_file import failure_record as failure_record
-from .error_file import read_failure as read_failure
-from .error_file import shorten
+from .messages import shorten
+from .spec import Entrypoint, Script
 
-# Linux numbers, as a table: a pure module does not import signal.
 SIGNALS = {
-    1: "SIGHUP",
-    2: "SIGINT",
-    3: "SIGQUIT",
-    4: "SIGILL",
-    6: "SIGABRT",
-    7: "SIGBUS",
-    8: "SIGFPE",
-    9: "SIGKILL",
-    10: "SIGUSR1",
-    11: "SIGSEGV",
-    12: "SIGUSR2",
-    13: "SIGPIPE",
-    14: "SIGALRM",
-    15: "SIGTERM",
+    **{1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS"},
+    **{8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE"},
+    **{14: "SIGALRM", 15: "SIGTERM"},
 }
-
-
+"""Linux numbers, as a table: a pure module does not import signal."""
 _OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 """Not SIGABRT, by which libraries end a process that has lost its peers."""
 
@@ -144,3 +132,42 @@ def last_words(tail: str, returncode: int) -> str:
         return ": ".join(fatal[-2:])
     # What is killed is cut off in the middle: its last line tells of something else.
     return lines[-1].strip() if lines and returncode > 0 else ""
+
+
+# -- what a restart may mend ------------------------------------------------------------------
+
+START_SECONDS = 60.0
+"""A program that has come further than this has read its arguments and its imports."""
+FROM_OUTSIDE = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
+"""A program's own faults end it by others: SIGSEGV, SIGABRT, SIGBUS and the like."""
+USAGE, NOT_FOUND = 2, 127
+"""Exit codes: of argparse, and of Python for a script that is not there; of a program that is
+not there."""
+UNMENDABLE = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
+)
+
+
+def classify(
+    exit_: WorkerExit, entrypoint: Entrypoint, *, uptime: float, first: bool, min_uptime: float
+) -> FailureKind:
+    """What kind of failure this is: only what failed before it was at work, in a way that would
+    come again, is not worth a restart; and a worker that was killed failed at nothing.
+
+    uptime: seconds since the worker was started. first: whether it was of the first generation
+    that this node ran workers of; in a later one, the same program has been at work before.
+    min_uptime: seconds within which any end in the first generation is one at start.
+    """
+    if exit_.signal in FROM_OUTSIDE:
+        return FailureKind.KILLED
+    early = uptime < START_SECONDS and _would_come_again(exit_, entrypoint)
+    if first and (early or uptime < min_uptime):
+        return FailureKind.AT_START
+    return FailureKind.ORDINARY
+
+
+def _would_come_again(exit_: WorkerExit, entrypoint: Entrypoint) -> bool:
+    kind = exit_.message.partition(":")[0]
+    if kind == "FileNotFoundError" and isinstance(entrypoint, Script):
+        return repr(entrypoint.path) in exit_.message
+    return exit_.returncode in (USAGE, NOT_FOUND) or kind in UNMENDABLE

@@ -1,8 +1,9 @@
-"""Which processors there are for workers, and which of them are near each one's GPU.
+"""Which processors and how much memory workers have: as the kernel's own files say.
 
-All is read from the kernel's own files, so that no GPU is touched here. Where those do not say
-what a binding needs to know, it is refused: a worker on the wrong processors is worse than one
-on any.
+No GPU is touched here. Where the kernel does not say what a binding needs to know, that is refused:
+a worker on the wrong processors is worse than one on any. A worker that dies for lack of memory
+leaves no word, only SIGKILL: that the count of such kills has risen while it ran is the one trace,
+and evidence, not proof, as another process of the cgroup may have been the one.
 """
 
 from __future__ import annotations
@@ -172,3 +173,69 @@ def _numbers(path: Path) -> Processors:
         low, _, high = part.partition("-")
         found.update(range(int(low), int(high or low) + 1))
     return frozenset(found)
+
+
+# -- memory kills ----------------------------------------------------------------------------------
+
+MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def oom_kills(membership: Path = MEMBERSHIP, mount: Path = CGROUPS) -> int | None:
+    """The count in this process's cgroup, or the machine's where that has none; None if unknown."""
+    try:
+        places = counters(membership.read_text(), mount)
+    except OSError:
+        places = []
+    for place in [*places, Path("/proc/vmstat")]:
+        try:
+            count = parse(place.read_text())
+        except OSError:
+            continue
+        if count is not None:
+            return count
+    return None
+
+
+def counters(membership: str, mount: Path) -> list[Path]:
+    """Where the count may stand, the nearest first, given what /proc/self/cgroup says."""
+    found: list[Path] = []
+    for top, path in _places(membership, "memory", mount):
+        name = "memory.events" if top == mount else "memory.oom_control"
+        # In a container the path may be the host's, and our own group the top of what is mounted.
+        found += [top / path / name, top / name]
+    return found
+
+
+def groups(membership: str, controller: str, mount: Path) -> list[Path]:
+    """The folders of this process's cgroup and of all above it, each of which can limit it."""
+    return [
+        top / part
+        for top, path in _places(membership, controller, mount)
+        for part in (path, *path.parents)
+    ]
+
+
+def _places(membership: str, controller: str, mount: Path) -> Iterator[tuple[Path, Path]]:
+    """The folder in which a controller's cgroups lie, and the path of this process's from there."""
+    for line in membership.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            yield mount / controller, Path(path.lstrip("/"))
+        elif not controllers:
+            yield mount, Path(path.lstrip("/"))
+
+
+def parse(text: str) -> int | None:
+    """The number that stands behind `oom_kill`."""
+    for line in text.splitlines():
+        name, _, number = line.partition(" ")
+        if name == "oom_kill" and number.strip().isdigit():
+            return int(number)
+    return None
+
+
+def killed_for_memory(before: int | None, after: int | None) -> bool:
+    """Whether the count has risen."""
+    return before is not None and after is not None and after > before
