@@ -9,6 +9,8 @@ python tests/mutants compare BEFORE AFTER
 from __future__ import annotations
 
 import argparse
+import bisect
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -22,29 +24,47 @@ from playing import Outcome, Player, warm_up
 
 ENOUGH_SECONDS = 15.0
 """Of tests for one mutant, by what they took when they were gathered."""
+Results = dict[str, dict[str, Any]]
 LONG_SECONDS = 0.5
 """A failure of a test that takes longer is believed once it has passed without the mutant."""
 
 
 class Trial:
-    """A folder's mutants, played one after another; what is done is kept at once."""
+    """A folder's mutants, played one after another; what is done is kept at once.
 
-    def __init__(self, player: Player, known: Evidence, results: Path) -> None:
+    before: results of an earlier suite. Of those, only the mutants that died are played, each
+    against the test that killed it first.
+    """
+
+    def __init__(
+        self, player: Player, known: Evidence, tests: set[str], *, results: Path, before: Results
+    ) -> None:
         self._player = player
         self._known = known
+        self._tests = tests
         self._path = results
-        self.results: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+        self._before = before
         self._sound: dict[str, bool] = {}
+        self.results: Results = json.loads(results.read_text()) if results.exists() else {}
+
+    def chosen(self, mutants: list[Mutant]) -> list[Mutant]:
+        """Those that are yet to be played."""
+        return [
+            mutant
+            for mutant in mutants
+            if mutant.name not in self.results
+            and (not self._before or is_dead(self._before.get(mutant.name)))
+        ]
 
     def play(self, mutant: Mutant) -> dict[str, Any]:
-        all_tests = self._known.tests(mutant.file, range(mutant.first_line, mutant.last_line + 1))
-        tests, spent = [], 0.0
-        for test in all_tests:
-            spent += self._known.seconds[test]
-            if tests and spent > ENOUGH_SECONDS:
-                break
-            tests.append(test)
+        killer = self._before.get(mutant.name, {}).get("test", "")
+        tests = [killer] if killer in self._tests else []
         outcome = self._outcome(mutant, tests)
+        lines = range(mutant.first_line, mutant.last_line + 1)
+        all_tests = self._known.tests(mutant.file, lines)
+        if outcome.state in ("survived", "unreached"):
+            tests = enough(all_tests, self._known.seconds)
+            outcome = self._outcome(mutant, tests)
         result = {
             "line": mutant.first_line,
             "before": mutant.before,
@@ -62,9 +82,8 @@ class Trial:
 
     def _outcome(self, mutant: Mutant, tests: list[str]) -> Outcome:
         while tests:
-            usual = sum(self._known.seconds[test] for test in tests)
-            limit = 90 + 4 * usual
-            outcome = self._player.play(mutant, tests, limit=limit, test_limit=40)
+            usual = sum(self._known.seconds.get(test, LONG_SECONDS) for test in tests)
+            outcome = self._player.play(mutant, tests, limit=90 + 4 * usual, test_limit=40)
             test = outcome.test
             if outcome.state == "survived" or test not in tests or self._is_sound(test):
                 return outcome
@@ -72,7 +91,7 @@ class Trial:
         return Outcome("unreached")
 
     def _is_sound(self, test: str) -> bool:
-        if self._known.seconds[test] < LONG_SECONDS:
+        if self._known.seconds.get(test, LONG_SECONDS) < LONG_SECONDS:
             return True
         if test not in self._sound:
             outcome = self._player.run([test], limit=150, test_limit=40)
@@ -80,18 +99,32 @@ class Trial:
         return self._sound[test]
 
 
+def enough(tests: list[str], seconds: dict[str, float]) -> list[str]:
+    """The first of them, which are the fastest, and one at least."""
+    spent = list(itertools.accumulate(seconds[test] for test in tests))
+    return tests[: max(1, bisect.bisect_right(spent, ENOUGH_SECONDS))]
+
+
+def is_dead(result: dict[str, Any] | None) -> bool:
+    return result is not None and result["state"] in ("killed", "timeout")
+
+
 def play(args: argparse.Namespace) -> None:
-    package = (args.copy / "elasticlib").resolve()
     known = evidence.read(args.evidence)
     args.logs.mkdir(parents=True, exist_ok=True)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    copy = args.copy.resolve()
     files = sorted({test.partition("::")[0] for test in known.seconds})
-    warm_up(args.copy.resolve(), files, args.logs / "modules")
-    trial = Trial(Player(args.copy.resolve(), args.logs), known, args.results)
-    chosen = mutations.drawn(mutations.mutants_in(package, args.folder), args.seed, args.count)
-    for mutant in chosen:
-        if mutant.name not in trial.results:
-            result = trial.play(mutant)
-            print(result["state"], mutant.name, result["test"], result["seconds"], flush=True)
+    tests = warm_up(copy, args.tests or files, args.logs.resolve() / "collected")
+    before = json.loads(args.against.read_text()) if args.against else {}
+    player = Player(copy, args.logs.resolve())
+    trial = Trial(player, known, tests, results=args.results, before=before)
+    mutants = mutations.mutants_in(copy / "elasticlib", args.folder)
+    if not before:
+        mutants = mutations.drawn(mutants, args.seed, args.count)
+    for mutant in trial.chosen(mutants):
+        result = trial.play(mutant)
+        print(result["state"], mutant.name, result["test"], result["seconds"], flush=True)
 
 
 def cover(args: argparse.Namespace) -> None:
@@ -104,7 +137,7 @@ def cover(args: argparse.Namespace) -> None:
     )
 
 
-def share(results: dict[str, Any]) -> str:
+def share(results: Results) -> str:
     states = Counter(result["state"] for result in results.values())
     dead = states["killed"] + states["timeout"]
     return f"{dead} of {len(results)} die | {states['survived']} | {states['unreached']}"
@@ -119,16 +152,12 @@ def table(args: argparse.Namespace) -> None:
 def compare(args: argparse.Namespace) -> None:
     """Prints the mutants that died before and live now; the exit code is 1 if there are any."""
     before, after = (json.loads(path.read_text()) for path in (args.before, args.after))
-    dead = ("killed", "timeout")
-    alive = [
-        name
-        for name, result in before.items()
-        if result["state"] in dead and name in after and after[name]["state"] not in dead
-    ]
+    dead = [name for name, result in before.items() if is_dead(result)]
+    alive = [name for name in dead if name in after and not is_dead(after[name])]
     for name in alive:
         print(f"{name}: {after[name]['state']} now; before it died by {before[name]['test']}")
-    missing = [name for name in before if name not in after]
-    print(f"{len(alive)} live that died before; {len(missing)} are not there any more")
+    missing = len(set(dead) - set(after))
+    print(f"of {len(dead)} that died, {len(alive)} live now; {missing} are not there any more")
     raise SystemExit(1 if alive else 0)
 
 
@@ -150,7 +179,9 @@ def main() -> None:
     )
     plays = commands.add_parser("play", help="play a drawn set of a folder's mutants")
     plays.add_argument("folder")
-    plays.add_argument("--evidence", type=Path, nargs="+", required=True)
+    plays.add_argument("--evidence", type=Path, nargs="*", default=[])
+    plays.add_argument("--against", type=Path, help="earlier results: play what died there alone")
+    plays.add_argument("--tests", nargs="*", help="where the tests are, without evidence")
     plays.add_argument("--results", type=Path, required=True, help="JSON; what is there is kept")
     plays.add_argument("--logs", type=Path, required=True)
     plays.add_argument("--seed", type=int, default=0)

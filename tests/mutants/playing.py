@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -137,23 +138,26 @@ class Player:
             os._exit(code)
 
 
-def warm_up(copy: Path, tests: list[str], names: Path) -> None:
-    """Import into this process what these tests import, but for the checkout's own modules."""
+def warm_up(copy: Path, tests: list[str], into: Path) -> set[str]:
+    """Import into this process what these files of tests import, but for the checkout's own
+    modules; returns the tests in them."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(PROBE), str(copy)]),
-        "MUTANTS_MODULES": str(names),
+        "MUTANTS_COLLECTED": str(into),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "mutants_modules"]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "mutants_collected"]
     command += ["-p", "no:cacheprovider", *tests]
     subprocess.run(command, cwd=copy, env=environment, check=True, stdout=subprocess.DEVNULL)
-    for name in names.read_text().splitlines():
+    collected = json.loads(into.read_text())
+    for name in collected["modules"]:
         if name.startswith("torch.distributed."):
             continue  # it imports the handlers of whatever is installed, and so elasticlib
         with contextlib.suppress(Exception):  # what cannot be imported so is imported by each child
             importlib.import_module(name)
     if loaded := [name for name in sys.modules if name.split(".")[0] == "elasticlib"]:
         raise SystemExit(f"elasticlib is imported already: {loaded[0]}")
+    return set(collected["tests"])
 
 
 def _wait(child: int, limit: float) -> int | None:
