@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from elasticlib.workers.exit import WorkerExit
-
 from elasticlib.agent.policy import (
     TABLE,
     Broke,
@@ -26,6 +24,7 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.workers.exit import WorkerExit
 
 BOTH = frozenset({0, 1})
 GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))

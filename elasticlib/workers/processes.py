@@ -559,7 +559,8 @@ class LocalWorkers(Workers):
         self.end()
         deadline = monotonic() + DRAIN_SECONDS
         for output in self._late:
-            output.drain(deadline)
+            # What a slow console has not taken yet; this process may end after that.
+            output.close(max(0.0, deadline - monotonic()))
         self._late.clear()
         self._channels.close_all()
         if self._timers is not None:

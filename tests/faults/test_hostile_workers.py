@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from jobs import WITHOUT_TORCH, Job, Node, alive, until
 
-from elasticlib.examples.demo import children
-
 pytestmark = pytest.mark.faults
 
 SCRIPT = """
@@ -102,7 +100,9 @@ def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: 
 
 def guardian_of(agent: int) -> int:
     """0 while it has none."""
-    for pid in children(agent):
+    # Of any of its threads.
+    tasks = Path(f"/proc/{agent}/task").glob("*/children")
+    for pid in [int(pid) for task in tasks for pid in task.read_text().split()]:
         if b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     return 0
