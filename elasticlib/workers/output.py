@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from ..foreign import opened
 from ..threads import helper
-from .loop import Loop
+from .loop import Loop, start_thread
 from .output_plan import NAMES, OutputPlan, Places, Streams
 from .spec import Worker
 
@@ -127,10 +127,10 @@ class Writers:
         self._waiting: dict[Streams, queue.SimpleQueue[Callable[[], object] | None]] = {}
 
     def start(self, stream: Streams) -> None:
-        """Have this one. Raises RuntimeError where no thread can be started."""
+        """Have this one. Raises WorkerStartError where no thread can be started."""
         if stream not in self._waiting:
             waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-            helper(partial(_write_what_comes, waiting), f"workers-{NAMES[stream]}").start()
+            start_thread(helper(partial(_write_what_comes, waiting), f"workers-{NAMES[stream]}"))
             self._waiting[stream] = waiting
 
     def call(self, stream: Streams, work: Callable[[], object]) -> None:
@@ -255,7 +255,7 @@ class Output:
         self._tail = Tail()
 
     def open(self, writers: Writers) -> Output:
-        """Raises OSError where a file cannot be written, RuntimeError where nobody could."""
+        """Raises OSError where a file cannot be written, WorkerStartError where nobody would."""
         for stream, path in self._places.files.items():
             self._files[stream] = open(path, "ab", buffering=0)  # noqa: SIM115
         for stream, path in self._places.filtered.items():
