@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ..clock import monotonic
 from ..errors import ConfigError, LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from .etcd_access import Access, read_members
-from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
+from .sockets import renew_in_children
 
 if TYPE_CHECKING:
     from .etcd_connection import Answer

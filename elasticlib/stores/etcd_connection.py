@@ -20,7 +20,7 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 
 from ..errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from .etcd_access import Access, Member
-from .peer import keep_honest
+from .sockets import keep_honest
 
 API = "/v3/"
 """etcd 3.4 and later. Given, it saves the library a question at each connection."""

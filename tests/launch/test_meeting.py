@@ -14,7 +14,7 @@ from elasticlib.rendezvous.keys import Keys
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 CLOSE = 0.2
 TIMING = Timing(lease=0.2, refresh=0.1, close=CLOSE)

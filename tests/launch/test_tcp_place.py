@@ -11,8 +11,8 @@ import pytest
 
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.tcp_place import TcpMeetingPlace, is_ours, outward_address, resolve
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 
 class WithoutIPv6(socket.socket):

@@ -35,7 +35,7 @@ from elasticlib.launch.meeting import open_meeting
 from elasticlib.launch.torch_names import TORCH_C10D
 from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
 from elasticlib.launch.torchrun_store import GenerationEnded
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
 
 QUICK = {
     "keep_alive_interval": "0.1",
