@@ -100,9 +100,10 @@ class WorkerEnded:
 
 @attrs.frozen
 class Hung:
-    """Workers have been silent for too long; what can be known of it is in the reason."""
+    """Workers have been silent for too long, since then; what can be known is in the reason."""
 
     reason: str
+    since: float = 0.0
 
 
 @attrs.frozen
@@ -227,7 +228,20 @@ Action = (
 Step = tuple[Supervision, tuple[Action, ...]]
 
 
-def outcome_of(change: Change) -> Outcome:
+def outcome_of(event: JoinEnded | Changed | Broke | SignalArrived | DrainAsked) -> Outcome:
+    """How this node's run ends, where it ends by this."""
+    if isinstance(event, JoinEnded):
+        return event.outcome
+    if isinstance(event, Broke):
+        return Outcome(OutcomeKind.FAILED, event.reason)
+    if isinstance(event, Changed):
+        return end_of_job(event.change)
+    drained = isinstance(event, DrainAsked)
+    kind = OutcomeKind.DRAINED if drained else OutcomeKind.SIGNALLED
+    return Outcome(kind, f"received {event.name}", event.number)
+
+
+def end_of_job(change: Change) -> Outcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
         return Outcome(OutcomeKind.SUCCEEDED, change.reason)
@@ -235,30 +249,36 @@ def outcome_of(change: Change) -> Outcome:
     return Outcome(OutcomeKind.FAILED, change.reason, expelled=expelled)
 
 
+def _stay(now: Supervision, _event: object) -> Step:
+    return now, ()
+
+
 def _start(_now: Supervision, event: Settled) -> Step:
-    running = Supervision(State.RUNNING, awaited=event.local_ranks)
-    return running, (StartWorkers(),)
+    return Supervision(State.RUNNING, awaited=event.local_ranks), (StartWorkers(),)
 
 
-def _finish_now(_now: Supervision, event: JoinEnded) -> Step:
-    return Supervision(State.ENDED, outcome=event.outcome), (Finish(),)
+def _finish(_now: Supervision, event: JoinEnded | Broke | SignalArrived | DrainAsked) -> Step:
+    return Supervision(State.ENDED, outcome=outcome_of(event)), (Finish(),)
 
 
-def _leave(_now: Supervision, event: SignalArrived | DrainAsked) -> Step:
-    return Supervision(State.ENDED, outcome=_asked(event)), (Finish(),)
+def _end(now: Supervision, event: Changed | Broke | SignalArrived | DrainAsked) -> Supervision:
+    return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event))
 
 
-def _cannot_start(now: Supervision, event: StartFailed) -> Step:
-    return _fail(now, event.reason)
+# While workers run.
 
 
 def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
-    awaited = now.awaited - {event.exit.local_rank}
+    now = attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank})
     if not event.exit.ok:
-        return _fail(attrs.evolve(now, awaited=awaited), event.exit.describe(), event.kind)
-    if awaited:
-        return attrs.evolve(now, awaited=awaited), ()
+        return _fail(now, event.exit.describe(), event.kind)
+    if now.awaited:
+        return now, ()
     return Supervision(State.FINISHED), (ReportDone(),)
+
+
+def _failed(now: Supervision, event: StartFailed | Hung) -> Step:
+    return _fail(now, event.reason)
 
 
 def _fail(now: Supervision, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Step:
@@ -267,27 +287,23 @@ def _fail(now: Supervision, reason: str, kind: FailureKind = FailureKind.ORDINAR
 
 
 def _running_changed(now: Supervision, event: Changed) -> Step:
-    if not event.change.kind.final:
-        # Only a change that nobody was lost or failed for leaves all ranks able to agree.
-        notice = RESIZE if event.change.kind is ChangeKind.RESIZE else ""
-        return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
-    ending = attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change))
-    return ending, (StopWorkers(),)
+    if event.change.kind.final:
+        return _end(now, event), (StopWorkers(),)
+    # Only a change that nobody was lost or failed for leaves all ranks able to agree.
+    notice = RESIZE if event.change.kind is ChangeKind.RESIZE else ""
+    return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
 
 
-def _running_signal(now: Supervision, event: SignalArrived) -> Step:
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
-    return ending, (StopWorkers(),)
+def _running_ends(now: Supervision, event: SignalArrived | Broke) -> Step:
+    return _end(now, event), (StopWorkers(),)
 
 
 def _running_drain(now: Supervision, event: DrainAsked) -> Step:
     # The others hear of it before our workers stop, so that all stop at one step.
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
-    return ending, (ReportDraining(event.name), StopWorkers(event.why))
+    return _end(now, event), (ReportDraining(event.name), StopWorkers(event.why))
 
 
-def _hung(now: Supervision, event: Hung) -> Step:
-    return _fail(now, event.reason)
+# While they are being stopped.
 
 
 def _one_less(now: Supervision, event: WorkerEnded) -> Step:
@@ -300,25 +316,33 @@ def _one_less(now: Supervision, event: WorkerEnded) -> Step:
     return now, (StopSooner(),) if event.alone else ()
 
 
-def _rejoin(_now: Supervision, event: GroupStopped) -> Step:
-    if event.left:
-        return Supervision(State.ENDED, outcome=_undying(event)), (Finish(),)
-    return Supervision(State.JOINING), (Join(),)
-
-
 def _stopping_changed(now: Supervision, event: Changed) -> Step:
-    if not event.change.kind.final:
-        return now, ()
-    return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change)), ()
+    return (_end(now, event) if event.change.kind.final else now), ()
 
 
-def _stopping_signal(now: Supervision, event: SignalArrived) -> Step:
-    return attrs.evolve(now, state=State.ENDING, outcome=_asked(event)), (StopSooner(),)
+def _stopping_ends(now: Supervision, event: SignalArrived | Broke) -> Step:
+    return _end(now, event), (StopSooner(),)
 
 
 def _stopping_drain(now: Supervision, event: DrainAsked) -> Step:
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
-    return ending, (ReportDraining(event.name), StopSooner(event.why))
+    return _end(now, event), (ReportDraining(event.name), StopSooner(event.why))
+
+
+def _hurry(now: Supervision, _event: SignalArrived) -> Step:
+    return now, (HurryWorkers(),)
+
+
+def _stopped(now: Supervision, event: GroupStopped) -> Step:
+    if event.left:
+        # What would not die is the worse news, and nobody else tells it.
+        undying = f"these survived SIGKILL: {event.left}"
+        return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.FAILED, undying)), (Finish(),)
+    if now.state is State.STOPPING:
+        return Supervision(State.JOINING), (Join(),)
+    return Supervision(State.ENDED, outcome=now.outcome), (Finish(),)
+
+
+# When all of ours have succeeded.
 
 
 def _finished_changed(_now: Supervision, event: Changed) -> Step:
@@ -327,27 +351,7 @@ def _finished_changed(_now: Supervision, event: Changed) -> Step:
         return Supervision(State.JOINING), (Join(),)
     if change.kind is ChangeKind.LOST:
         return _finish_unknown(change.reason)
-    return Supervision(State.ENDED, outcome=outcome_of(change)), (Finish(),)
-
-
-def _end(now: Supervision, event: GroupStopped) -> Step:
-    # What would not die is the worse news, and nobody else tells it.
-    outcome = _undying(event) if event.left else now.outcome
-    return Supervision(State.ENDED, outcome=outcome), (Finish(),)
-
-
-def _broke_now(_now: Supervision, event: Broke) -> Step:
-    return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.FAILED, event.reason)), (Finish(),)
-
-
-def _running_broke(now: Supervision, event: Broke) -> Step:
-    outcome = Outcome(OutcomeKind.FAILED, event.reason)
-    return attrs.evolve(now, state=State.ENDING, outcome=outcome), (StopWorkers(),)
-
-
-def _stopping_broke(now: Supervision, event: Broke) -> Step:
-    outcome = Outcome(OutcomeKind.FAILED, event.reason)
-    return attrs.evolve(now, state=State.ENDING, outcome=outcome), (StopSooner(),)
+    return Supervision(State.ENDED, outcome=end_of_job(change)), (Finish(),)
 
 
 def _finished_broke(_now: Supervision, event: Broke) -> Step:
@@ -360,55 +364,32 @@ def _finish_unknown(reason: str) -> Step:
     return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.SUCCEEDED, said)), (Finish(),)
 
 
-def _stay(now: Supervision, _event: object) -> Step:
-    return now, ()
-
-
-def _hurry(now: Supervision, _event: SignalArrived) -> Step:
-    return now, (HurryWorkers(),)
-
-
-def _asked(event: SignalArrived | DrainAsked) -> Outcome:
-    drained = isinstance(event, DrainAsked)
-    kind = OutcomeKind.DRAINED if drained else OutcomeKind.SIGNALLED
-    return Outcome(kind, f"received {event.name}", event.number)
-
-
-def _undying(event: GroupStopped) -> Outcome:
-    return Outcome(OutcomeKind.FAILED, f"these would not die, even of SIGKILL: {event.left}")
-
-
 _S = State
 TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.JOINING, Settled): _start,
-    (_S.JOINING, JoinEnded): _finish_now,
-    (_S.JOINING, SignalArrived): _leave,
-    (_S.JOINING, Broke): _broke_now,
-    (_S.JOINING, DrainAsked): _leave,
-    (_S.RUNNING, StartFailed): _cannot_start,
+    (_S.JOINING, JoinEnded): _finish,
+    (_S.JOINING, SignalArrived): _finish,
+    (_S.JOINING, Broke): _finish,
+    (_S.JOINING, DrainAsked): _finish,
+    (_S.RUNNING, StartFailed): _failed,
     (_S.RUNNING, WorkerEnded): _worker_ended,
-    (_S.RUNNING, Hung): _hung,
+    (_S.RUNNING, Hung): _failed,
     (_S.RUNNING, Changed): _running_changed,
-    (_S.RUNNING, SignalArrived): _running_signal,
-    (_S.RUNNING, Broke): _running_broke,
+    (_S.RUNNING, SignalArrived): _running_ends,
+    (_S.RUNNING, Broke): _running_ends,
     (_S.RUNNING, DrainAsked): _running_drain,
     (_S.STOPPING, WorkerEnded): _one_less,
-    (_S.STOPPING, StartFailed): _stay,
-    (_S.STOPPING, Hung): _stay,
-    (_S.STOPPING, GroupStopped): _rejoin,
+    (_S.STOPPING, GroupStopped): _stopped,
     (_S.STOPPING, Changed): _stopping_changed,
-    (_S.STOPPING, SignalArrived): _stopping_signal,
-    (_S.STOPPING, Broke): _stopping_broke,
+    (_S.STOPPING, SignalArrived): _stopping_ends,
+    (_S.STOPPING, Broke): _stopping_ends,
     (_S.STOPPING, DrainAsked): _stopping_drain,
-    (_S.FINISHED, Hung): _stay,
     (_S.FINISHED, Changed): _finished_changed,
-    (_S.FINISHED, SignalArrived): _leave,
+    (_S.FINISHED, SignalArrived): _finish,
     (_S.FINISHED, Broke): _finished_broke,
-    (_S.FINISHED, DrainAsked): _leave,
+    (_S.FINISHED, DrainAsked): _finish,
     (_S.ENDING, WorkerEnded): _one_less,
-    (_S.ENDING, StartFailed): _stay,
-    (_S.ENDING, Hung): _stay,
-    (_S.ENDING, GroupStopped): _end,
+    (_S.ENDING, GroupStopped): _stopped,
     (_S.ENDING, Changed): _stay,
     (_S.ENDING, SignalArrived): _hurry,
     (_S.ENDING, Broke): _stay,
