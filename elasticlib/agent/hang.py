@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from ..errors import ConfigError
 from ..foreign import read_json
 from ..workers.beat import NOTHING, Beat
-from .policy import Hung
+from .policy import Command, Gather, Hung, Post
 
+HANG = "hang/"
+"""What is posted under it where workers hang: the pulses of each node's, under its rank."""
 LONGEST_HOST = 200
 OTHERS_SECONDS = 3.0
 """For the other nodes to say what they know, when one has found that its workers hang."""
@@ -158,35 +160,11 @@ def decode_pulses(data: bytes) -> list[Pulse]:
         return []
 
 
-# Commands.
-
-
 @attrs.frozen
-class HearOthers:
-    """Hear what the other nodes say of a hang."""
-
-
-@attrs.frozen
-class DumpStacks:
+class DumpStacks(Command):
     """Have the workers write down where they are."""
 
 
-@attrs.frozen
-class SayPulses:
-    """Tell the other nodes where our ranks are."""
-
-    pulses: tuple[Pulse, ...]
-
-
-@attrs.frozen
-class ShowStacks:
-    """The slowest rank is one of ours: show people where it stands."""
-
-    rank: int
-    text: str
-
-
-Command = HearOthers | DumpStacks | SayPulses | ShowStacks | Hung
 Step = tuple["HangWatch", tuple[Command, ...]]
 
 
@@ -195,16 +173,17 @@ class HangWatch:
     """Watches one group, and when one of its workers hangs gathers the evidence before anybody is
     stopped; each method takes an event.
 
-    ranks: the global ones, by local rank. others: how many nodes can be asked. began: on this
-    machine's monotonic clock, when the workers were started, or could run again. due: when the
-    next look is. found: what is too silent; since: from when on; until: how long others are waited
-    for; pulses: of our ranks, then. stacks: by local rank, once they are there. said: what other
-    nodes say, each of its ranks.
+    ranks: the global ones, by local rank. node: the rank of this one; others: how many more can be
+    asked. began: on this machine's monotonic clock, when the workers were started, or could run
+    again. due: when the next look is. found: what is too silent; since: from when on; until: how
+    long others are waited for; pulses: of our ranks, then. stacks: by local rank, once they are
+    there. said: what other nodes say, each of its ranks.
     """
 
     limits: HangLimits
     host: str
     ranks: Mapping[int, int]
+    node: int
     others: int
     began: float
     due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
@@ -212,13 +191,14 @@ class HangWatch:
     found: Silence | None = None
     since: float = 0.0
     until: float = 0.0
-    pulses: tuple[Pulse, ...] = ()
+    pulses: Sequence[Pulse] = ()
     stacks: Mapping[int, str] | None = None
-    said: tuple[tuple[Pulse, ...], ...] = ()
+    said: Sequence[Sequence[Pulse]] = ()
 
-    def heard(self, said: Iterable[Iterable[Pulse]]) -> HangWatch:
-        """This is what the other nodes have said."""
-        return attrs.evolve(self, said=tuple(tuple(pulses) for pulses in said))
+    def heard(self, posts: Mapping[str, bytes]) -> HangWatch:
+        """This is what the nodes have posted."""
+        said = [decode_pulses(data) for rank, data in posts.items() if rank != str(self.node)]
+        return attrs.evolve(self, said=said)
 
     def dumped(self, stacks: Mapping[int, str]) -> HangWatch:
         """The workers have written down where they are."""
@@ -243,10 +223,10 @@ class HangWatch:
             return watch._find(now, silence, beats)
         if self.hearing or not self.others:
             return watch, ()
-        return attrs.evolve(watch, hearing=True), (HearOthers(),)
+        return attrs.evolve(watch, hearing=True), (Gather(HANG),)
 
     def _find(self, now: float, silence: Silence, beats: Mapping[int, Beat]) -> Step:
-        pulses = tuple(
+        pulses = [
             Pulse(
                 self.ranks[local],
                 self.host,
@@ -256,7 +236,7 @@ class HangWatch:
             )
             for local, beat in beats.items()
             if beat.attached
-        )
+        ]
         watch = attrs.evolve(
             self,
             found=silence,
@@ -264,17 +244,19 @@ class HangWatch:
             until=now + OTHERS_SECONDS,
             pulses=pulses,
         )
-        others = (SayPulses(pulses), HearOthers()) if self.others else ()
-        return watch, (*others, DumpStacks())
+        if not self.others:
+            return watch, (DumpStacks(),)
+        said = Post(HANG, str(self.node), encode_pulses(pulses))
+        return watch, (said, Gather(HANG), DumpStacks())
 
     def _judge(self, found: Silence, now: float) -> Step:
         if self.stacks is None or (len(self.said) < self.others and now < self.until):
             return self, ()
         pulses = [*self.pulses, *(pulse for said in self.said for pulse in said)]
-        last, hung = slowest(pulses), Hung(describe_hang(pulses, found.limit), self.since)
+        last, reason = slowest(pulses), describe_hang(pulses, found.limit)
         shown = [
-            ShowStacks(last.rank, text)
-            for local, text in (self.stacks or {}).items()
+            f"the stacks of rank {last.rank}, the slowest:\n{text}"
+            for local, text in self.stacks.items()
             if last is not None and self.ranks[local] == last.rank
         ]
-        return self, (*shown, hung)
+        return self, (Hung(reason, self.since, "".join(shown)),)

@@ -30,28 +30,13 @@ from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.ladder import Ladder
 from ..workers.notice import Notice
-from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks
+from ..workers.spec import WorkerGroup, WorkerSpec, WorkerState, deal_ranks
 from . import hang, policy, stop
 from .board import Board, Gathered, Unheard
 from .interface import Cause, Memory, NoMemory, RunResult
 from .options import HEARD_SECONDS, AgentOptions, SignalObserver
-from .policy import (
-    Action,
-    Broke,
-    Changed,
-    Event,
-    GroupStopped,
-    Hung,
-    JoinEnded,
-    Outcome,
-    OutcomeKind,
-    State,
-    Supervision,
-    WorkerEnded,
-    end_of_job,
-    react,
-)
-from .report import ALSO, FIRST, Report, encode, encode_ranks, first_cause, summary
+from .policy import Command, Event, Outcome, State, Supervision
+from .report import CAUSE, Report, first_cause, post_cause, post_failed, summary
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -63,9 +48,6 @@ ANSWER_SECONDS = 3.0
 """For the other nodes' word on why the job failed, which is on its way when it has."""
 ASK_SECONDS = 5e-4
 """Between two looks at workers that are in a step, and are to say where they can stop."""
-STACK_LINES = 40
-CAUSE, HANG, STOP = "cause/", "hang/", "stop/"
-"""What nodes post on a generation's board: why it failed, where their ranks are, where to stop."""
 
 
 # What comes into the inbox; attempt: of this node, at a generation.
@@ -103,7 +85,7 @@ class Signalled:
     number: int
 
 
-News = Prepared | Heard | Exited | Dumped | Signalled | Gathered | Unheard | Broke
+News = Prepared | Heard | Exited | Dumped | Signalled | Gathered | Unheard | policy.Broke
 
 
 class ElasticAgent:
@@ -215,11 +197,11 @@ class ElasticAgent:
             except Exception as error:
                 # A bug of ours, or a promise broken by a part: still an end with a reason.
                 log.exception("the agent's loop broke")
-                outcome = Outcome(OutcomeKind.FAILED, describe(error))
+                outcome = Outcome(WorkerState.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
             finally:
                 self._clean_up()
-        unexpected = Outcome(OutcomeKind.FAILED, "the agent ended unexpectedly")
+        unexpected = Outcome(WorkerState.FAILED, "the agent ended unexpectedly")
         return self._report.result(self._now.outcome or unexpected, cause)
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
@@ -241,34 +223,32 @@ class ElasticAgent:
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
-        self._turns()
-        _closed(self._board.close)
-        self._turns()
-        _closed(self.workers.end)
-        self._turns(KEEP_SECONDS)
-        _closed(self._keep)
-        self._turns()
-        _closed(self.workers.close)
-        _closed(self._handler.shutdown)
-        _closed(self._waiter.stop)
+        closing = (self._board.close, self.workers.end, self._keep, self.workers.close)
+        for close in (*closing, self._handler.shutdown, self._waiter.stop):
+            self._turns(KEEP_SECONDS if close == self._keep else 0.0)
+            try:
+                close()
+            except Exception:
+                # How the run ended is known by now, and must still be told.
+                log.exception("the end of the run was not clean")
 
     def _keep(self) -> None:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
         outcome = self._now.outcome
-        done = outcome is not None and outcome.kind is OutcomeKind.SUCCEEDED
+        done = outcome is not None and outcome.state is WorkerState.SUCCEEDED
         self._report.lost = self._memory.finish(keep=not done)
 
     def _find_cause(self) -> Cause | None:
         """Why the job failed, over all nodes, as far as it can be had in time."""
         outcome, info, own = self._now.outcome, self._info, self._report.own_cause()
-        if outcome is None or outcome.kind is not OutcomeKind.FAILED or info is None:
+        if outcome is None or outcome.state is not WorkerState.FAILED or info is None:
             return None
         failed = self._report.failed_ranks
         if not self._board.name or not (failed or self._report.failed_elsewhere):
             return own
         if failed:
-            self._board.post(CAUSE, f"{ALSO}{info.rank}", encode_ranks(failed))
-        self._board.gather(CAUSE)
+            self._board.do(post_failed(info.rank, failed))
+        self._board.do(policy.Gather(CAUSE))
         deadline = self._clock() + ANSWER_SECONDS
         self._turns(ANSWER_SECONDS)
         with contextlib.suppress(queue.Empty):
@@ -326,15 +306,15 @@ class ElasticAgent:
 
     def _react(self, event: Event) -> None:
         before = self._now.state
-        self._now, actions = react(self._now, event)
+        self._now, commands = policy.react(self._now, event)
         if self._now.state is not before:
             if before in (State.RUNNING, State.FINISHED):
                 self._report.idle(event)
             self._watch = None
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
-        for action in actions:
+        for command in commands:
             self._turns()
-            self._do(action)
+            self._do(command)
 
     # -- what has come into the inbox -----------------------------------------------------------
 
@@ -355,15 +335,15 @@ class ElasticAgent:
                 return self._collect(local_rank)
             case Signalled(number):
                 return self._heed(number)
-            case Gathered(name=name, posts=posts):
-                self._gathered(name, posts)
-            case Unheard(name=name):
-                if name == STOP and self._stopping is not None:
-                    self._stopping = self._stopping.no_answer()
-            case Dumped(stacks=stacks):
-                if self._watch is not None:
-                    self._watch = self._watch.dumped(stacks)
-            case _:
+            case Gathered(name=stop.STOP) if self._stopping is not None:
+                self._stopping = self._stopping.heard(news.posts)
+            case Unheard(name=stop.STOP) if self._stopping is not None:
+                self._stopping = self._stopping.no_answer()
+            case Gathered(name=hang.HANG) if self._watch is not None:
+                self._watch = self._watch.heard(news.posts)
+            case Dumped(stacks=stacks) if self._watch is not None:
+                self._watch = self._watch.dumped(stacks)
+            case policy.Broke():
                 return news
         return None
 
@@ -372,14 +352,14 @@ class ElasticAgent:
             return self._settle(news)
         if isinstance(news, Change):
             self._report.heard(news)
-            return Changed(news)
+            return policy.Changed(news)
         if self._now.state is not State.JOINING:
-            return Changed(Change(ChangeKind.LOST, describe(news)))
+            return policy.Changed(Change(ChangeKind.LOST, describe(news)))
         change = getattr(news, "change", None)
         if isinstance(news, RendezvousClosed) and isinstance(change, Change):
             self._report.heard(change)
-            return JoinEnded(end_of_job(change))
-        return JoinEnded(Outcome(OutcomeKind.FAILED, describe(news)))
+            return policy.JoinEnded(policy.end_of_job(change))
+        return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(news)))
 
     def _settle(self, info: RendezvousInfo) -> Event:
         self._info = info
@@ -401,7 +381,7 @@ class ElasticAgent:
             log.warning("while it was to save and end: %s", exit_.describe())
         cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
         if cause is not None:
-            self._tell_cause(cause)
+            self._board.do(post_cause(cause))
         kind = failure_kind(
             exit_,
             self._spec.entrypoint,
@@ -410,7 +390,7 @@ class ElasticAgent:
             min_uptime=self._options.min_uptime,
         )
         alone = unsaved and stopping is not None and stopping.undecided
-        return WorkerEnded(exit_, kind, unsaved, alone)
+        return policy.WorkerEnded(exit_, kind, unsaved, alone)
 
     def _heed(self, number: int) -> Event:
         options, name = self._options, signal_name(number)
@@ -430,21 +410,12 @@ class ElasticAgent:
             return self._notified
         # Schedulers repeat themselves, and what is being saved is not to be cut short for it.
         outcome = self._now.outcome
-        return outcome is not None and outcome.kind is OutcomeKind.DRAINED
-
-    def _gathered(self, name: str, posts: Mapping[str, bytes]) -> None:
-        if name == STOP and self._stopping is not None:
-            needs = {int(rank): stop.decode_need(data) for rank, data in posts.items()}
-            self._stopping = self._stopping.heard(needs)
-        elif name == HANG and self._watch is not None:
-            own = str(present(self._info, "the generation").rank)
-            said = [hang.decode_pulses(data) for rank, data in posts.items() if rank != own]
-            self._watch = self._watch.heard(said)
+        return outcome is not None and outcome.state is WorkerState.DRAINED
 
     # -- what the policy wants done ---------------------------------------------------------------
 
-    def _do(self, action: Action) -> None:
-        match action:
+    def _do(self, command: Command) -> None:
+        match command:
             case policy.Join():
                 self._attempt += 1
                 self._report.joining()
@@ -461,13 +432,14 @@ class ElasticAgent:
             case policy.HurryWorkers():
                 self._stopping = present(self._stopping, "the stop").hurry(self._clock())
             case policy.ReportFailure():
-                self._report_failure(action)
+                self._report_failure(command)
             case policy.ReportDraining(reason):
                 self._handler.report_draining(reason)
             case policy.ReportDone():
-                self._say_need(stop.ANY_CALL)
+                rank = present(self._info, "the generation").rank
+                self._board.do(stop.post_need(rank, stop.ANY_CALL))
                 if not self._handler.report_done():
-                    self._react(Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
+                    self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
     def _join(self) -> None:
         """Ask for the next generation once workers can be started at once: the other nodes do not
@@ -496,20 +468,21 @@ class ElasticAgent:
         self._started += 1
         self._report.starting(info, group)
         self._memory.begin(info, group)
-        failed = ""
+        attempt, failed = self._attempt, ""
         try:
-            self.start(group, partial(_exited, self._inbox.put, self._attempt))
+            self.start(group, lambda local_rank: self._inbox.put(Exited(attempt, local_rank)))
         except ElasticError as error:
             failed = str(error)
         self._report.started(group, self.workers.running())
         if failed:
-            self._tell_cause(self._report.ended_without(failed))
+            self._board.do(post_cause(self._report.ended_without(failed)))
             self._react(policy.StartFailed(failed))
         elif self._options.hang is not None:
             self._watch = hang.HangWatch(
                 self._options.hang,
                 self._host,
                 {worker.local_rank: worker.rank for worker in group.workers},
+                node=info.rank,
                 others=info.world_size - 1 if self._board.name else 0,
                 began=self._clock(),
             )
@@ -540,10 +513,10 @@ class ElasticAgent:
             return
         self._own_restarts += 1
         if failure.kind is FailureKind.AT_START:
-            self._react(Changed(Change(ChangeKind.FAILED, f"{reason} ({NOT_RETRIED})")))
+            self._react(policy.Changed(Change(ChangeKind.FAILED, f"{reason} ({NOT_RETRIED})")))
         elif self._own_restarts > budget:
             spent = f"{reason} ({budget} of {budget} restarts used)"
-            self._react(Changed(Change(ChangeKind.FAILED, spent)))
+            self._react(policy.Changed(Change(ChangeKind.FAILED, spent)))
 
     # -- what the other machines want done ------------------------------------------------------
 
@@ -552,6 +525,7 @@ class ElasticAgent:
         info = present(self._info, "the generation")
         stopping = stop.Stopping(
             self._ladder,
+            node=info.rank,
             nodes=info.world_size,
             reachable=bool(self._board.name),
             agrees=self.workers.agrees,
@@ -569,13 +543,11 @@ class ElasticAgent:
             log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
         return self._notified
 
-    def _carry_out(self, commands: Iterable[stop.Command | hang.Command]) -> None:
+    def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
-                case stop.Say(need):
-                    self._say_need(need)
-                case stop.Listen():
-                    self._board.gather(STOP)
+                case policy.Post() | policy.Gather():
+                    self._board.do(command)
                 case stop.Notify(notice):
                     self.workers.notify(notice)
                 case stop.StopAt(call, notice):
@@ -587,39 +559,22 @@ class ElasticAgent:
                 case stop.Kill(why):
                     log.warning("%s", why)
                     self.workers.kill()
-                case GroupStopped():
+                case policy.GroupStopped():
                     self._stopping = None
                     self._report.stopped(command)
                     self._react(command)
-                case _:
-                    self._gather_evidence(command)
+                case hang.DumpStacks():
+                    helper(partial(self._dump, self._attempt), "agent-stacks", self._broke).start()
+                case policy.Hung():
+                    self._board.do(post_cause(self._report.hung(command)))
+                    self._react(command)
 
-    def _gather_evidence(self, command: hang.Command) -> None:
-        match command:
-            case hang.HearOthers():
-                self._board.gather(HANG)
-            case hang.SayPulses(pulses):
-                rank = present(self._info, "the generation").rank
-                self._board.post(HANG, str(rank), hang.encode_pulses(pulses))
-            case hang.DumpStacks():
-                dump = partial(_dump, self.workers, self._inbox.put, self._attempt)
-                helper(dump, "agent-stacks", self._broke).start()
-            case hang.ShowStacks(rank, text):
-                shown = "\n".join(text.splitlines()[:STACK_LINES])
-                log.warning("the stacks of rank %d, the slowest:\n%s", rank, shown)
-            case Hung(reason):
-                self._tell_cause(self._report.ended_without(reason))
-                self._react(command)
-
-    def _say_need(self, need: stop.Need) -> None:
-        rank = present(self._info, "the generation").rank
-        self._board.post(STOP, str(rank), stop.encode_need(need), first=True)
-
-    def _tell_cause(self, cause: Cause) -> None:
-        self._board.post(CAUSE, FIRST, encode(cause), first=True)
+    def _dump(self, attempt: int) -> None:
+        # It may take its time, and the loop turns meanwhile.
+        self._inbox.put(Dumped(attempt, self.workers.dump_stacks()))
 
     def _broke(self, reason: str) -> None:
-        self._inbox.put(Broke(reason))
+        self._inbox.put(policy.Broke(reason))
 
 
 LocalElasticAgent = ElasticAgent
@@ -683,20 +638,3 @@ class _Waiter:
                 # A handler that cannot push answers at once, and is polled.
                 rest = self._interval - (monotonic() - began)
                 return self._asked.get(timeout=max(0.0, rest))
-
-
-def _exited(put: Callable[[Exited], None], attempt: int, local_rank: int) -> None:
-    # Collected in the loop's own turn: reaping is an act, and not an observer's.
-    put(Exited(attempt, local_rank))
-
-
-def _dump(workers: Workers, put: Callable[[Dumped], None], attempt: int) -> None:
-    put(Dumped(attempt, workers.dump_stacks()))
-
-
-def _closed(close: Callable[[], object]) -> None:
-    try:
-        close()
-    except Exception:
-        # How the run ended is known by now, and must still be told.
-        log.exception("the end of the run was not clean")

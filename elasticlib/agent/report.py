@@ -21,36 +21,23 @@ from ..workers.error_file import shorten
 from ..workers.exits import WorkerExit
 from ..workers.notice import Notice
 from ..workers.spec import WorkerGroup, WorkerState
+from . import policy
 from .interface import Cause, RunResult
-from .policy import (
-    Broke,
-    Changed,
-    DrainAsked,
-    Event,
-    GroupStopped,
-    Hung,
-    Outcome,
-    OutcomeKind,
-    ReportFailure,
-    SignalArrived,
-    WorkerEnded,
-)
+from .policy import Event, Outcome, Post
 
 log = logging.getLogger("elasticlib.agent")
 
+CAUSE = "cause/"
+"""What is posted under it: as FIRST, why the generation failed; and ALSO, of each node, which
+ranks of it did."""
 FIRST = "first"
 ALSO = "also/"
+STACK_LINES = 40
 LONGEST_TRACE = 8 * 1024
 LONGEST_TAIL = 4 * 1024
 LONGEST_LINE = 1024
 MOST_RANKS = 64
 _KINDS = {"str": (str,), "int": (int,), "tuple[int, ...]": (list, tuple)}
-_STATES = {
-    OutcomeKind.SUCCEEDED: WorkerState.SUCCEEDED,
-    OutcomeKind.FAILED: WorkerState.FAILED,
-    OutcomeKind.SIGNALLED: WorkerState.STOPPED,
-    OutcomeKind.DRAINED: WorkerState.DRAINED,
-}
 
 
 # Causes, as the nodes tell one another: bounded, and plain JSON.
@@ -99,6 +86,16 @@ def decode(data: bytes) -> Cause | None:
         return None
 
 
+def post_cause(cause: Cause) -> Post:
+    """Whoever comes later has followed, and says so at the end of its run."""
+    return Post(CAUSE, FIRST, encode(cause), first=True)
+
+
+def post_failed(node: int, ranks: Collection[int]) -> Post:
+    """Workers of these ranks failed on this node."""
+    return Post(CAUSE, f"{ALSO}{node}", encode_ranks(ranks))
+
+
 def encode_ranks(ranks: Collection[int]) -> bytes:
     return json.dumps(sorted(ranks)[:MOST_RANKS]).encode()
 
@@ -125,15 +122,16 @@ def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:
 
 
 def summary(event: Event) -> str:
-    """What an event was, in a few words: its own where it has some."""
-    if isinstance(event, WorkerEnded):
-        return event.exit.describe()
-    if isinstance(event, Changed):
-        return event.change.reason
-    if isinstance(event, Broke):
-        return event.reason
-    if isinstance(event, SignalArrived | DrainAsked):
-        return event.name
+    """What it was, in a few words: its own where it has some."""
+    match event:
+        case policy.WorkerEnded():
+            return event.exit.describe()
+        case policy.Changed():
+            return event.change.reason
+        case policy.Broke():
+            return event.reason
+        case policy.SignalArrived() | policy.DrainAsked():
+            return event.name
     return type(event).__name__
 
 
@@ -168,9 +166,9 @@ class Report:
         """The workers are not to work any more, for this; those that must be stopped are not gone
         before `stopped`."""
         self._idle_since, self._why = self._clock(), summary(event)
-        resized = isinstance(event, Changed) and event.change.kind is ChangeKind.RESIZE
-        self._planned = resized or isinstance(event, DrainAsked)
-        self._silent_since = event.since if isinstance(event, Hung) else None
+        resized = isinstance(event, policy.Changed) and event.change.kind is ChangeKind.RESIZE
+        self._planned = resized or isinstance(event, policy.DrainAsked)
+        self._silent_since = event.since if isinstance(event, policy.Hung) else None
 
     def joining(self) -> None:
         self._tell("rendezvous.began", why=self._why, planned=self._planned)
@@ -182,17 +180,10 @@ class Report:
         waited = self._began_at - self._idle_since
         first, last = group.workers[0], group.workers[-1]
         log.info(
-            "generation %d after %.2f s: node %d of %d, ranks %d-%d of %d, %d of %d restarts; %s",
-            info.generation,
-            waited,
-            info.rank,
-            info.world_size,
-            first.rank,
-            last.rank,
-            first.world_size,
-            group.restarts,
-            group.max_restarts,
-            info.cause,
+            "%s",
+            f"generation {info.generation} after {waited:.2f} s: node {info.rank} of "
+            f"{info.world_size}, ranks {first.rank}-{last.rank} of {first.world_size}, "
+            f"{group.restarts} of {group.max_restarts} restarts; {info.cause}",
         )
         self._tell(
             "generation.began",
@@ -239,7 +230,13 @@ class Report:
         self._without_exit = cause_without_exit(reason, self._host, self._generation)
         return self._without_exit
 
-    def failure(self, failure: ReportFailure) -> None:
+    def hung(self, event: policy.Hung) -> Cause:
+        """Workers hang; what is known of it, and the cause to be told."""
+        if event.stacks:
+            log.warning("%s", "\n".join(event.stacks.splitlines()[: STACK_LINES + 1]))
+        return self.ended_without(event.reason)
+
+    def failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)
         since = self._silent_since
         word = (failure.kind.value or "ordinary") if since is None else "hang"
@@ -254,7 +251,7 @@ class Report:
         why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.seconds)
         self._tell("stopping", why=why, seconds=seconds, because=self._why)
 
-    def stopped(self, end: GroupStopped) -> None:
+    def stopped(self, end: policy.GroupStopped) -> None:
         self._idle_since = self._clock()
         seconds = round(self._idle_since - self._stopping_at, 6)
         self._tell("stopped", seconds=seconds, left=end.left)
@@ -280,11 +277,11 @@ class Report:
 
     def result(self, outcome: Outcome, cause: Cause | None) -> RunResult:
         """How the run ended, and why the job did if it failed; that is told, too."""
-        succeeded, group = outcome.kind is OutcomeKind.SUCCEEDED, self._group
+        succeeded, group = outcome.state is WorkerState.SUCCEEDED, self._group
         cause = None if succeeded else cause
         exits = self._exits.values()
         result = RunResult(
-            state=_STATES[outcome.kind],
+            state=outcome.state,
             reason=f"{outcome.reason}; {self.lost}" if self.lost else outcome.reason,
             values={found.rank: found.value for found in exits} if succeeded else {},
             failures={} if succeeded else {found.rank: found for found in exits if not found.ok},

@@ -16,8 +16,10 @@ import attrs
 from ..foreign import read_json
 from ..workers.ladder import Ladder, Rung
 from ..workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
-from .policy import GroupStopped
+from .policy import Command, Gather, GroupStopped, Post
 
+STOP = "stop/"
+"""What is posted under it: the needs of the nodes, each under its rank."""
 _URGENCY = (PREEMPTED, DRAIN, RESIZE)
 
 
@@ -75,30 +77,23 @@ def decode_need(data: bytes) -> Need:
     return NO_CALL
 
 
+def post_need(node: int, need: Need) -> Post:
+    """Tell the other nodes, unless this one has said something before."""
+    return Post(STOP, str(node), encode_need(need), first=True)
+
+
 # Commands.
 
 
 @attrs.frozen
-class Say:
-    """Tell the other nodes, unless this node has said something before."""
-
-    need: Need
-
-
-@attrs.frozen
-class Listen:
-    """Hear what the other nodes say of their needs."""
-
-
-@attrs.frozen
-class Notify:
+class Notify(Command):
     """Give the workers another notice in place of the one that they have."""
 
     notice: Notice
 
 
 @attrs.frozen
-class StopAt:
+class StopAt(Command):
     """Have all workers stop at this call."""
 
     call: int
@@ -106,20 +101,19 @@ class StopAt:
 
 
 @attrs.frozen
-class Terminate:
+class Terminate(Command):
     """Ask all workers to stop; `why` is for the log, and empty where nothing need be said."""
 
     why: str = ""
 
 
 @attrs.frozen
-class Kill:
+class Kill(Command):
     """End all workers by force; `why` is for the log."""
 
     why: str
 
 
-Command = Say | Listen | Notify | StopAt | Terminate | Kill | GroupStopped
 Step = tuple["Stopping", tuple[Command, ...]]
 
 
@@ -127,13 +121,15 @@ Step = tuple["Stopping", tuple[Command, ...]]
 class Stopping:
     """One group on its way out; each method takes an event, with the time at which it came.
 
-    ladder: as it is climbed. nodes: of the generation; reachable: whether the others can be told.
+    ladder: as it is climbed. node: the rank of this one of so many nodes; reachable: whether the
+    others can be told.
     since: when the climb began. notice: what the workers were last given; None where they are
     stopped without. deadline: until when they may agree on a call. said: what this node told the
     others of it; needs: what all nodes have said; outcome: what came of it, None until then.
     """
 
     ladder: Ladder
+    node: int = 0
     nodes: int = 1
     reachable: bool = False
     agrees: bool = False
@@ -180,7 +176,7 @@ class Stopping:
             reason=notice.reason,
             deadline=now + notice.seconds,
         )
-        return stopping, (Listen(),) if self.agrees and self._with_others else ()
+        return stopping, (Gather(STOP),) if self.agrees and self._with_others else ()
 
     def sooner(self, now: float, notice: Notice | None) -> Step:
         """Those with a notice get this one, if it leaves them less time; None: they get no more.
@@ -209,8 +205,9 @@ class Stopping:
             return self
         return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
 
-    def heard(self, needs: Mapping[int, Need]) -> Stopping:
-        """This is what the nodes have said, by rank."""
+    def heard(self, posts: Mapping[str, bytes]) -> Stopping:
+        """This is what the nodes have posted."""
+        needs = {int(rank): decode_need(value) for rank, value in posts.items()}
         return attrs.evolve(self, needs=needs)
 
     def no_answer(self) -> Stopping:
@@ -268,4 +265,4 @@ class Stopping:
         return self.nodes > 1 and self.reachable
 
     def _tell(self, need: Need) -> tuple[Command, ...]:
-        return (Say(need),) if self._with_others else ()
+        return (post_need(self.node, need),) if self._with_others else ()

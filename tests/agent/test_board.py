@@ -11,6 +11,7 @@ import pytest
 
 from elasticlib import BootstrapStoreInfo, MemoryStore, Node, RendezvousInfo, Store, deal_seats
 from elasticlib.agent.board import Board, Gathered, Unheard
+from elasticlib.agent.policy import Gather, Post
 from elasticlib.errors import StoreRefused, StoreUnavailable
 from elasticlib.stores.interface import CompareSet, Entry, Listing, Watched
 
@@ -90,15 +91,15 @@ def test_what_a_node_posts_all_hear_and_the_first_word_stands(
 ) -> None:
     store = kind()
     one, other = make(store, 0), make(store, 1)
-    one.board.gather("stop/")
+    one.board.do(Gather("stop/"))
     one.hears()
-    other.board.post("stop/", "b", b"1", first=True)
+    other.board.do(Post("stop/", "b", b"1", first=True))
     one.hears(b=b"1")
-    one.board.post("stop/", "b", b"2", first=True)
-    one.board.post("stop/", "a", b"3", first=True)
-    one.board.post("else/", "c", b"4", first=True)
+    one.board.do(Post("stop/", "b", b"2", first=True))
+    one.board.do(Post("stop/", "a", b"3", first=True))
+    one.board.do(Post("else/", "c", b"4", first=True))
     one.hears(a=b"3", b=b"1")
-    other.board.gather("stop/")
+    other.board.do(Gather("stop/"))
     other.hears(a=b"3", b=b"1")
 
 
@@ -131,8 +132,8 @@ class Faltering(MemoryStore):
 def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side]) -> None:
     store = Faltering()
     side = make(store)
-    side.board.post("stop/", "a", b"1", first=True)
-    side.board.gather("stop/")
+    side.board.do(Post("stop/", "a", b"1", first=True))
+    side.board.do(Gather("stop/"))
     side.hears(a=b"1")
     assert store.left == {"list": 0, "set": 0}
 
@@ -144,20 +145,20 @@ def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
     store = Faltering(error)
     store.left["list"] = 1
     side = make(store)
-    side.board.gather("stop/")
+    side.board.do(Gather("stop/"))
     assert side.heard.get(timeout=PATIENCE) == Unheard("run/board/1.a/", "stop/")
-    side.board.gather("cause/")
+    side.board.do(Gather("cause/"))
     side.hears()
 
 
 def test_another_generations_posts_are_not_this_ones(make: Callable[..., Side]) -> None:
     store = MemoryStore()
     one, other = make(store, 0), make(store, 1)
-    other.board.post("cause/", "first", b"old", first=True)
+    other.board.do(Post("cause/", "first", b"old", first=True))
     for side, rank in ((one, 0), (other, 1)):
         side.open(store, rank, board="run/board/2.b/")
-    other.board.post("cause/", "first", b"new", first=True)
-    one.board.gather("cause/")
+    other.board.do(Post("cause/", "first", b"new", first=True))
+    one.board.do(Gather("cause/"))
     one.hears(first=b"new")
 
 
@@ -170,8 +171,8 @@ def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> N
         place = BootstrapStoreInfo("127.0.0.1", 1)
         side.board.open(RendezvousInfo("run", 1, seat, place, store=store, board="run/board/1.a/"))
     assert side.board.name == ""
-    side.board.post("stop/", "a", b"1")
-    side.board.gather("stop/")
+    side.board.do(Post("stop/", "a", b"1"))
+    side.board.do(Gather("stop/"))
     assert threading.active_count() == before
     side.board.close()
     assert side.heard.empty()
@@ -192,7 +193,7 @@ class Hanging(MemoryStore):
 def test_a_store_that_hangs_holds_nobody_up() -> None:
     store = Hanging()
     side = Side(store)
-    side.board.post("also/", "0", b"[]")
+    side.board.do(Post("also/", "0", b"[]"))
     with contextlib.closing(side.board):
         pass
     assert not store.answer.is_set(), "it was not waited for"

@@ -8,25 +8,22 @@ import attrs
 import pytest
 
 from elasticlib.agent.hang import (
-    Command,
     DumpStacks,
     HangLimits,
     HangWatch,
-    HearOthers,
     Pulse,
-    SayPulses,
-    ShowStacks,
     decode_pulses,
     describe_hang,
     encode_pulses,
     longest_silence,
     slowest,
 )
-from elasticlib.agent.policy import Hung
+from elasticlib.agent.policy import Command, Gather, Hung, Post
 from elasticlib.errors import ConfigError
 from elasticlib.workers.beat import NOTHING, Beat
 
 AUTO = HangLimits()
+OTHER = encode_pulses([Pulse(2, "b", 2, 9.0, 3)])
 
 
 def beat(at: float, *durations: float, steps: int = 5) -> Beat:
@@ -101,7 +98,7 @@ class Watched:
         self.beats = {0: beat(100.0), 1: Beat(attached=True, alive=100.0)}
         self.did: list[Command] = []
         limits = HangLimits(seconds=limit)
-        self.watch = HangWatch(limits, "a", {0: 0, 1: 1}, others=others, began=100.0)
+        self.watch = HangWatch(limits, "a", {0: 0, 1: 1}, node=0, others=others, began=100.0)
 
     def look(self, at: float) -> list[Command]:
         """What is done at this time."""
@@ -122,9 +119,9 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert watched.look_until(200.0) == [DumpStacks()]
     assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
     watched.watch = watched.watch.dumped({0: "in a loop", 1: "in a wait"})
-    shown, hung = watched.look(109.0)
-    assert shown == ShowStacks(0, "in a loop")
+    (hung,) = watched.look(109.0)
     assert isinstance(hung, Hung)
+    assert hung.stacks == "the stacks of rank 0, the slowest:\nin a loop"
     assert hung.reason == (
         "hung: rank 0 on a is at step 4, silent for 8.0 s; allowed are 8.0 s (--hang-timeout)"
     )
@@ -150,13 +147,13 @@ def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
     for answers in (True, False):
         watched = Watched(others=1)
         heard, said, _, dumped = watched.look_until(200.0)
-        assert (heard, dumped) == (HearOthers(), DumpStacks())
-        assert isinstance(said, SayPulses)
-        assert [pulse.rank for pulse in said.pulses] == [0, 1]
+        assert (heard, dumped) == (Gather("hang/"), DumpStacks())
+        assert isinstance(said, Post)
+        assert [pulse.rank for pulse in decode_pulses(said.value)] == [0, 1]
         watched.watch = watched.watch.dumped({})
         assert watched.look(109.0) == []
         if answers:
-            watched.watch = watched.watch.heard([[Pulse(2, "b", 2, 9.0, 3)]])
+            watched.watch = watched.watch.heard({"0": said.value, "1": OTHER})
         (hung,) = watched.look(109.0 if answers else 112.0)
         assert isinstance(hung, Hung)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
@@ -164,11 +161,11 @@ def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
 
 def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_long() -> None:
     watched = Watched(others=1)
-    watched.watch = watched.watch.heard([[Pulse(2, "b", 2, 9.0, 3)]])
+    watched.watch = watched.watch.heard({"1": OTHER})
     assert watched.look_until(103.5) == []
     said, heard, dumped = watched.look_until(104.0)
-    assert isinstance(said, SayPulses)
-    assert (heard, dumped) == (HearOthers(), DumpStacks())
+    assert isinstance(said, Post)
+    assert (heard, dumped) == (Gather("hang/"), DumpStacks())
 
 
 def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:

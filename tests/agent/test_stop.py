@@ -6,19 +6,18 @@ import attrs
 import pytest
 
 from elasticlib import Ladder
-from elasticlib.agent.policy import GroupStopped
+from elasticlib.agent.policy import Command, Gather, GroupStopped, Post
 from elasticlib.agent.stop import (
     ANY_CALL,
-    Command,
     Kill,
-    Listen,
     Need,
     Notify,
-    Say,
     Step,
     StopAt,
     Stopping,
     Terminate,
+    decode_need,
+    post_need,
 )
 from elasticlib.workers.notice import DRAIN, RESIZE, Notice
 
@@ -26,12 +25,12 @@ LADDER = Ladder(grace=30.0, reap=10.0)
 
 
 class Side:
-    """One of two nodes that stop, with what they have said for all to hear."""
+    """One of two nodes that stop, with what they have posted for all to read."""
 
-    def __init__(self, said: dict[int, Need], rank: int, nodes: int = 2) -> None:
-        self.said, self.rank, self.now = said, rank, 0.0
+    def __init__(self, posts: dict[str, bytes], rank: int, nodes: int = 2) -> None:
+        self.posts, self.now = posts, 0.0
         self.did: list[Command] = []
-        self.stopping = Stopping(LADDER, nodes=nodes, reachable=nodes > 1, agrees=True)
+        self.stopping = Stopping(LADDER, node=rank, nodes=nodes, reachable=nodes > 1, agrees=True)
 
     def begin(self, notice: Notice | None) -> None:
         self._take(self.stopping.begin(self.now, notice))
@@ -40,15 +39,16 @@ class Side:
         self._take(self.stopping.sooner(self.now, notice))
 
     def look(self, call: int | None = None, *, running: tuple[str, ...] = ("pid 1",)) -> None:
-        self.stopping = self.stopping.heard(self.said)
+        self.stopping = self.stopping.heard(self.posts)
         self._take(self.stopping.look(self.now, running, call))
 
     def _take(self, step: Step) -> None:
         self.stopping, commands = step
         self.did += commands
         for command in commands:
-            if isinstance(command, Say):
-                self.said.setdefault(self.rank, command.need)
+            if isinstance(command, Post):
+                assert command.first
+                self.posts.setdefault(command.key, command.value)
 
     @property
     def stops_at(self) -> StopAt:
@@ -58,8 +58,8 @@ class Side:
 
 @pytest.fixture
 def sides() -> tuple[Side, Side]:
-    said: dict[int, Need] = {}
-    return Side(said, 0), Side(said, 1)
+    posts: dict[str, bytes] = {}
+    return Side(posts, 0), Side(posts, 1)
 
 
 def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
@@ -68,7 +68,7 @@ def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
     one, other = sides
     one.begin(Notice(DRAIN, 30.0))
     other.begin(Notice(RESIZE, 60.0))
-    assert one.did == [Listen()]
+    assert one.did == [Gather("stop/")]
     one.look(call=5)
     assert one.stopping.undecided, "the other has not spoken"
     other.look(call=9)
@@ -90,7 +90,7 @@ def test_a_node_alone_stops_where_its_own_workers_can() -> None:
 
 def test_a_node_that_is_done_keeps_nobody_waiting(sides: tuple[Side, Side]) -> None:
     one, other = sides
-    other.said[other.rank] = ANY_CALL
+    other.posts["1"] = post_need(1, ANY_CALL).value
     one.begin(Notice(DRAIN, 30.0))
     one.look(call=5)
     one.look()
@@ -123,7 +123,7 @@ def test_a_node_whose_workers_are_gone_has_spoken(sides: tuple[Side, Side]) -> N
     one, _ = sides
     one.begin(Notice(DRAIN, 600.0))
     one.look(call=1, running=())
-    assert one.said[0].call == 1
+    assert decode_need(one.posts["0"]) == Need(1, DRAIN, 600.0)
     assert one.did[-1] == GroupStopped()
 
 
