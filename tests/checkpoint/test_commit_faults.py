@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from managers import manager_at
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.disk import Disk, LocalPlace
-from elasticlib.checkpoint.here import Here
 from elasticlib.errors import CheckpointError
 
 OLD, NEW = 1, 2
@@ -102,7 +102,7 @@ def short(name: str, real: Callable[..., object], *args: object) -> object:
 
 def save(folder: Path, step: int, value: int, disk: Disk | None = None) -> None:
     place = LocalPlace(folder, disk)
-    with CheckpointManager(place, keep_last=1, here=Here(run="r", launch="l")) as manager:
+    with manager_at(place, {"run": "r", "launch": "l"}, keep_last=1) as manager:
         manager.save(step, state(value))
 
 

@@ -84,16 +84,10 @@ def test_sharded_parts_of_format_1_are_put_together_and_cut_up_anew(tmp_path: Pa
     assert whole["note"] == "text"
 
 
-def outline() -> str:
-    return lay_out([set("abcdefgh"), frozenset(("x", n) for n in range(9))]).head.hex()
-
-
 def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
     """Ranks compare what they hold, and strings have an order of each process's own in a set."""
-    program = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_older_format; print(test_older_format.outline())"
-    )
+    outline = "lay_out([set('abcdefgh'), frozenset(('x', n) for n in range(9))]).head.hex()"
+    program = f"from elasticlib.checkpoint.pack import lay_out; print({outline})"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     other = subprocess.run(
         [sys.executable, "-c", program],
@@ -103,4 +97,4 @@ def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert other.stdout.strip() == outline()
+    assert other.stdout.strip() == eval(outline, {"lay_out": lay_out})

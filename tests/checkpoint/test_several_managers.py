@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.here import find_out
 from elasticlib.errors import CheckpointError, ConfigError
 
 
@@ -49,17 +48,18 @@ def test_ranks_that_have_not_met_are_told_to(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
         CheckpointManager(tmp_path) as manager,
-        pytest.raises(CheckpointError, match="init_process_group before"),
+        pytest.raises(CheckpointError, match="init_process_group"),
     ):
         manager.restore(state(0.0))
 
 
+@pytest.mark.parametrize(("local_rank", "writes"), [("0", True), ("3", False)])
 def test_who_is_first_on_a_node_is_known_where_all_have_local_rank_0(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, writes: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", "3")
-    assert find_out().local_rank == 3
+    monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", local_rank)
+    assert CheckpointManager(tmp_path, shared=False).writes is writes
 
 
 def save_in_a_group_of_its_own(folder: Path) -> tuple[str, int] | None:

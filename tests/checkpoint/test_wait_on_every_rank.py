@@ -180,7 +180,7 @@ def test_a_rank_that_has_met_nobody_looks_for_the_checkpoint_itself(
         monkeypatch.setenv(name, str(value))
     mine = manager(tmp_path, shared=shared)
     mine.save(1, state(1))
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*000001, which another rank"):
+    with pytest.raises(CheckpointError, match=r"000001.*another rank"):
         mine.wait(timeout=0.2)
     mine.save(1, state(1))
     monkeypatch.setenv("RANK", "0")

@@ -114,7 +114,7 @@ def test_a_batch_that_is_dropped_is_not_left_for_a_smaller_one():
         batches.advance()
     assert batches.state_dict()["consumed"] == 10
     assert batches.samples == len(batches) == batches.advance() == 0
-    with pytest.raises(ConfigError, match="no batch to plan: the epoch is over"):
+    with pytest.raises(ConfigError, match="epoch is over"):
         batches.plan()
 
 
@@ -125,15 +125,15 @@ def test_the_tail_is_the_samplers_unless_another_is_given():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "named"),
     [
-        ({"global_batch": 0}, "need global_batch >= 1, got 0"),
-        ({"global_batch": 4, "max_micro_batch": 0}, "need max_micro_batch >= 1, got 0"),
+        ({"global_batch": 0}, "global_batch.*got 0"),
+        ({"global_batch": 4, "max_micro_batch": 0}, "max_micro_batch.*got 0"),
         ({"global_batch": 4, "tail": "cut"}, "tail is 'cut'"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_batches_that_cannot_be_are_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
         ElasticBatchSampler(ElasticDistributedSampler(range(10), 1, 0), **options)
 
 

@@ -101,11 +101,11 @@ def test_neighbouring_seeds_and_epochs_have_no_key_in_common():
 
 @pytest.mark.parametrize("place", [-1, 5])
 def test_a_place_outside_is_refused(place):
-    with pytest.raises(IndexError, match=f"need 0 <= place < 5, got {place}"):
+    with pytest.raises(IndexError, match=f"place.*5.*got {place}"):
         permutation(5, seed=0).at(place)
 
 
 @pytest.mark.parametrize("length", [-1, LARGEST + 1])
 def test_a_length_that_cannot_be_shuffled_is_refused(length):
-    with pytest.raises(ConfigError, match=f"need 0 <= length <= 2..62 to shuffle, got {length}"):
+    with pytest.raises(ConfigError, match=f"length.*got {length}"):
         permutation(length, seed=0)

@@ -96,10 +96,10 @@ def test_a_ranks_samples_are_its_logical_workers_whatever_the_world(case, batch)
 
 
 def test_more_ranks_than_logical_workers_are_refused():
-    with pytest.raises(ConfigError, match="got 5 and 4: a rank without a logical worker"):
+    with pytest.raises(ConfigError, match="got 5 and 4"):
         workers_of(4, 5, 0)
     for wrong in [(-1, 2, 0), (3, 2, 2), (3, 2, -1), (3, 0, 0)]:
-        with pytest.raises(ConfigError, match="need total >= 0 and 0 <= index < parts"):
+        with pytest.raises(ConfigError, match=r"total.* index"):
             share(*wrong)
 
 
@@ -115,7 +115,7 @@ def test_seeds_differ_in_each_of_what_they_are_for_and_stay_the_same_for_ever():
     assert all(0 <= seed < 2**63 for seed in everything)
     # Written down: a checkpoint of today is to be continued with the random numbers of today.
     assert seed_of(0, 0, 0, "model") == 1133652586245721400
-    with pytest.raises(ConfigError, match="need step >= 0, got -1"):
+    with pytest.raises(ConfigError, match=r"step.*got -1"):
         seed_of(0, -1, 0, "model")
 
 

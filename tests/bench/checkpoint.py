@@ -1,0 +1,248 @@
+"""What a checkpoint costs a training step, when it is durable, and how long it takes to read.
+
+    python tests/bench/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
+        [--parts compare,beside]
+
+Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
+`torch.save` (which syncs nothing) and an fsync after it, DCP's `async_save`, writing the same
+bytes with one fsync, and `torch.load`. A snapshot goes into memory as an agent of ours has it.
+What a disk takes differs much from one write to the next; a copy does not.
+
+The part `beside` shows how much slower a loop of Python code, which holds the interpreter's lock,
+is while a checkpoint is written: by a thread, as `save` does it, and by a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import secrets
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from figures import Row, Samples, parser_of, tell
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint.agree import restore_from
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.room import room
+from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.told import Told
+
+CHUNK = 16 << 20
+State = dict[str, torch.Tensor]
+
+
+def make_state(mib: int) -> State:
+    """Tensors of 16 MiB and, a sixteenth of it all, of 256 KiB each: some hundreds for 1 GiB, as
+    of a model and its optimizer."""
+    count = max(1, mib * 15 // 16 // 16)
+    small = max(1, (mib << 20) // 16 // (256 << 10))
+    state = {f"large.{at}": torch.randn(4 << 20) for at in range(count)}
+    return state | {f"small.{at}": torch.randn(64 << 10) for at in range(small)}
+
+
+def seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+class Ways:
+    """Each way to do one thing, called once a round; all rounds are kept."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = {}
+
+    def note(self, name: str, taken: float) -> None:
+        self.taken.setdefault(name, []).append(taken)
+
+    def row(self, name: str, what: str, ours: str, beside: str) -> Row:
+        """They are taken in the same rounds, but the disk is not the same in two moments."""
+        mine, theirs = (Samples("s", self.taken[way]) for way in (ours, beside))
+        return Row(name, what, mine, theirs, beside.replace(": stall", "").replace(": done", ""))
+
+
+def write_plainly(path: Path, data: memoryview) -> None:
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    for start in range(0, len(data), CHUNK):
+        os.write(handle, data[start : start + CHUNK])
+    os.fsync(handle)
+    os.close(handle)
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def one_round(
+    ways: Ways,
+    state: State,
+    folder: Path,
+    copy: State,
+    ours: tuple[CheckpointManager, SnapshotMemory],
+) -> None:
+    """Each way once. What is on the disk is deleted in between, and the disk comes to rest."""
+    manager, memory = ours
+
+    def copy_all() -> None:
+        for name, tensor in state.items():
+            copy[name].copy_(tensor)
+
+    ways.note("plain copy", seconds(copy_all))
+    manager.save(len(ways.taken["plain copy"]), state)
+    ways.note("save: stall", manager.stall)
+    manager.wait()
+    ways.note("save: durable", manager.durable or 0.0)
+    ways.note("load", seconds(manager.load))
+    in_memory(ways, state, memory)
+    data = memoryview(copy["large.0"].numpy()).cast("B")
+    repeated = memoryview(bytearray(sum(t.nbytes for t in state.values())))
+    repeated[: len(data)] = data
+    ways.note("write and fsync", seconds(lambda: write_plainly(folder / "plain", repeated)))
+    os.unlink(folder / "plain")
+    ways.note("torch.save", seconds(lambda: torch.save(state, folder / "a.pt")))
+    durably = ways.taken["torch.save"][-1] + seconds(lambda: sync(folder / "a.pt"))
+    ways.note("torch.save and fsync", durably)
+    ways.note("torch.load", seconds(lambda: torch.load(folder / "a.pt", weights_only=True)))
+    os.unlink(folder / "a.pt")
+    began = time.perf_counter()
+    future = dcp.async_save(dict(state), checkpoint_id=folder / "dcp")
+    ways.note("async_save: stall", time.perf_counter() - began)
+    future.result()  # type: ignore[union-attr]
+    ways.note("async_save: done", time.perf_counter() - began)
+    shutil.rmtree(folder / "dcp")
+    os.sync()
+
+
+def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
+    """A snapshot as a worker makes it, and what the next worker does with it."""
+    made = memory.snapshot(len(ways.taken["plain copy"]), state)
+    assert made is not None
+    ways.note("snapshot: stall", made.seconds)
+    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    ways.note("restore from memory", seconds(lambda: restore_from([memory], target)))
+
+
+def agents_memory(folder: Path) -> SnapshotMemory:
+    """As an agent gives it to a worker."""
+    era = folder / "1"
+    era.mkdir()
+    return SnapshotMemory(Told(str(era), "benchmark", 1))
+
+
+def compare(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    state = make_state(args.mib)
+    copy = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    ways = Ways()
+    with (
+        CheckpointManager(folder / "ours", keep_last=1) as manager,
+        tempfile.TemporaryDirectory(prefix="elasticlib-", dir="/dev/shm") as shared,
+        contextlib.closing(agents_memory(Path(shared))) as memory,
+    ):
+        # The second snapshot makes memory, too.
+        memory.snapshot(0, state)
+        one_round(Ways(), state, folder, copy, (manager, memory))
+        for _ in range(args.repeat):
+            one_round(ways, state, folder, copy, (manager, memory))
+    dist.destroy_process_group()
+    size = f"{args.mib / 1024:g} GiB" if args.mib >= 1024 else f"{args.mib} MiB"
+    for name, what, ours, beside in COMPARED:
+        yield ways.row(name, f"{size}: {what}", ours, beside)
+
+
+COMPARED = (
+    ("save", "a step waits for `save`", "save: stall", "plain copy"),
+    ("snapshot", "a step waits for `snapshot`", "snapshot: stall", "plain copy"),
+    ("save.torch", "a step waits for `save`", "save: stall", "torch.save"),
+    ("save.fsync", "a step waits for `save`", "save: stall", "torch.save and fsync"),
+    ("save.dcp", "a step waits for `save`", "save: stall", "async_save: stall"),
+    ("durable", "`save` until it is durable", "save: durable", "write and fsync"),
+    ("durable.dcp", "`save` until it is durable", "save: durable", "async_save: done"),
+    ("load", "`load` from the disk", "load", "torch.load"),
+    ("memory", "`restore` from memory", "restore from memory", "torch.load"),
+)
+
+
+def python_step() -> int:
+    """Some milliseconds of Python code."""
+    return sum(number * number for number in range(40_000))
+
+
+def writing(data: memoryview, folder: Path, saves: int) -> None:
+    place = CheckpointFolder(LocalPlace(folder))
+    commits = Committer(place, Writer("", "b", 0, secrets.token_hex(8)), Retention(1))
+    for step in range(saves):
+        commits.save(step, data)
+
+
+def beside(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """The same loop alone, beside a thread that saves, and beside a process that does."""
+    size = args.mib << 20
+    memory = room(size)
+    memory[:] = os.urandom(1 << 20) * args.mib
+    data = memoryview(memory)
+    context = multiprocessing.get_context("fork")
+    ways = Ways()
+    makers = {
+        "alone": None,
+        "beside a thread": threading.Thread,
+        "beside a process": context.Process,
+    }
+    for _ in range(args.repeat):
+        for name, make in makers.items():
+            given = {"target": writing, "args": (data, folder / name, 4)}
+            worker = make(**given) if make else None
+            if worker:
+                worker.start()
+            taken = [seconds(python_step) for _ in range(40)]
+            while worker and worker.is_alive():
+                taken.append(seconds(python_step))
+            if worker:
+                worker.join()
+            ways.note(name, statistics.fmean(taken))
+    for way in ("beside a thread", "beside a process"):
+        yield ways.row(way.replace(" ", "."), f"a loop {way} that saves", way, "alone")
+
+
+PARTS = {part.__name__: part for part in (compare, beside)}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--folder", help="on the disk to be measured (default: the current one's)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    rows: list[Row] = []
+    for part in args.parts.split(","):
+        with tempfile.TemporaryDirectory(dir=args.folder or ".", prefix="benchmark-") as folder:
+            rows += PARTS[part](args, Path(folder))
+    tell(args, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What the context costs a training step: the time of a call when nothing is asked.
+
+    python tests/bench/context.py [--calls 100000] [--repeat 7]
+
+Beside it what scripts do without one: an all-reduce of a flag over gloo, of one rank alone, which
+has nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from figures import Row, Samples, parser_of, tell
+
+from elasticlib import Context
+from elasticlib.workers.channel import Channel
+
+
+def rounds(call: Callable[[], object], calls: int, repeat: int) -> Samples:
+    """Of so many rounds, the time of one call."""
+    taken = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken.append((time.perf_counter() - began) / calls)
+    return Samples("s", taken)
+
+
+def reduced(calls: int, repeat: int) -> Samples:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    flag = torch.zeros(1)
+    found = rounds(lambda: dist.all_reduce(flag), calls, repeat)
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--repeat", type=int, default=7)
+    args = parser.parse_args()
+    context = Context(Channel(Channel.made().path))
+    asked = rounds(context.should_stop, args.calls, args.repeat)
+    told = rounds(lambda: context.step(1), args.calls, args.repeat)
+    more = rounds(lambda: context.step(1, loss=0.5, samples=32), args.calls, args.repeat)
+    flag = reduced(max(1, args.calls // 100), args.repeat)
+    rows = [
+        Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag"),
+        Row("step", "`context().step(n)`", told),
+        Row("step_with", "`context().step(n, loss=..., samples=...)`", more),
+    ]
+    tell(args, rows)
+
+
+if __name__ == "__main__":
+    main()

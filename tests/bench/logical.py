@@ -1,0 +1,220 @@
+"""What the same weights at any world size cost beside DDP: time and bytes of a step.
+
+    python tests/bench/logical.py [--world 2] [--rounds 15] [--width 512] [--batch 64]
+
+The same model and samples in the same processes, one kind of step after another in each round;
+ratios are of the same round, and medians over the rounds. `DDP in 4 parts` has each rank compute 4
+parts of its batch one after another, and reduces after the last, without a fixed order. Bytes are
+what the kernel counted as sent on rank 0's TCP connections. At the end a few steps at several world
+sizes show whose weights differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which an optimizer would import in every fork
+import torch.distributed as dist
+from figures import Row, Samples, parser_of, said, tell
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticlib import LogicalWorkers
+from elasticlib.logical.shares import share
+
+BYTES_SENT = 200
+"""Where `tcpi_bytes_sent` stands in Linux's struct tcp_info."""
+
+TRAINED = ("DDP", "8 logical workers")
+Step = Callable[[int], None]
+
+
+def bytes_sent() -> int:
+    """By this process, on all TCP connections that it has now."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+        except OSError:
+            continue
+        if len(info) >= BYTES_SENT + 8:
+            total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+    return total
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))]
+    layers += [
+        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+    ]
+    return nn.Sequential(*layers)
+
+
+class Trainer:
+    """One kind of training, with a model and an optimizer of its own."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model, self.batch = model_of(args.width), args.batch
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.inputs = torch.randn(
+            args.batch, args.width, generator=torch.Generator().manual_seed(1)
+        )
+
+    def loss(self, model: nn.Module, mine: range) -> torch.Tensor:
+        inputs = self.inputs[list(mine)]
+        return (model(inputs) - inputs).square().sum() / (self.batch * inputs.shape[1])
+
+    def ddp(self, parts: int) -> Step:
+        parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        rank, world = dist.get_rank(), dist.get_world_size()
+
+        def step(_: int) -> None:
+            self.optimizer.zero_grad()
+            for part in range(parts):
+                mine = share(self.batch, world * parts, rank * parts + part)
+                parallel.require_backward_grad_sync = part == parts - 1
+                (self.loss(parallel, mine) * world).backward()
+            self.optimizer.step()
+
+        return step
+
+    def logical(self, count: int) -> Step:
+        logical = LogicalWorkers(self.model, count)
+
+        def step(number: int) -> None:
+            for worker in logical.step(number):
+                self.loss(self.model, worker.samples(self.batch)).backward()
+            logical.reduce()
+            self.optimizer.step()
+
+        return step
+
+
+def counts(world: int) -> tuple[int, ...]:
+    """Of logical workers: as many parts a rank as DDP has below, and one that does not divide."""
+    return (world, 2 * world, 4 * world, 2 * world + 1)
+
+
+def ddp(parts: int) -> str:
+    return "DDP" if parts == 1 else f"DDP in {parts} parts"
+
+
+def kinds(args: argparse.Namespace) -> dict[str, Step]:
+    found = {ddp(n): Trainer(args).ddp(n) for n in (1, 2, 4)}
+    for count in counts(dist.get_world_size()):
+        found[f"{count} logical workers"] = Trainer(args).logical(count)
+    return found
+
+
+def measure(args: argparse.Namespace) -> None:
+    """On every rank; rank 0 leaves seconds and bytes of each kind and round in a file."""
+    steps = kinds(args)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    sent: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(args.rounds + 2):  # the first two are to warm up
+        for name, step in steps.items():
+            dist.barrier()
+            before, began = bytes_sent(), time.perf_counter()
+            step(number)
+            dist.barrier()
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - began)
+                sent[name].append(bytes_sent() - before)
+    if dist.get_rank() == 0:
+        args.folder.joinpath("measured").write_text(json.dumps([seconds, sent]))
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    seconds, sent = json.loads(args.folder.joinpath("measured").read_text())
+    for count in counts(args.world):
+        name = f"{count} logical workers"
+        what = f"a step of {name} on {args.world} ranks"
+        mine = Samples("s", seconds[name])
+        parts = count // args.world if count % args.world == 0 else 1
+        for base in dict.fromkeys((1, parts)):
+            beside = ddp(base)
+            theirs = Samples("s", seconds[beside])
+            yield Row(f"step.{count}.{base}", what, mine, theirs, beside, paired=True)
+        both = [Samples("bytes", sent[of]) for of in (name, "DDP")]
+        yield Row(f"bytes.{count}", f"bytes sent in {what}", *both, "DDP")
+
+
+def trained(args: argparse.Namespace) -> None:
+    """A few steps of both kinds; rank 0 leaves what the weights come to."""
+    for name in TRAINED:
+        trainer = Trainer(args)
+        step = trainer.ddp(1) if name == "DDP" else trainer.logical(8)
+        for number in range(5):
+            step(number)
+        digest = hashlib.sha256()
+        for parameter in trainer.model.parameters():
+            digest.update(bytes(parameter.detach().flatten().view(torch.uint8).tolist()))
+        if dist.get_rank() == 0:
+            with args.folder.joinpath(name).open("a") as file:
+                file.write(digest.hexdigest() + "\n")
+
+
+def in_ranks(world: int, body: Callable[[argparse.Namespace], None], args: Any) -> None:
+    """Each rank a fork, with a thread of its own alone."""
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                torch.set_num_threads(1)
+                store = dist.FileStore(str(Path(folder) / "meeting"), world)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+                body(args)
+                sys.stdout.flush()
+                os._exit(0)
+            children.append(pid)
+        ended = [os.waitpid(pid, 0)[1] for pid in children]
+    if any(ended):
+        raise SystemExit(f"ranks ended with {ended}")
+
+
+def whose_weights_differ(args: argparse.Namespace) -> Iterator[str]:
+    args.width, args.batch = 32, 40
+    worlds = (1, 2, 3, 4, 5)
+    for world in worlds:
+        in_ranks(world, trained, args)
+    for name in TRAINED:
+        ends = len(set(args.folder.joinpath(name).read_text().split()))
+        same = "the same" if ends == 1 else f"of {ends} kinds"
+        yield f"Weights after 5 steps of {name} at world sizes {worlds[0]} to {worlds[-1]}: {same}."
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=64)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        in_ranks(args.world, measure, args)
+        size = sum(p.numel() * p.element_size() for p in model_of(args.width).parameters())
+        note = f"The gradient has {said(size, 'bytes')}; the batch {args.batch} samples."
+        tell(args, [*rows_of(args)], [note, *whose_weights_differ(args)])
+
+
+if __name__ == "__main__":
+    main()
