@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from etcd_hosts import at_members, leader, three_members
 from etcd_server import needs_etcd
-from hosts import ETCD_PORT, Cluster, Host
+from hosts import ETCD_PORT, Cluster, Host, at_members, leader, three_members
 from jobs import check_one_world, generation_of, until
 
 pytestmark = [pytest.mark.faults, needs_etcd]

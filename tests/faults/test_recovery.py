@@ -11,8 +11,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from footprint import footprint
 from jobs import PROGRAMS, Job, Node, alive, generation_of, left_in, until
+from processes import footprint
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 

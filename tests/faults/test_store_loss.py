@@ -7,9 +7,8 @@ import sys
 import time
 
 import pytest
-from etcd_hosts import at_members, three_members
 from etcd_server import needs_etcd
-from hosts import PORT, Cluster, Host
+from hosts import PORT, Cluster, Host, at_members, three_members
 from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
 
 pytestmark = pytest.mark.faults
