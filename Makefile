@@ -153,10 +153,10 @@ docs: $(STAMP)
 	@echo "build/docs/index.html"
 
 bench: $(STAMP)
-	@$(BIN)/python tests/benchmarks --quote
+	@$(BIN)/python tests/bench --quote
 
 bench-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python tests/benchmarks --only frameworks
+	@$(VENV_INTEGRATIONS)/bin/python tests/bench --only frameworks
 
 .PHONY: test-gpu bench-gpu
 

@@ -98,7 +98,7 @@ def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> No
         "recovery": ("--parts", "restart", "--rounds", "1", "--kills", "1"),
         "startup": ("--runs", "1"),
     }[name]
-    path = f"tests/benchmarks/{name}.py"
+    path = f"tests/bench/{name}.py"
     assert f"python {path}" in TEXT
     assert "torchrun" in run(tmp_path, sys.executable, str(ROOT / path), *once).stdout
 

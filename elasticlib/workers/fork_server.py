@@ -29,12 +29,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from ..errors import ConfigError, ElasticError, WorkerStartError
+from ..errors import ElasticError, WorkerStartError
 from .bootstrap import die_with
 
 if TYPE_CHECKING:
     from .loop import Loop
-    from .session import Guardian
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -305,7 +304,6 @@ def _draw_anew() -> None:
 # -- the agent's end --------------------------------------------------------------------------
 
 ANSWER_SECONDS = 30.0
-FIRST_SECONDS = 120.0
 
 
 class ForkServerGone(ElasticError):
@@ -456,87 +454,6 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         self._link.close()
-
-
-class WarmStart:
-    """Keeps a fork server at hand for one program, and replaces one that has ended.
-
-    preload: what the user asked it to import, which `command` names.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        preload: Sequence[str],
-        guardian: Guardian,
-        loop: Loop,
-    ) -> None:
-        self._command = command
-        self._environment = environment
-        self._preload = preload
-        self._guardian = guardian
-        self._loop = loop
-        self._server = self._first = self._begin()
-        self._told = False
-
-    def _begin(self) -> ForkServer:
-        self._guardian.open()
-        server = ForkServer(self._command, self._environment, self._loop)
-        self._guardian.add(server.pid)
-        return server
-
-    def serves(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether this is how workers of that kind would be started."""
-        return (self._command, self._environment) == (command, environment)
-
-    def wait(self, *, newest: bool = False) -> None:
-        """Until the first server is there (to start cold would take as long), or the newest.
-
-        From any thread; `close` ends it.
-        """
-        (self._server if newest else self._first).wait(FIRST_SECONDS)
-
-    def fork(
-        self,
-        what: Sequence[str],
-        environment: Mapping[str, str],
-        targets: Sequence[int | IO[bytes] | None],
-    ) -> Forked | None:
-        """A worker; None where it has to be started cold.
-
-        Raises:
-            ConfigError: what the user asked to be imported cannot be.
-            WorkerStartError: the server could not fork.
-        """
-        if self._server.complaint:
-            if self._preload:
-                raise ConfigError(self._server.complaint)
-            if not self._told:
-                log.warning("workers are started cold, as %s", self._server.complaint)
-                self._told = True
-            return None
-        if self._server.ended:
-            self._replace()
-        if not self._server.ready:
-            return None
-        try:
-            return self._server.fork(what, environment, targets)
-        except ForkServerUnfit:
-            # Its earlier workers live on and end with it, so it stays; this one starts cold.
-            return self.fork(what, environment, targets)
-        except ForkServerGone:
-            self._replace()
-            return None
-
-    def _replace(self) -> None:
-        log.warning("the workers' template process has ended; starting cold until the next is up")
-        self.close()
-        self._server = self._begin()
-
-    def close(self) -> None:
-        self._server.close()
-        self._guardian.remove(self._server.pid)
 
 
 def has_stdin() -> bool:

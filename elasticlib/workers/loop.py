@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..clock import monotonic
-from ..errors import present
+from ..errors import WorkerStartError, present
 from ..threads import helper
 from . import session
 
@@ -28,6 +28,17 @@ LOOK_SECONDS = 0.1
 LONGEST_WAIT = 86400.0
 """Seconds; epoll takes no more than 24 days, and a timer may run for longer."""
 Act = Callable[[], object]
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises WorkerStartError where it cannot be started."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise WorkerStartError(
+            f"cannot watch the workers: {error}; threads count as processes (ulimit -u, pids.max "
+            "of the cgroup): raise that limit"
+        ) from error
 
 
 class Loop:
@@ -46,8 +57,11 @@ class Loop:
         self._closing = False
 
     def start(self) -> None:
-        """Have the thread; harmless if it is there. Raises OSError, or RuntimeError where no
-        thread can be started: then this can be tried again."""
+        """Have the thread; harmless if it is there.
+
+        Raises:
+            OSError, WorkerStartError: it cannot be had now; this can be tried again.
+        """
         with self._lock:
             self._closing = False
             if self._selector is not None:
@@ -56,8 +70,8 @@ class Loop:
             self._selector = selectors.DefaultSelector()
             self._selector.register(self._wake[0], selectors.EVENT_READ, self._woken)
             try:
-                helper(self._run, "workers-loop", self._give_up).start()
-            except RuntimeError:
+                start_thread(helper(self._run, "workers-loop", self._give_up))
+            except WorkerStartError:
                 self._leave()
                 raise
 

@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import IO, Any
 
-from ..clock import monotonic
 from ..foreign import opened
 from ..threads import helper
-from .loop import Loop
+from .loop import Loop, start_thread
 from .output_plan import NAMES, OutputPlan, Places, Streams
 from .spec import Worker
 
@@ -112,7 +111,13 @@ class FileSink(Sink):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(str(file.name), partial(_write_all, file.fileno()))
-        self.file = file
+        self._file = file
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            log.warning("a worker's output is not whole in %s: %s", self._file.name, error)
 
 
 class Writers:
@@ -122,10 +127,10 @@ class Writers:
         self._waiting: dict[Streams, queue.SimpleQueue[Callable[[], object] | None]] = {}
 
     def start(self, stream: Streams) -> None:
-        """Have this one. Raises RuntimeError where no thread can be started."""
+        """Have this one. Raises WorkerStartError where no thread can be started."""
         if stream not in self._waiting:
             waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-            helper(partial(_write_what_comes, waiting), f"workers-{NAMES[stream]}").start()
+            start_thread(helper(partial(_write_what_comes, waiting), f"workers-{NAMES[stream]}"))
             self._waiting[stream] = waiting
 
     def call(self, stream: Streams, work: Callable[[], object]) -> None:
@@ -140,7 +145,11 @@ class Writers:
 
 def _write_what_comes(waiting: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (work := waiting.get()) is not None:
-        work()
+        try:
+            work()
+        except Exception as error:
+            # One worker's must not take the others' with it.
+            log.error("a worker's output is lost: %s", error, exc_info=error)
 
 
 class Pipe:
@@ -176,7 +185,7 @@ class Pipe:
                 chunk = b""
             # At the end there is still what `end` passes on, such as half a line.
             self._waiting += len(chunk) or 1
-            self._paused = self._waiting > MOST_WAITING
+            self._paused = bool(chunk) and self._waiting > MOST_WAITING
             if not chunk:
                 self._loop.forget(self._pipe.fileno(), self._pipe.close)
             elif self._paused:
@@ -186,18 +195,16 @@ class Pipe:
         self._write(partial(self._pass_on, chunk))
 
     def _pass_on(self, chunk: bytes) -> None:
-        if chunk:
-            self._take(chunk)
-        else:
-            self._finish()
-        with self._lock:
-            self._waiting -= len(chunk) or 1
-            again = self._paused and self._waiting <= MOST_WAITING // 2
-            if again:
-                self._paused = False
-                self._loop.read(self._pipe.fileno(), self._ready)
-        if not chunk:
-            self._over.set()
+        try:
+            self._take(chunk) if chunk else self._finish()
+        finally:
+            with self._lock:
+                self._waiting -= len(chunk) or 1
+                if self._paused and self._waiting <= MOST_WAITING // 2:
+                    self._paused = False
+                    self._loop.read(self._pipe.fileno(), self._ready)
+            if not chunk:
+                self._over.set()
 
     def is_alive(self) -> bool:
         return not self._over.is_set()
@@ -248,7 +255,7 @@ class Output:
         self._tail = Tail()
 
     def open(self, writers: Writers) -> Output:
-        """Raises OSError where a file cannot be written, RuntimeError where nobody could."""
+        """Raises OSError where a file cannot be written, WorkerStartError where nobody would."""
         for stream, path in self._places.files.items():
             self._files[stream] = open(path, "ab", buffering=0)  # noqa: SIM115
         for stream, path in self._places.filtered.items():
@@ -314,7 +321,7 @@ class Output:
         def end() -> None:
             show(lines.rest())
             for file in files:
-                file.file.close()
+                file.close()
 
         return take, end
 
@@ -333,12 +340,6 @@ class Output:
         for all streams together; and it goes on behind it. Returns whether all is done.
         """
         return end_within(self._pipes, seconds)
-
-    def drain(self, deadline: float) -> None:
-        """Before this process ends: wait for what a slow console has not taken yet."""
-        for pipe in self._pipes:
-            while not pipe.idle and monotonic() < deadline:
-                pipe.join(0.02)
 
     def tail(self) -> str:
         """The last lines of stderr, as far as they passed by here or stand in a file."""

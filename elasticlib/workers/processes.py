@@ -29,7 +29,7 @@ from .channel import Channels
 from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
 from .exit import UNKNOWN, WorkerExit
 from .folders import RunFolder, SharedFolder
-from .fork_server import Forked, WarmStart, has_stdin
+from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
 from .function import read_result, write_payload
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Workers
@@ -49,6 +49,7 @@ from .spec import (
     Worker,
     WorkerGroup,
     WorkerSpec,
+    check_preload,
     check_start,
     common_environment,
     with_local_rank,
@@ -57,6 +58,7 @@ from .spec import (
 
 log = logging.getLogger("elasticlib.workers")
 
+FIRST_SECONDS = 120.0
 REAP_SECONDS = 5.0
 DRAIN_SECONDS = 5.0
 REPLACE_SECONDS = 0.2
@@ -117,7 +119,11 @@ class _Process:
 
 
 class Launcher:
-    """Starts the processes of one agent's workers; see `LocalWorkers` for the arguments."""
+    """Starts the processes of one agent's workers; see `LocalWorkers` for the arguments.
+
+    Python workers are forked from a fork server, which is replaced where it has ended; while there
+    is none they are started cold.
+    """
 
     def __init__(
         self,
@@ -138,34 +144,38 @@ class Launcher:
         self._preload = tuple(preload)
         self._ignored = tuple(sorted(ignored))
         self._processors = dict(enumerate(processors))
-        self._warm_start: WarmStart | None = None
+        self._like: tuple[list[str], dict[str, str]] = ([], {})
+        self._server: ForkServer | None = None
+        self._first: ForkServer | None = None
+        self._told = False
 
     def prepare(self, spec: WorkerSpec, inherited: Mapping[str, str], cores: int) -> None:
         """Begin a fork server for workers of this kind, if they are to be forked and have none."""
-        if isinstance(spec.entrypoint, Command):
-            if self._preload:
-                raise ConfigError("--preload is for Python workers, and this is another program")
-            return
-        if not self._warm:
+        check_preload(self._preload, spec.entrypoint)
+        if not self._warm or isinstance(spec.entrypoint, Command):
             return
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
-        server = self._interpreted("", "template", "{link}", folder, *self._preload)
-        command = self._tied(environment, server)
-        if self._warm_start is not None:
-            if self._warm_start.serves(command, environment):
-                return
-            self._warm_start.close()
+        what = self._interpreted("", "template", "{link}", folder, *self._preload)
+        like = (self._tied(environment, what), environment)
+        if self._server is None or self._like != like:
+            self.close()
+            self._like, self._told = like, False
+            self._first = self._begin()
+
+    def _begin(self) -> ForkServer:
+        self._guardian.open()
         with signals_blocked(self._ignored):
-            self._warm_start = WarmStart(
-                command, environment, self._preload, self._guardian, self._loop
-            )
+            self._server = server = ForkServer(*self._like, self._loop)
+        self._guardian.add(server.pid)
+        return server
 
     def await_prepared(self, *, newest: bool = False) -> None:
-        """Until the first fork server, or the newest, is there or cannot be; for any thread."""
-        warm_start = self._warm_start
-        if warm_start is not None:
-            warm_start.wait(newest=newest)
+        """Until the first fork server (to start cold would take as long), or the newest, is there
+        or cannot be; for any thread. `close` ends it."""
+        server = self._server if newest else self._first
+        if server is not None:
+            server.wait(FIRST_SECONDS)
 
     def start(
         self,
@@ -180,10 +190,15 @@ class Launcher:
         if python:
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
         with bound_to(self._processors.get(local_rank)), signals_blocked(self._ignored):
-            if self._warm_start is not None and python:
-                forked = self._warm_start.fork(what, environment, targets)
-                if forked is not None:
-                    return forked
+            server = self._usable() if python else None
+            if server is not None:
+                try:
+                    return server.fork(what, environment, targets)
+                except ForkServerUnfit:
+                    # Its workers live on and end with it, so it stays; it is asked no more.
+                    self._usable()
+                except ForkServerGone:
+                    self._replace()
             return subprocess.Popen(
                 self._tied(environment, self._interpreted(*what) if python else what[1:]),
                 env=environment,
@@ -193,11 +208,34 @@ class Launcher:
                 start_new_session=True,
             )
 
+    def _usable(self) -> ForkServer | None:
+        """None where a worker has to be started cold. Raises ConfigError where what the user asked
+        to be imported cannot be."""
+        server = self._server
+        if server is None:
+            return None
+        if server.complaint:
+            if self._preload:
+                raise ConfigError(server.complaint)
+            if not self._told:
+                log.warning("workers are started cold, as %s", server.complaint)
+                self._told = True
+            return None
+        if server.ended:
+            server = self._replace()
+        return server if server.ready else None
+
+    def _replace(self) -> ForkServer:
+        log.warning("the workers' template process has ended; starting cold until the next is up")
+        self.close()
+        return self._begin()
+
     def close(self) -> None:
         """End the fork server; its workers have ended."""
-        if self._warm_start is not None:
-            self._warm_start.close()
-            self._warm_start = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            self._guardian.remove(server.pid)
 
     def _interpreted(self, *what: str) -> tuple[str, ...]:
         return (self._python, "-u", _BOOTSTRAP, *what)
@@ -322,10 +360,7 @@ class LocalWorkers(Workers):
     # -- the start -------------------------------------------------------------------------------
 
     def prepare(self, spec: WorkerSpec) -> None:
-        try:
-            self._loop.start()
-        except RuntimeError as error:
-            raise _nobody_watches(error) from error
+        self._loop.start()
         self._launcher.prepare(spec, self._environment, count_cores())
 
     def await_prepared(self) -> None:
@@ -336,7 +371,7 @@ class LocalWorkers(Workers):
         try:
             self.prepare(group.spec)
         except OSError as error:
-            raise WorkerStartError(f"cannot start the workers' fork server: {error}") from error
+            raise WorkerStartError(f"cannot begin to start workers: {error}") from error
         self.await_prepared()
         self._processes = {}
         self._stopped = False
@@ -351,8 +386,6 @@ class LocalWorkers(Workers):
             for worker in group.workers:
                 local = worker.local_rank
                 self._spawn(group, worker, environments[local], places[local], ended)
-        except RuntimeError as error:
-            raise _nobody_watches(error) from error
         except OSError as error:
             raise WorkerStartError(
                 f"cannot start the worker of rank {worker.rank}: {error}"
@@ -400,7 +433,7 @@ class LocalWorkers(Workers):
         try:
             output.open(self._writers)
             popen = self._launcher.start(what, environment, output, local)
-        except (OSError, RuntimeError, ElasticError):
+        except (OSError, ElasticError):
             output.abandon()
             raise
         if what[0] != "command":
@@ -559,7 +592,8 @@ class LocalWorkers(Workers):
         self.end()
         deadline = monotonic() + DRAIN_SECONDS
         for output in self._late:
-            output.drain(deadline)
+            # What a slow console has not taken yet; this process may end after that.
+            output.close(max(0.0, deadline - monotonic()))
         self._late.clear()
         self._channels.close_all()
         if self._timers is not None:
@@ -569,13 +603,6 @@ class LocalWorkers(Workers):
         self._folder.remove()
         self._guardian.close()
         self._loop.close(self._writers.close)
-
-
-def _nobody_watches(error: RuntimeError) -> WorkerStartError:
-    return WorkerStartError(
-        f"cannot watch the workers: {error}; threads count as processes (ulimit -u, pids.max of "
-        "the cgroup): raise that limit"
-    )
 
 
 def _heed_children() -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "benchmarks"), str(HERE)]
+sys.path[:0] = [str(HERE.parent / "bench"), str(HERE)]
 
 import checkpointing  # noqa: E402
 import torch  # noqa: E402

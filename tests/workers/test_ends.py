@@ -9,8 +9,9 @@ import subprocess
 import threading
 
 import pytest
-from test_local import Run, shell
+from test_local import Run, poll, shell
 
+from elasticlib.compat.timers import TimerServer
 from elasticlib.errors import WorkerStartError
 from elasticlib.workers import session
 
@@ -80,3 +81,17 @@ def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_
     assert not run.workers.running()
     run.start(shell("exit 0"), attempt=1)
     assert run.end().ok
+
+
+def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> None:
+    def held() -> tuple[int, set[str]]:
+        names = {thread.name for thread in threading.enumerate()}
+        return len(os.listdir("/proc/self/fd")), names - {"MainThread"}
+
+    before = held()
+    run.writing("0", "3").workers.serve_timers(TimerServer(""))
+    run.start(shell("echo out; echo err >&2"), count=2)
+    assert all(run.end().ok for _ in range(2))
+    assert "workers-loop" in held()[1]
+    run.workers.close()
+    poll(lambda: held() == before)

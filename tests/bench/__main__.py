@@ -1,6 +1,6 @@
 """Run all benchmarks in turn, and write docs/benchmarks.md.
 
-    python tests/benchmarks [--only NAME,NAME] [--quick] [--into FOLDER] [--quote]
+    python tests/bench [--only NAME,NAME] [--quick] [--into FOLDER] [--quote]
 
 Sections that are not run stay as they are. One that fails is told in the page, and makes the exit
 code 1. `--quote` puts the page's first table into README.md too, if nothing has failed.
@@ -15,9 +15,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from catalogue import ALL, Benchmark
-from page import Record, Section, page, quoted, record_from_plain, record_to_plain, with_table
-from runs import adopt_orphans, missing, run
+from page import (
+    ALL,
+    Benchmark,
+    Record,
+    Section,
+    page,
+    quoted,
+    record_from_plain,
+    record_to_plain,
+    with_table,
+)
+from runs import missing, run
 
 ROOT = Path(__file__).parent.parent.parent
 KEPT, PAGE = "benchmarks.json", "benchmarks.md"
@@ -39,7 +48,7 @@ def read(folder: Path | None) -> dict[str, Section]:
 
 def write(folder: Path, record: Record) -> None:
     (folder / KEPT).write_text(json.dumps(record_to_plain(record), indent=1) + "\n")
-    (folder / PAGE).write_text(page(record, ALL))
+    (folder / PAGE).write_text(page(record))
 
 
 def measured(benchmarks: list[Benchmark], quick: bool) -> Iterator[tuple[str, Section]]:
@@ -77,7 +86,6 @@ def main() -> int:
     given = parser.parse_args()
     # Numbers of quick sizes go into the docs only if somebody says so.
     folder = given.into or (None if given.quick else ROOT / "docs")
-    adopt_orphans()
     # So that what it runs is ended, as with SIGINT.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if folder is not None:
@@ -85,7 +93,7 @@ def main() -> int:
     record = read(folder)
     good = keep(folder, record, measured(chosen(given.only), given.quick))
     if folder is None:
-        print(page(record, ALL))
+        print(page(record))
         return int(not good)
     print(f"written: {folder / PAGE}")
     if given.quote and good:

@@ -1,6 +1,6 @@
 """What a start, a restart, a join, a loss and rest cost, beside torchrun on the same work.
 
-    python tests/benchmarks/recovery.py [--parts restart,start,join,loss,rest] [--spawn]
+    python tests/bench/recovery.py [--parts restart,start,join,loss,rest] [--spawn]
         [--rounds 2] [--kills 10] [--repeat 3] [--rest 10]
 
 - restart: two gloo workers on one node; one is killed with SIGKILL, and the time is taken until
@@ -32,9 +32,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 import attrs
-from figures import Row, Samples
+from figures import Row, Samples, parser_of, tell
 from launched import BOUND, LAUNCHERS, children, cpu_seconds, gone, job
-from results import parser_of, tell
 
 PROBABLY_NEVER = 20.0
 """Seconds in which a membership that is going to change has changed, by far."""

@@ -1,6 +1,6 @@
 """Shuffled samplers: time to the first index, memory, and a whole epoch, beside torch's.
 
-    python tests/benchmarks/sampler.py [--repeat 5] [--torch-until 1000000]
+    python tests/bench/sampler.py [--repeat 5] [--torch-until 1000000]
 
 Each figure is taken in a process of its own, forked from one that has imported torch. Memory is
 what its peak grows by until the first index. An epoch of at most `--torch-until` samples is drawn
@@ -18,8 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
-from figures import Row, Samples
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, tell
 
 OURS, RANDPERM, TORCH = "ours", "ours, `randperm`", "DistributedSampler"
 DRAWN = 2 * 10**6

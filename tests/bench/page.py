@@ -5,14 +5,85 @@ Both are functions of the record, so that a test can compare them with what stan
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
-from catalogue import Benchmark
-from figures import Found, from_plain, in_markdown, to_plain
+from figures import HEAD, Found, cells, from_plain, in_markdown, to_plain
 
-COMMAND = "python tests/benchmarks/{}.py"
+HERE = Path(__file__).resolve().parent
+
+
+@attrs.frozen
+class Benchmark:
+    """One program of this folder.
+
+    flags, quick: in its full size, and in one that is soon over. limit: seconds. needs: modules
+    without which it is not run. make: the target whose environment has them.
+    """
+
+    name: str
+    flags: str = ""
+    quick: str = attrs.field(default="", kw_only=True)
+    limit: float = attrs.field(default=120.0, kw_only=True)
+    needs: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    make: str = attrs.field(default="bench", kw_only=True)
+    folder: Path = attrs.field(default=HERE, kw_only=True)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}.py"
+
+    def given(self, quick: bool) -> list[str]:
+        return (self.quick if quick else self.flags).split()
+
+    def command(self, quick: bool = False) -> str:
+        """As somebody types it who repeats it."""
+        return " ".join((COMMAND.format(self.name), *self.given(quick)))
+
+    def about(self) -> tuple[str, str]:
+        """Its title and its text, which are its docstring's; nothing of it is imported."""
+        doc = ast.get_docstring(ast.parse(self.path.read_text())) or self.name
+        title, _, text = doc.partition("\n\n")
+        return " ".join(title.split()).rstrip("."), text
+
+
+COMMAND = "python tests/bench/{}.py"
+ALL = (
+    Benchmark(
+        "recovery",
+        "--spawn --rest 5",
+        quick="--parts restart,start --rounds 1 --kills 1 --repeat 1",
+        limit=420,
+    ),
+    Benchmark(
+        "rendezvous",
+        quick="--nodes 8 --torch-up-to 8 --apart 8 --processes 2 --standing 8 --idle 1 --repeat 1",
+        limit=420,
+    ),
+    Benchmark(
+        "plugs",
+        quick="--backends el-file --stories host",
+        limit=480,
+    ),
+    Benchmark("context", quick="--calls 10000 --repeat 2"),
+    Benchmark("events", quick="--repeat 1 --rest 2 --rests 1", limit=240),
+    Benchmark("sampler", quick="--lengths 1000000 --worlds 1 --repeat 1", limit=180),
+    Benchmark("checkpoint", quick="--mib 32 --repeat 1", limit=480),
+    Benchmark("logical", quick="--rounds 2", limit=180),
+    Benchmark("startup", quick="--runs 1"),
+    Benchmark(
+        "frameworks",
+        quick="--frameworks accelerate --repeat 1",
+        limit=900,
+        needs=("lightning", "transformers", "accelerate"),
+        make="bench-integrations",
+    ),
+)
+"""In the order of the page. Together they take about 14 minutes on two cores, and a minute in their
+quick sizes, which show that they run and no number worth a look."""
 
 
 @attrs.frozen
@@ -28,7 +99,7 @@ class Section:
     seconds: float
     load: float
     machine: Mapping[str, str]
-    found: Found = attrs.field(factory=lambda: Found(()))
+    found: Found = attrs.field(factory=Found)
     error: str = ""
 
 
@@ -51,7 +122,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> dict[str, Section]:
 
 
 HOW = """\
-`make bench` runs all of this and writes this page; `python tests/benchmarks --only NAME` does one
+`make bench` runs all of this and writes this page; `python tests/bench --only NAME` does one
 section again. Each benchmark is a process of its own, one after the other. What is compared is
 measured in the same run, in turns or side by side, with torch's or torchrun's part on the same
 work. A number is the median of so many samples, `from, to` is the least and the most of them, `of`
@@ -65,9 +136,8 @@ a cluster. Ratios near 1 change from run to run.
 """
 
 
-def page(record: Record, catalogue: Sequence[Benchmark]) -> str:
-    parts = ["# Benchmarks", HOW.rstrip(), *machines(record)]
-    parts += ["## In short", quoted(record)]
+def page(record: Record, catalogue: Sequence[Benchmark] = ALL) -> str:
+    parts = ["# Benchmarks", HOW.rstrip(), *machines(record), "## In short", quoted(record)]
     for benchmark in catalogue:
         parts += section_of(benchmark, record.get(benchmark.name))
     return "\n\n".join(parts) + "\n"
@@ -81,12 +151,7 @@ def machines(record: Record) -> Iterator[str]:
     for facts, names in kinds.items():
         if len(kinds) > 1:
             yield f"Of {', '.join(names)}:"
-        lines = [
-            "| machine | |",
-            "| --- | --- |",
-            *(f"| {key} | {value} |" for key, value in facts),
-        ]
-        yield "\n".join(lines)
+        yield in_markdown(("machine", ""), facts)
 
 
 def section_of(benchmark: Benchmark, section: Section | None) -> Iterator[str]:
@@ -104,7 +169,7 @@ def section_of(benchmark: Benchmark, section: Section | None) -> Iterator[str]:
     if section.error:
         yield f"**It failed, and there are no numbers**: {section.error}."
         return
-    yield in_markdown(section.found.rows)
+    yield in_markdown(HEAD, map(cells, section.found.rows))
     if section.found.notes:
         yield "\n".join(f"- {note}" for note in section.found.notes)
 
@@ -199,38 +264,34 @@ QUOTES: Sequence[tuple[str, str, str, str]] = (
     ),
     ("`--help`", "{startup[help].ours}", "{startup[help].theirs}", "startup"),
 )
-"""Row by row what is quoted: what it is, of elasticlib, of torchrun or torch, from which file."""
+"""Row by row: what it is, of elasticlib, of torchrun or torch, from which file."""
 
 
 def quoted(record: Record) -> str:
     """The table that stands in the README as well, letter by letter."""
-    rows = [("what", "elasticlib", "torchrun, torch", "repeat it"), ("---",) * 4]
     found = {name: section.found for name, section in record.items()}
-    for what, ours, theirs, name in QUOTES:
-        cells = (filled(text, found) for text in (ours, theirs))
-        rows.append((what, *cells, f"`{COMMAND.format(name)}`"))
-    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
 
+    def filled(text: str) -> str:
+        try:
+            return text.format(**found)
+        except KeyError:
+            return "not measured"
 
-def filled(text: str, found: Mapping[str, Found]) -> str:
-    try:
-        return text.format(**found)
-    except KeyError:
-        return "not measured"
+    return in_markdown(
+        ("what", "elasticlib", "torchrun, torch", "repeat it"),
+        (
+            (what, filled(ours), filled(theirs), f"`{COMMAND.format(name)}`")
+            for what, ours, theirs, name in QUOTES
+        ),
+    )
 
 
 def with_table(readme: str, table: str) -> str:
-    """A README whose table under `## Numbers` is this one.
-
-    Raises:
-        ValueError: there is no such table.
-    """
+    """A README whose table under `## Numbers` is this one; ValueError if it has none."""
     before, heading, after = readme.partition("\n## Numbers\n")
-    lines = after.splitlines(keepends=True)
-    inside = [at for at, line in enumerate(lines) if line.startswith("|")]
-    if not heading or not inside:
+    text, bar, rest = after.partition("\n| ")
+    if not heading or not bar:
         raise ValueError("the README has no table under a heading `## Numbers`")
-    first, end = inside[0], inside[0]
-    while end < len(lines) and lines[end].startswith("|"):
-        end += 1
-    return "".join((before, heading, *lines[:first], table, "\n", *lines[end:]))
+    lines = rest.splitlines(keepends=True)
+    end = next((at for at, line in enumerate(lines) if at and line[:1] != "|"), len(lines))
+    return "".join((before, heading, text, "\n", table, "\n", *lines[end:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import importlib.util
 import json
@@ -15,29 +14,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 import attrs
-from catalogue import Benchmark
 from figures import Found, from_plain
-from launched import children
-from page import Section
+from page import HERE, Benchmark, Section
+
+sys.path.append(str(HERE.parent))
+from processes import marked
 
 ENDS_BY_ITSELF = 20.0
 """Seconds for a program that is interrupted, which kills its jobs and removes their files."""
 GUARDIANS = 10.0
 """Seconds for what removes the files of jobs that were killed."""
-BUILD = Path(__file__).resolve().parent.parent.parent / "build"
+BUILD = HERE.parent.parent / "build"
 """On the disk of this checkout, which the system's temporary folder need not be on."""
-SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Processes whose parent ends become this one's, and are found so, whatever their session."""
-    if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+TAG = "ELASTICLIB_BENCH_TAG"
 
 
 def missing(benchmark: Benchmark) -> list[str]:
@@ -48,19 +43,18 @@ def missing(benchmark: Benchmark) -> list[str]:
 def run(benchmark: Benchmark, quick: bool = False, *, patience: float = GUARDIANS) -> Section:
     """Run it, and say what came of it; it raises nothing that the benchmark does.
 
-    patience: seconds in which what it leaves may end by itself. All processes below this one are
-    taken for the benchmark's.
+    patience: seconds in which the processes that it leaves may end by themselves.
     """
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began, load, tag = time.monotonic(), os.getloadavg()[0], uuid.uuid4().hex
     # Sockets of jobs lie there, whose paths must be short.
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    folder, found = Path(tempfile.mkdtemp(prefix="bench-")), Found()
     try:
-        error = carried_out(benchmark, quick, folder)
-        found = Found(()) if error else from_plain(json.loads((folder / "found").read_text()))
-        if not error and not found.rows:
-            error = "it has measured nothing"
+        error = carried_out(benchmark, quick, folder, tag)
+        if not error:
+            found = from_plain(json.loads((folder / "found").read_text()))
+            error = "" if found.rows else "it has measured nothing"
     finally:
-        left = end_all_children(patience)
+        left = end_all(tag, patience)
         shutil.rmtree(folder, ignore_errors=True)
     if left and not error:
         note = f"It left {left} processes behind, which were ended."
@@ -76,7 +70,7 @@ def run(benchmark: Benchmark, quick: bool = False, *, patience: float = GUARDIAN
     )
 
 
-def carried_out(benchmark: Benchmark, quick: bool, folder: Path) -> str:
+def carried_out(benchmark: Benchmark, quick: bool, folder: Path, tag: str) -> str:
     """Why it has not found what it should; nothing if it has, which then is in the folder."""
     command = [sys.executable, str(benchmark.path), *benchmark.given(quick)]
     temporary = folder / "t"
@@ -87,7 +81,7 @@ def carried_out(benchmark: Benchmark, quick: bool, folder: Path) -> str:
         subprocess.Popen(
             [*command, "--json", str(folder / "found")],
             cwd=here,
-            env={**os.environ, "TMPDIR": str(temporary)},
+            env={**os.environ, "TMPDIR": str(temporary), TAG: tag},
             start_new_session=True,
         ) as process,
     ):
@@ -113,11 +107,11 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def end_all_children(patience: float) -> int:
-    """How many processes below this one had to be killed, after so many seconds."""
+def end_all(tag: str, patience: float) -> int:
+    """How many processes with this tag had to be killed, after so many seconds."""
     deadline = time.monotonic() + patience
     killed: set[int] = set()
-    while below := living():
+    while below := marked(TAG, tag):
         if time.monotonic() > deadline:
             for pid in below:
                 with contextlib.suppress(ProcessLookupError):
@@ -125,17 +119,6 @@ def end_all_children(patience: float) -> int:
             killed |= below
         time.sleep(0.05)
     return len(killed)
-
-
-def living() -> set[int]:
-    """All below this process that have not ended; those that have are reaped."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    below = [os.getpid()]
-    for pid in below:
-        below += children(pid)
-    return set(below[1:])
 
 
 def machine() -> Mapping[str, str]:

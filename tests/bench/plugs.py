@@ -1,6 +1,6 @@
 """What happens under stock torchrun with torch's own rendezvous, c10d, and with each of ours.
 
-    python tests/benchmarks/plugs.py [--backends el-tcp,el-file,el-etcd] [--repeat 1] [--kills 3]
+    python tests/bench/plugs.py [--backends el-tcp,el-file,el-etcd] [--repeat 1] [--kills 3]
         [--stories members,host,stock,newcomer]
 
 Jobs of `torchrun --nnodes 1:2` with one worker a node, gloo, and a last call of 2 s. Ours meet in
@@ -35,10 +35,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from figures import Row, Samples
-from launched import Ended, Job, free_port, job_of
-from results import parser_of, tell
-from store_process import Server
+from figures import Row, Samples, parser_of, tell
+from launched import Ended, Job, Server, free_port, job_of
 
 TORCHRUN = ("torch.distributed.run",)
 OURS = ("el-tcp", "el-file", "el-etcd")

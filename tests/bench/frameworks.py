@@ -1,6 +1,6 @@
 """From the kill of a worker to the next step, under Lightning, transformers and accelerate.
 
-    python tests/benchmarks/frameworks.py [--frameworks lightning,transformers,accelerate]
+    python tests/bench/frameworks.py [--frameworks lightning,transformers,accelerate]
         [--repeat 3]
 
 The examples of docs/frameworks.md, two workers; the one of rank 1 is killed with SIGKILL in the
@@ -19,8 +19,7 @@ from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
-from figures import Row, Samples
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, tell
 
 TESTS = Path(__file__).parent.parent
 sys.path += [str(TESTS), str(TESTS / "integrations")]

@@ -1,6 +1,6 @@
 """What a rendezvous costs: to settle, to stand idle, and when a node dies; beside torch's own.
 
-    python tests/benchmarks/rendezvous.py [--nodes 2,16,128,256,1000] [--torch-up-to 128]
+    python tests/bench/rendezvous.py [--nodes 2,16,128,256,1000] [--torch-up-to 128]
         [--apart 1000] [--processes 8] [--repeat 3] [--idle 10]
 
 All nodes are in one process, where they take turns at one interpreter; those of --apart are ours in
@@ -29,9 +29,8 @@ from concurrent import futures
 from functools import partial
 from typing import Any, ClassVar
 
-from figures import Row, Samples
-from results import parser_of, tell
-from store_process import Server
+from figures import Row, Samples, parser_of, tell
+from launched import Server
 
 from elasticlib import (
     DynamicRendezvousHandler,

@@ -1,6 +1,6 @@
 """What the context costs a training step: the time of a call when nothing is asked.
 
-    python tests/benchmarks/context.py [--calls 100000] [--repeat 7]
+    python tests/bench/context.py [--calls 100000] [--repeat 7]
 
 Beside it what scripts do without one: an all-reduce of a flag over gloo, of one rank alone, which
 has nobody to wait for.
@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from figures import Row, Samples
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, tell
 
 from elasticlib import Context
 from elasticlib.workers.channel import Channel

@@ -5,8 +5,12 @@ Samples are kept as they were taken. All else is computed from them where it is 
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,28 +25,17 @@ SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
 
 def digits(value: float) -> str:
     """Two of them, or more if it is whole: nobody's machine repeats a third."""
-    if value and abs(value) >= 100:
-        return f"{float(f'{value:.2g}'):,.0f}"
-    return f"{float(f'{value:.2g}'):.{_places(value)}f}"
-
-
-def _places(value: float) -> int:
-    if value == 0:
-        return 0
-    # Of 9.96 there are 10 left, which has no place more.
-    exponent = int(f"{value:.1e}".partition("e")[2])
-    return max(0, 1 - exponent)
+    two = float(f"{value:.2g}")
+    places = 1 - math.floor(math.log10(abs(two))) if two else 0
+    return f"{two:,.{max(0, places)}f}"
 
 
 def said(value: float, unit: str) -> str:
     """A quantity in words, such as 0.25 s or 1.4 a second."""
-    for least, word in SCALES.get(unit, ()):
-        if abs(value) >= least * 0.0995:
-            return f"{digits(value / least)} {word}"
-    if unit in SCALES:
-        least, word = SCALES[unit][-1]
-        return f"{digits(value / least)} {word}"
-    return f"{digits(value)} {unit}".rstrip()
+    scales = SCALES.get(unit, ((1.0, unit),))
+    fitting = (scale for scale in scales if abs(value) >= scale[0] * 0.0995)
+    least, word = next(fitting, scales[-1])
+    return f"{digits(value / least)} {word}".rstrip()
 
 
 @attrs.frozen
@@ -60,14 +53,6 @@ class Samples:
     why: str = ""
 
     @property
-    def median(self) -> float | None:
-        return statistics.median(self.values) if self.values else None
-
-    @property
-    def least(self) -> str:
-        return said(min(self.values), self.unit) if self.values else "-"
-
-    @property
     def most(self) -> str:
         return said(max(self.values), self.unit) if self.values else "-"
 
@@ -81,18 +66,18 @@ class Samples:
     def spread(self) -> str:
         if len(self.values) < 2:
             return ""
-        low, high = self.least.partition(" "), self.most.partition(" ")
+        least = said(min(self.values), self.unit)
+        number, _, unit = least.partition(" ")
         # The unit is said once if it is the same.
-        return f"{low[0] if low[2] == high[2] else self.least} to {self.most}"
+        return f"{number if self.most.endswith(f' {unit}') else least} to {self.most}"
 
     def __str__(self) -> str:
         """The median, or what became of it."""
         if not self.values:
             return self.why or "-"
         middle = said(statistics.median(self.values), self.unit)
-        if not self.failed:
-            return middle
-        return f"{middle}; {self.failed} of {len(self.values) + self.failed} {self.why}"
+        tried = len(self.values) + self.failed
+        return f"{middle}; {self.failed} of {tried} {self.why}" if self.failed else middle
 
 
 @attrs.frozen
@@ -127,19 +112,12 @@ class Row:
 class Found:
     """What one run of a benchmark has brought: its rows, and sentences that belong to them."""
 
-    rows: tuple[Row, ...] = attrs.field(converter=tuple)
+    rows: tuple[Row, ...] = attrs.field(default=(), converter=tuple)
     notes: tuple[str, ...] = attrs.field(default=(), converter=tuple)
 
     def __getitem__(self, name: str) -> Row:
-        """The row of this name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(name)
+        """The row of this name; KeyError if there is none."""
+        return {row.name: row for row in self.rows}[name]
 
 
 def to_plain(found: Found) -> dict[str, Any]:
@@ -152,12 +130,11 @@ def to_plain(found: Found) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Found:
-    rows = []
-    for row in plain["rows"]:
-        theirs = row["theirs"]
-        both = {"ours": Samples(**row["ours"]), "theirs": theirs and Samples(**theirs)}
-        rows.append(Row(**{**row, **both}))
-    return Found(rows, plain["notes"])
+    def row_of(row: dict[str, Any]) -> Row:
+        sides = {name: row[name] and Samples(**row[name]) for name in ("ours", "theirs")}
+        return Row(**{**row, **sides})
+
+    return Found(map(row_of, plain["rows"]), plain["notes"])
 
 
 HEAD = ("what", "elasticlib", "from, to", "of", "beside it", "from, to", "of", "ratio")
@@ -174,8 +151,8 @@ def cells(row: Row) -> tuple[str, ...]:
     return (*mine, whose, row.theirs.spread, row.theirs.count, row.ratio)
 
 
-def in_markdown(rows: Iterable[Row]) -> str:
-    lines = [HEAD, ("---",) * len(HEAD), *map(cells, rows)]
+def in_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
 
 
@@ -183,7 +160,21 @@ def in_plain_text(rows: Iterable[Row]) -> str:
     """For a terminal: columns as wide as what stands in them."""
     lines = [HEAD, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A benchmark's, which says what its docstring says."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--json", metavar="FILE", help="write all samples there as well")
+    return parser
+
+
+def tell(given: argparse.Namespace, rows: Iterable[Row], notes: Iterable[str] = ()) -> None:
+    """A table to whoever looks on, and all of it to the file that was asked for."""
+    found = Found(rows, notes)
+    print("\n".join((in_plain_text(found.rows), *found.notes)))
+    if given.json:
+        Path(given.json).write_text(json.dumps(to_plain(found)))

@@ -1,6 +1,6 @@
 """How long the command lines take to answer `--help`, as whole processes.
 
-    python tests/benchmarks/startup.py [--runs 7]
+    python tests/bench/startup.py [--runs 7]
 
 Each is called once before, so that all read their files from memory. elasticrun takes torchrun's
 flags without importing torch.
@@ -12,8 +12,7 @@ import subprocess
 import sys
 import time
 
-from figures import Row, Samples
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, tell
 
 COMMANDS = {"elasticrun": "elasticlib.launch", "torchrun": "torch.distributed.run"}
 

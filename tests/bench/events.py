@@ -1,6 +1,6 @@
 """What the stream of events costs: at rest, for each event, and when the disk takes nothing.
 
-    python tests/benchmarks/events.py [--parts tell,held,rest] [--repeat 5] [--tells 20000]
+    python tests/bench/events.py [--parts tell,held,rest] [--repeat 5] [--tells 20000]
         [--rest 20] [--rests 3]
 
 - tell: the time of one `tell` in the thread that calls it, of a thousand in a row, and the CPU of
@@ -29,8 +29,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from figures import Row, Samples
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, tell
 
 from elasticlib.observe.journal import FILE, FileJournal
 

@@ -1,6 +1,6 @@
 """This checkout beside another one of the same project, by turns in one run.
 
-    python tests/benchmarks/by_turns.py OTHER [--turns 10] [--only recovery,apart,...] [--json FILE]
+    python tests/bench/by_turns.py OTHER [--turns 10] [--only recovery,apart,...] [--json FILE]
 
 OTHER is a checkout with its own `.venv`, such as a worktree of the commit before a rebuild:
 
@@ -27,9 +27,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
-from figures import said
+from figures import in_markdown, said
 
 HERE = Path(__file__).resolve().parent.parent.parent
+FOLDERS = ("tests/bench", "tests/benchmarks")
+"""Where a checkout has its programs: the second is the first house's."""
 BOUND = 300.0
 """Seconds for one program in one turn."""
 LEAST = 5
@@ -103,8 +105,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measured(checkout: Path, part: Part) -> Iterator[tuple[str, str, str, float]]:
-    """Name, words, unit and median of each row that one run of a part brings."""
-    folder = checkout / "tests" / "benchmarks"
+    """Name, words, unit and median of each row that one run of a part brings.
+
+    A program tells of the same samples again beside each of torch's ways: those are one row.
+    """
+    folder = next(path for name in FOLDERS if (path := checkout / name).exists())
     with tempfile.TemporaryDirectory(prefix="turns-") as into:
         found = Path(into) / "found"
         command = [str(checkout / ".venv" / "bin" / "python"), "-c", RUN, str(folder)]
@@ -116,9 +121,11 @@ def measured(checkout: Path, part: Part) -> Iterator[tuple[str, str, str, float]
             check=True,
         )
         rows = json.loads(found.read_text())["rows"]
+    seen: set[str] = set()
     for row in rows:
         values = row["ours"]["values"]
-        if values and row["name"].startswith(part.rows):
+        if values and row["name"].startswith(part.rows) and row["what"] not in seen:
+            seen.add(row["what"])
             yield row["name"], row["what"], row["ours"]["unit"], statistics.median(values)
 
 
@@ -137,16 +144,17 @@ def take_turns(other: Path, parts: Sequence[str], turns: int, rows: dict[str, Ro
             print(f"turn {turn + 1}: {name}", file=sys.stderr, flush=True)
 
 
-def table(rows: dict[str, Row]) -> Iterator[str]:
-    yield "| what | before: median (quartiles) | after | after / before | beyond noise |"
-    yield "| --- | --- | --- | --- | --- |"
-    for row in rows.values():
-        if not row.before or not row.after:
-            yield f"| {row.what} | {len(row.before)} values | {len(row.after)} values | | |"
-            continue
-        ratio = statistics.median(row.after) / (statistics.median(row.before) or 1.0)
-        sides = " | ".join(_side(values, row.unit) for values in (row.before, row.after))
-        yield f"| {row.what} | {sides} | {ratio:.2f} | {row.verdict()} |"
+def table(rows: dict[str, Row]) -> str:
+    head = ("what", "before: median (quartiles)", "after", "after / before", "beyond noise")
+    return in_markdown(head, map(_cells, rows.values()))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if not row.before or not row.after:
+        return (row.what, f"{len(row.before)} values", f"{len(row.after)} values", "", "")
+    ratio = statistics.median(row.after) / (statistics.median(row.before) or 1.0)
+    sides = (_side(values, row.unit) for values in (row.before, row.after))
+    return (row.what, *sides, f"{ratio:.2f}", row.verdict())
 
 
 def _side(values: Sequence[float], unit: str) -> str:
@@ -177,7 +185,7 @@ def main() -> int:
     with contextlib.suppress(KeyboardInterrupt):
         take_turns(other, parts, given.turns, rows)
     print(f"load at the end {os.getloadavg()[0]:.2f}")
-    print("\n".join(table(rows)))
+    print(table(rows))
     if given.json:
         given.json.write_text(json.dumps({name: attrs.asdict(row) for name, row in rows.items()}))
     return int(any(row.verdict() == "slower" for row in rows.values()))

@@ -1,6 +1,6 @@
 """What the same weights at any world size cost beside DDP: time and bytes of a step.
 
-    python tests/benchmarks/logical.py [--world 2] [--rounds 15] [--width 512] [--batch 64]
+    python tests/bench/logical.py [--world 2] [--rounds 15] [--width 512] [--batch 64]
 
 The same model and samples in the same processes, one kind of step after another in each round;
 ratios are of the same round, and medians over the rounds. `DDP in 4 parts` has each rank compute 4
@@ -27,8 +27,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which an optimizer would import in every fork
 import torch.distributed as dist
-from figures import Row, Samples, said
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, said, tell
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

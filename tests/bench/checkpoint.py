@@ -1,6 +1,6 @@
 """What a checkpoint costs a training step, when it is durable, and how long it takes to read.
 
-    python tests/benchmarks/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
+    python tests/bench/checkpoint.py [--mib 1024] [--repeat 5] [--folder DIR] [--threads N]
         [--parts compare,beside]
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
@@ -31,8 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from figures import Row, Samples
-from results import parser_of, tell
+from figures import Row, Samples, parser_of, tell
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.agree import restore_from
