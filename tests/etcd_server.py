@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from jobs import until
+from jobs import BOUND, until
 from ports import held_port
 
 BINARY = shutil.which("etcd")
@@ -77,7 +77,7 @@ class Server:
 
     def wait_until_it_serves(self) -> None:
         try:
-            until(f"{self.NAME} to serve", self._serves, 30.0)
+            until(f"{self.NAME} to serve", self._serves)
         except BaseException:
             self.kill()
             raise
@@ -94,7 +94,7 @@ class Server:
     def kill(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait(10.0)
+            self._process.wait(BOUND)
             self._process = None
 
 

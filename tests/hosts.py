@@ -198,7 +198,7 @@ class Host:
             self._cluster.job.reap()
             return not pids
 
-        until(f"all processes on {self.name} to be gone", none_left, 10.0)
+        until(f"all processes on {self.name} to be gone", none_left)
 
 
 def _send(pid: int, number: int) -> None:
