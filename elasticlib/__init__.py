@@ -22,8 +22,8 @@ _HOMES = {
     ),
     "stores.memory": ("MemoryStore",),
     "stores.file": ("FileStore",),
-    "stores.tcp": ("TcpStore",),
-    "stores.server": ("TcpStoreServer",),
+    "stores.tcp_client": ("TcpStore",),
+    "stores.tcp_server": ("TcpStoreServer",),
     "stores.etcd": ("EtcdStore",),
     "rendezvous.interface": (
         "RendezvousHandler",
@@ -159,8 +159,8 @@ if TYPE_CHECKING:
     from .stores.interface import Listing as Listing
     from .stores.interface import Store as Store
     from .stores.memory import MemoryStore as MemoryStore
-    from .stores.server import TcpStoreServer as TcpStoreServer
-    from .stores.tcp import TcpStore as TcpStore
+    from .stores.tcp_client import TcpStore as TcpStore
+    from .stores.tcp_server import TcpStoreServer as TcpStoreServer
     from .workers.context import Context as Context
     from .workers.context import Stop as Stop
     from .workers.context import context as context

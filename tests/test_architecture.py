@@ -53,8 +53,8 @@ PURE = (
     "rendezvous/decide.py",
     "rendezvous/document.py",
     "rendezvous/ranks.py",
-    "stores/state.py",
-    "stores/wire.py",
+    "stores/keyspace.py",
+    "stores/tcp_protocol.py",
     "workers/spec.py",
 )
 """Modules that decide or encode. They, and all that they import, import nothing of the world."""

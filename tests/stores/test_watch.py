@@ -10,12 +10,12 @@ import pytest
 
 from elasticlib.errors import StoreUnavailable
 from elasticlib.rendezvous.watcher import Watcher
+from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Listing, Store, Watched
+from elasticlib.stores.keyspace import WATCHES_PER_OWNER
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.stores.moving import MovingStore, Place
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.service import MAX_WAITS
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 PATIENCE = 10.0
 
@@ -114,7 +114,7 @@ def test_a_watcher_tells_each_time_and_goes_on_by_waiting_where_watching_fails(
         client.set("key", b"1")
         now = client.list("key")
         assert heard.get(timeout=PATIENCE) == now
-        held = [told(client, "held", now.version) for _ in range(MAX_WAITS)]
+        held = [told(client, "held", now.version) for _ in range(WATCHES_PER_OWNER)]
         watcher.arm("key", now.version, listing=True)
         assert heard.get(timeout=PATIENCE) is None  # refused: that there was a change is not known
         client.set("held", b"")

@@ -27,10 +27,10 @@ from ..errors import (
     present,
 )
 from ..threads import helper
-from .forks import renew_in_children
 from .interface import CompareSet, Entry, Listing, Store, Watched
-from .server import TcpStoreServer
-from .tcp import TcpStore
+from .sockets import renew_in_children
+from .tcp_client import TcpStore
+from .tcp_server import TcpStoreServer
 
 log = logging.getLogger("elasticlib.stores")
 

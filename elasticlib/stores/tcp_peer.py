@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import selectors
 import socket
-import struct
-from typing import Any
+from collections import deque
+from collections.abc import Callable
 
-from .admission import HANDSHAKE_BYTES, Admission
-from .wire import Frame, FrameReader, encode
+import attrs
+
+from .interface import Entry, Listing
+from .tcp_protocol import (
+    HANDSHAKE_BYTES,
+    Frame,
+    FrameReader,
+    ServerHandshake,
+    encode,
+    listing_frame,
+    pages_of,
+)
 
 RECEIVE_BYTES = 256 * 1024
 LINGER_BYTES = 1024 * 1024
@@ -19,55 +29,38 @@ LINGER_BYTES = 1024 * 1024
 unread bytes would take the refusal from it."""
 
 
-def address_of(name: tuple[Any, ...]) -> str:
-    """The address in a socket's name; a link-local one with its scope, without which it is none."""
-    return socket.getnameinfo(name, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+@attrs.define
+class _Rest:
+    """What is to follow of a listing: its entries, as of its moment, page by page."""
 
-
-def keep_honest(connection: socket.socket, timeout: float) -> None:
-    """No delay for small frames, and an end within about `timeout` for a silent network."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Three probes unanswered end an idle connection; the user timeout ends one with data in it.
-    pause = min(max(int(timeout / 4), 1), 32767)
-    for name, value in (
-        ("TCP_KEEPIDLE", pause),
-        ("TCP_KEEPINTVL", pause),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", min(int(timeout * 1000) + 1, 2**31 - 1)),
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def bound_sending(connection: socket.socket, timeout: float) -> None:
-    """A blocking `sendall` ends with BlockingIOError when the other side takes nothing."""
-    seconds = min(max(timeout, 0.001), 1e6)
-    whole = int(seconds)
-    packed = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+    number: int
+    version: int
+    pages: deque[tuple[Entry, ...]]
+    bytes: int
 
 
 class Peer:
     """A client's connection: what has arrived and is still to be handled, and to be sent.
 
-    ending: it was refused; whatever else it sends is dropped unread. counted: of its `held_bytes`,
-    by the server.
+    ending: it was refused; whatever else it sends is dropped unread. counted: of `held_bytes` and
+    `listed_bytes`, by the server. ready: what its selector calls.
     """
 
     def __init__(
-        self, number: int, connection: socket.socket, admission: Admission, frame_bytes: int
+        self, number: int, connection: socket.socket, handshake: ServerHandshake, frame_bytes: int
     ) -> None:
         self.number = number
         self.connection = connection
-        self.admission = admission
+        self.handshake = handshake
         self.ending = False
-        self.counted = 0
+        self.counted = 0, 0
         self.events = selectors.EVENT_READ
+        self.ready: Callable[[int], None]
         self._frame_bytes = frame_bytes
         self._reader = FrameReader(min(frame_bytes, HANDSHAKE_BYTES))
         self._next: Frame | None = None
         self._next_since: float | None = None
+        self._rests: deque[_Rest] = deque()
         self._unsent = bytearray()
         self._unsent_since = 0.0
         self._sent = self._sent_goal = 0
@@ -77,6 +70,11 @@ class Peer:
     def unsent(self) -> int:
         """Bytes that the client has not taken yet."""
         return len(self._unsent)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is anything to `flush`."""
+        return bool(self._unsent or self._rests)
 
     @property
     def waiting_frame(self) -> Frame | None:
@@ -94,9 +92,14 @@ class Peer:
         return size if self._next is None else size + len(self._next.value)
 
     @property
+    def listed_bytes(self) -> int:
+        """Of what was listed and is not in a buffer yet, the part that may be of the past."""
+        return sum(rest.bytes for rest in self._rests)
+
+    @property
     def label(self) -> str | None:
         """The client's own name for itself; None until it is let in."""
-        return self.admission.client
+        return self.handshake.client
 
     @property
     def unread(self) -> bytes:
@@ -141,15 +144,36 @@ class Peer:
         self._reader.forget()
         self.handled()
 
-    def send(self, frame: Frame, now: float) -> None:
-        """Put a frame behind those still to be sent; `flush` sends."""
+    def send(self, data: bytes, now: float) -> None:
+        """Put a frame's bytes behind those still to be sent; `flush` sends."""
         was_empty = not self._unsent
-        self._unsent += encode(frame)
+        self._unsent += data
         if was_empty:
             self._measure(now)
 
+    def send_listing(self, number: int, listing: Listing, now: float) -> None:
+        """Answer with a listing, whose further pages `flush` adds as the client takes them.
+
+        Raises:
+            StoreRefused: for an entry that fits no frame.
+        """
+        pages = deque(pages_of(listing.entries, self._frame_bytes))
+        first = listing_frame(number, listing.version, pages.popleft(), bool(pages))
+        self.send(encode(first), now)
+        if pages:
+            left = sum(len(entry.value) + 2 * len(entry.key) for page in pages for entry in page)
+            self._rests.append(_Rest(number, listing.version, pages, left))
+
     def flush(self, now: float) -> bool:
         """Send what the connection takes; whether the connection still stands."""
+        if not self._unsent and self._rests:
+            rest = self._rests[0]
+            page = rest.pages.popleft()
+            rest.bytes -= sum(len(entry.value) + 2 * len(entry.key) for entry in page)
+            frame = listing_frame(rest.number, rest.version, page, bool(rest.pages))
+            self.send(encode(frame), now)
+            if not rest.pages:
+                self._rests.popleft()
         try:
             if self._unsent:
                 count = self.connection.send(self._unsent)
@@ -172,5 +196,5 @@ class Peer:
     def behind_since(self, now: float) -> float:
         """Since when bytes have lain here: of a frame that is not handled, or that it has not
         taken; `now` if there are none."""
-        unsent = self._unsent_since if self._unsent else now
+        unsent = self._unsent_since if self.has_more else now
         return unsent if self._next_since is None else min(self._next_since, unsent)
