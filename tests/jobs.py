@@ -263,7 +263,7 @@ class Job:
         """All living processes that descend from this job, whoever their parent is now."""
         return marked(TAG, self.tag)
 
-    def gone(self, seconds: float = 10.0) -> None:
+    def gone(self, seconds: float = BOUND) -> None:
         """Waits until no process of the job is left."""
         until("the job's processes to be gone", lambda: not self.processes(), seconds)
 

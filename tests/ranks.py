@@ -34,6 +34,7 @@ from typing import Any
 
 import attrs
 import pytest
+from ports import free_port
 from processes import children
 
 SECONDS = 60.0
@@ -65,6 +66,7 @@ class _Request:
     group_seconds: float
     environment: dict[str, str]
     folder: str
+    launched: bool
 
 
 class Ranks:
@@ -100,14 +102,21 @@ class Ranks:
         world: int,
         *args: Any,
         backend: str = "gloo",
+        launched: bool = False,
         seconds: float = SECONDS,
         group_seconds: float = 20.0,
     ) -> list[Ended]:
-        """How each rank ended. `backend` is empty for processes without a group; who has not ended
-        after `seconds` shows its stacks and ends with exit code 1."""
+        """How each rank ended. `backend` is empty for processes without a group, and who is
+        `launched` has none yet, but the variables by which a launcher's workers make theirs. Who
+        has not ended after `seconds` shows its stacks and ends with exit code 1."""
         call = pickle.dumps((function, args))
+        environment = dict(os.environ)
+        if launched:
+            backend, port = "", str(free_port())
+            more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+            environment.update(more)
         settings = (world, backend, seconds, group_seconds)
-        request = _Request(call, *settings, dict(os.environ), os.getcwd())
+        request = _Request(call, *settings, environment, os.getcwd(), launched)
         sys.stdout.flush()
         sys.stderr.flush()
         _send(self._control, request, 1, 2)
@@ -243,6 +252,8 @@ def _be_a_rank(request: _Request, rank: int, folder: Path, streams: list[int], f
     end: tuple[Any, str] = (None, "")
     try:
         _settle(request, streams)
+        if request.launched:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         end = (_call(request, rank, folder), "")
         pickle.dumps(end)
     except BaseException:

@@ -7,16 +7,15 @@ import sys
 import time
 
 import pytest
-from etcd_hosts import at_members, three_members
 from etcd_server import needs_etcd
-from hosts import PORT, Cluster, Host
-from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+from hosts import PORT, Cluster, Host, at_members, three_members
+from jobs import BOUND, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
 
 pytestmark = pytest.mark.faults
 
 QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_call_timeout=0.3")
 LEASE = 1.0
-SOON = 20.0
+SOON = BOUND
 REMOTE = ["tcp", pytest.param("etcd", marks=needs_etcd)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import sys
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from pages import blocks_of, by_name
-from ports import free_port
 from ranks import Ranks
 
 from elasticlib import load_checkpoint
@@ -41,11 +38,7 @@ def world_and_arguments(command: str) -> tuple[int, list[str]]:
     return int(found[1]), found[2].split()
 
 
-def run_program(program: Path, arguments: list[str], world: int) -> None:
-    """As a script that finds its group where a launcher says."""
-    if world:
-        os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(world))
-        dist.destroy_process_group()
+def run_program(program: Path, arguments: list[str]) -> None:
     sys.argv = [str(program), *arguments]
     runpy.run_path(str(program), run_name="__main__")
 
@@ -62,12 +55,9 @@ def test_the_pages_program_ends_alike_with_a_resize_and_without(
     program.write_text(FILES["train.py"])
     (alone,) = re.findall(r"^`(python train.py .*?)`", TEXT, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     for command in (*COMMANDS, alone):
         world, arguments = world_and_arguments(command)
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        backend = "gloo" if world else ""
-        ranks.run(run_program, max(1, world), program, arguments, world, backend=backend)
+        ranks.run(run_program, max(1, world), program, arguments, backend="", launched=world > 0)
     resized, undisturbed = (
         load_checkpoint(tmp_path / name / "step-10.pt") for name in ("checkpoints", "elsewhere")
     )
