@@ -61,7 +61,7 @@ def replace(path: str, record: bytes) -> None:
 def record(error: BaseException) -> None:
     """Write down an exception that is about to end this process, exit("text") included.
 
-    For whoever runs the user's code: neither an exit nor what a script's own excepthook keeps to
+    For the code that runs the user's: neither an exit nor what a script's own excepthook keeps to
     itself reaches the hooks.
     """
     recorder = Recorder.installed

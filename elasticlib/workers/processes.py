@@ -307,7 +307,7 @@ class LocalWorkers(Workers):
         self._loop = Loop()
         self._writers = Writers()
         self._guardian = Guardian(began=self._watch_guardian)
-        # Whoever else says where output goes has a folder for it, and ours is our own affair.
+        # If something else decides where output goes, ours is a temporary folder for our own use.
         log_dir = log_dir if self._output.ask is None else None
         kept = log_dir is not None or (self._output.any and self._output.ask is None)
         self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
@@ -499,7 +499,7 @@ class LocalWorkers(Workers):
             tail=process.output.tail(),
             out_of_memory=killed_for_memory(self._kills, oom_kills()),
             at=at,
-            # Others may have noticed a killed one, and have said so, before we have.
+            # Peers may have noticed a killed worker, and have written so, before we noticed.
             after=None if self._stopped or found.by_itself else self._failing(before=at),
         )
 
