@@ -41,6 +41,7 @@ _HOMES = {
     "rendezvous.dynamic": ("DynamicRendezvousHandler",),
     "rendezvous.static": ("StaticRendezvousHandler",),
     "workers.spec": (
+        "Ladder",
         "WorkerSpec",
         "WorkerGroup",
         "Worker",
@@ -51,14 +52,12 @@ _HOMES = {
         "Function",
         "worker_environment",
     ),
-    "workers.exits": ("WorkerExit",),
-    "workers.failures": ("ChildFailedError", "ProcessFailure", "SignalException"),
+    "workers.exit": ("WorkerExit",),
+    "compat.failures": ("ChildFailedError", "ProcessFailure", "SignalException", "record"),
     "workers.interface": ("Workers",),
-    "workers.ladder": ("Ladder",),
-    "workers.notice": ("Notice",),
+    "workers.messages": ("Notice",),
     "workers.context": ("Context", "Stop", "context"),
-    "workers.local": ("LocalWorkers",),
-    "workers.record": ("record",),
+    "workers.processes": ("LocalWorkers",),
     "agent.interface": ("RunResult",),
     "agent.loop": (
         "ElasticAgent",
@@ -110,6 +109,10 @@ if TYPE_CHECKING:
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .compat.failures import ChildFailedError as ChildFailedError
+    from .compat.failures import ProcessFailure as ProcessFailure
+    from .compat.failures import SignalException as SignalException
+    from .compat.failures import record as record
     from .data.batch import BatchPlan as BatchPlan
     from .data.batch import MicroBatch as MicroBatch
     from .data.batch import linear_learning_rate as linear_learning_rate
@@ -161,17 +164,13 @@ if TYPE_CHECKING:
     from .workers.context import Context as Context
     from .workers.context import Stop as Stop
     from .workers.context import context as context
-    from .workers.exits import WorkerExit as WorkerExit
-    from .workers.failures import ChildFailedError as ChildFailedError
-    from .workers.failures import ProcessFailure as ProcessFailure
-    from .workers.failures import SignalException as SignalException
+    from .workers.exit import WorkerExit as WorkerExit
     from .workers.interface import Workers as Workers
-    from .workers.ladder import Ladder as Ladder
-    from .workers.local import LocalWorkers as LocalWorkers
-    from .workers.notice import Notice as Notice
-    from .workers.record import record as record
+    from .workers.messages import Notice as Notice
+    from .workers.processes import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
+    from .workers.spec import Ladder as Ladder
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
     from .workers.spec import Worker as Worker

@@ -8,14 +8,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-
-def children(pid: int) -> list[int]:
-    """Of all its threads; zombies included."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return sorted(found)
+from processes import children
 
 
 def _is_zombie(pid: int) -> bool:

@@ -1,4 +1,5 @@
-"""Who descends from whom, told by a mark in the environment that a process was started with."""
+"""Processes as the kernel shows them: which run, whose children they are, and which bear a mark
+in the environment that they were started with."""
 
 from __future__ import annotations
 
@@ -7,10 +8,26 @@ import os
 import time
 from pathlib import Path
 
-from elasticlib.examples.demo import children
-
 EXEC_SECONDS = 1.0
 """No process is in the middle of an exec for longer than this."""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has reaped yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads, of each in the order in which they began; zombies included."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -23,7 +23,7 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.rendezvous.change import Change, ChangeKind
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
 BOTH = frozenset({0, 1})

@@ -14,7 +14,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..foreign import read_json
-from ..workers.beat import NOTHING, Beat
+from ..workers.messages import NOTHING, Beat
 from .policy import Command, Gather, Hung, Post
 
 HANG = "hang/"

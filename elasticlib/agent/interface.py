@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from ..rendezvous.interface import RendezvousInfo
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 
 DRAIN_EXIT_CODE = 75

@@ -25,12 +25,10 @@ from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
 from ..signals import signal_name
 from ..threads import helper
-from ..workers.blame import failure_kind
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit, classify
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder
-from ..workers.notice import Notice
-from ..workers.spec import WorkerGroup, WorkerSpec, WorkerState, deal_ranks
+from ..workers.messages import Notice
+from ..workers.spec import Ladder, WorkerGroup, WorkerSpec, WorkerState, deal_ranks
 from . import hang, policy, stop
 from .board import Board, Gathered, Unheard
 from .interface import Cause, Memory, NoMemory, RunResult
@@ -382,7 +380,7 @@ class ElasticAgent:
         cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
         if cause is not None:
             self._board.do(post_cause(cause))
-        kind = failure_kind(
+        kind = classify(
             exit_,
             self._spec.entrypoint,
             uptime=self._clock() - self._started_at,

@@ -14,8 +14,8 @@ import attrs
 from ..errors import IllegalTransition
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.document import FailureKind
-from ..workers.exits import WorkerExit
-from ..workers.notice import RESIZE
+from ..workers.exit import WorkerExit
+from ..workers.messages import RESIZE
 from ..workers.spec import WorkerState
 
 

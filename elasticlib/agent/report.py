@@ -17,9 +17,8 @@ from ..foreign import read_json
 from ..observe.interface import Journal, Journals
 from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
-from ..workers.error_file import shorten
-from ..workers.exits import WorkerExit
-from ..workers.notice import Notice
+from ..workers.exit import WorkerExit
+from ..workers.messages import Notice, shorten
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
 from .interface import Cause, RunResult

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping
 import attrs
 
 from ..foreign import read_json
-from ..workers.ladder import Ladder, Rung
-from ..workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from ..workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from ..workers.spec import Ladder, Rung
 from .policy import Command, Gather, GroupStopped, Post
 
 STOP = "stop/"

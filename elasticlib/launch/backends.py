@@ -1,16 +1,10 @@
-"""The names that --rdzv-backend takes: ours, and those that installed distributions register.
-
-A distribution registers `name = package.module:open` in the entry-point group
-`elasticlib.rendezvous`. Nothing of it is imported before a launch asks for that name, and a name
-of ours is never another's. What is registered for torchrun is taken too, where nobody has
-registered that name with us.
-"""
+"""Opens what stands behind a name of --rdzv-backend that is not ours."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -19,16 +13,16 @@ from ..rendezvous.document import Limits, Node
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.timing import Timing
 from ..stores.interface import Store
-from .etcd_place import ETCD_BACKENDS
-from .torch_names import TORCH_C10D, TORCHRUN_NAMES, registered_with_torch
+from .backend_names import BACKENDS as BACKENDS
+from .backend_names import OUR_BACKENDS as OUR_BACKENDS
+from .backend_names import is_torchs as is_torchs
+from .backend_names import registered
+from .torch_names import TORCH_C10D, registered_with_torch
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 log = logging.getLogger("elasticlib.launch")
-
-GROUP = "elasticlib.rendezvous"
-OUR_BACKENDS = ("tcp", "c10d", "file", "static", *ETCD_BACKENDS)
 
 
 @attrs.frozen(kw_only=True)
@@ -53,36 +47,6 @@ class BackendRequest:
     use_libuv: bool = True
 
 
-class BackendNames(Collection[str]):
-    """All names, ours first; the metadata of distributions is read only where ours do not do."""
-
-    def __contains__(self, name: object) -> bool:
-        if name in OUR_BACKENDS or name in TORCHRUN_NAMES or name == TORCH_C10D:
-            return True
-        return name in _registered() or name in registered_with_torch()
-
-    def __iter__(self) -> Iterator[str]:
-        yield from OUR_BACKENDS
-        known = {*OUR_BACKENDS, TORCH_C10D}
-        registered = set(_registered()) - known
-        yield from sorted(registered)
-        yield TORCH_C10D
-        yield from sorted(set(registered_with_torch()) - registered - known)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-BACKENDS = BackendNames()
-
-
-def is_torchs(name: str) -> bool:
-    """Whether it stands for a handler of torch's kind."""
-    if name in OUR_BACKENDS:
-        return False
-    return name == TORCH_C10D or (name not in _registered() and name in registered_with_torch())
-
-
 def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandler:
     """What the entry point of that name opens, or torch's own handler.
 
@@ -91,7 +55,7 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
     """
     if is_torchs(name):
         return _open_torchs(name, request)
-    found = _registered().get(name, [])
+    found = registered().get(name, [])
     if len(found) != 1:
         rivals = ", ".join(_described(point) for point in found) or "none"
         raise ConfigError(f"--rdzv-backend {name} needs one entry point, there are: {rivals}")
@@ -129,20 +93,10 @@ def _open_torchs(name: str, request: BackendRequest) -> RendezvousHandler:
 
 def warn_of_shadows() -> None:
     """Say of each entry point that bears a name of ours that it is passed over."""
-    registered = _registered()
+    found = registered()
     for name in (*OUR_BACKENDS, TORCH_C10D):
-        for point in registered.get(name, ()):
+        for point in found.get(name, ()):
             log.warning("%s is passed over: that name is elasticlib's own", _described(point))
-
-
-def _registered() -> dict[str, list[EntryPoint]]:
-    # Imported here: it costs as much as half of `elasticrun --help`.
-    from importlib.metadata import entry_points
-
-    found: dict[str, list[Any]] = {}
-    for point in entry_points(group=GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found
 
 
 def _described(point: EntryPoint) -> str:

@@ -14,11 +14,11 @@ import attrs
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
-from ..workers.output_plan import OutputPlan
+from ..workers.output_plan import OutputPlan, StreamChoice
 from ..workers.spec import check_start
-from ..workers.streams import StreamChoice
-from .backends import BACKENDS, OUR_BACKENDS, is_torchs
-from .etcd_place import ETCD_BACKENDS, ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
+from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
+from .command_line import MASTER_PORT as MASTER_PORT
+from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .names import check_name
 from .observe_flags import port_text
 from .output_flags import check_numa_binding, check_output
@@ -28,7 +28,6 @@ from .torch_fields import check_shutdown, plain_values, texts
 from .torch_names import check_beside_torchs, our_name
 from .torchrun_options import TorchrunOptions
 
-MASTER_PORT = 29500
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
 ANSWER_SECONDS = 5.0

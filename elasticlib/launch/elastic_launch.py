@@ -9,8 +9,7 @@ import contextlib
 import logging
 import os
 import queue
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -21,25 +20,20 @@ from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
+from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..signals import as_signal
-from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder
-from ..workers.local import LocalWorkers
-from ..workers.output_plan import OutputPlan
-from ..workers.processors import bindings
+from ..workers.processes import LocalWorkers
 from ..workers.spec import (
     Command,
     Entrypoint,
     Function,
-    WorkerSpec,
+    Ladder,
     WorkerState,
-    check_preload,
-    own_device,
 )
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
@@ -48,13 +42,13 @@ from .exit_summary import ExitSummary
 from .held_signals import HELD, HeldSignals
 from .journals import kept_logs, open_journal
 from .live import answering, open_standing
-from .logs_specs import open_logs_specs
 from .meeting import Meeting, open_meeting
 from .observed import Observed
+from .own_workers import check_machine, local_workers, spec_of
 from .put_metrics import PutMetrics
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
-from .torch_fields import check_shutdown, may_go_unbound, ours
+from .torch_fields import check_shutdown, ours
 from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
 log = logging.getLogger("elasticlib.launch")
@@ -168,12 +162,11 @@ def _run_node(
     began: Callable[[ElasticAgent], object],
     summary: ExitSummary | None,
 ) -> RunResult:
-    _check_here(config, entrypoint)
+    check_machine(config, entrypoint, os.environ)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
-    spec = WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
     options = config.supervision.agent
     requeue = find_requeue(config.supervision.requeue, os.environ)
-    runners = workers or local_workers(config, options)
+    runners = workers or local_workers(config, os.environ)
     memory = _memory(config, runners, secret, persist)
     meeting = open_meeting(config, secret)
     with contextlib.ExitStack() as stack:
@@ -188,7 +181,7 @@ def _run_node(
         journal = stack.enter_context(contextlib.closing(Journals(told, standing, *counted)))
         watch = StepWatch(runners, journal)
         agent = _kind_of_agent(config)(
-            spec,
+            spec_of(config, entrypoint),
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
@@ -225,15 +218,6 @@ def _kind_of_agent(config: LaunchConfig) -> type[LocalElasticAgent]:
     return RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
 
 
-def _check_here(config: LaunchConfig, entrypoint: Entrypoint) -> None:
-    """Raises ConfigError for what this machine cannot give."""
-    _check_log_dir(config.log_dir)
-    if config.virtual_local_rank:
-        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
-        own_device(config.nproc_per_node - 1, os.environ)
-    check_preload(config.preload, entrypoint)
-
-
 def _depart(
     meeting: Meeting, config: LaunchConfig, result: RunResult, requeue: Requeue | None
 ) -> None:
@@ -265,35 +249,6 @@ def _longest_stop(config: LaunchConfig) -> float:
     return config.supervision.agent.resize_grace + ladder.grace + ladder.reap
 
 
-def local_workers(config: LaunchConfig, options: AgentOptions) -> LocalWorkers:
-    """Processes of this machine, as a launch has them."""
-    found = LocalWorkers(
-        os.environ,
-        output=_output(config),
-        log_dir=config.log_dir,
-        run_id=config.run_id,
-        python=config.torchrun.python or sys.executable,
-        processors=_processors(config),
-        ignored=options.kept_from_workers,
-        start_method=config.start_method,
-        preload=config.preload,
-    )
-    if config.torchrun.timer_file is not None:
-        found.serve_timers(config.torchrun.timer_file)
-    return found
-
-
-def _output(config: LaunchConfig) -> OutputPlan:
-    specs = open_logs_specs(
-        config.logs_specs,
-        log_dir=config.log_dir,
-        redirects=config.redirects,
-        tee=config.tee,
-        ranks=config.local_ranks_filter,
-    )
-    return attrs.evolve(config.output, specs=specs)
-
-
 def _memory(
     config: LaunchConfig, runners: Workers, secret: bytes | None, persist: Persist
 ) -> Memory | None:
@@ -315,19 +270,6 @@ def _memory(
         address=config.local_addr or "",
         persist=persist,
     )
-
-
-def _processors(config: LaunchConfig) -> Sequence[frozenset[int]]:
-    if config.numa_binding is None:
-        return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        return bindings(config.numa_binding, config.nproc_per_node, visible)
-    except ConfigError as error:
-        if not may_go_unbound(config):
-            raise
-        log.warning("workers run on any processors: %s", error)
-        return ()
 
 
 def shutdown_seconds(config: LaunchConfig) -> float:
@@ -353,17 +295,6 @@ def _write_report(runners: Workers, result: RunResult) -> None:
         (folder / report.FILE).write_bytes(report.as_json(result))
     except OSError as error:
         log.warning("the report is not written to %s: %s", folder, error)
-
-
-def _check_log_dir(path: str | None) -> None:
-    if path is None:
-        return
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--log-dir {path!r} cannot be made: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--log-dir {path!r} cannot be written to")
 
 
 @contextlib.contextmanager

@@ -12,23 +12,20 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import attrs
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
-from ..workers.error_file import failure_record
-from ..workers.spec import WorkerState
-from .arguments import Launch, read_launch
+from .command_line import read
 from .console import ConsoleHandler, show
 from .first_process import stand_in
 from .held_signals import HELD
-from .torchrun_options import log_level
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
+    from ..workers.interface import Workers
+    from .arguments import Launch
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -62,8 +59,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-@attrs.frozen
-class _Ended:
+class _Ended(NamedTuple):
     """The exit code; and the result, where a job was run in this process, and its name."""
 
     code: int
@@ -76,17 +72,21 @@ def _carry_out(argv: Sequence[str]) -> _Ended:
     try:
         return _run(argv)
     except ConfigError as error:
-        leave_error(failure_record("ConfigError", str(error), "", int(wall())))
+        _leave_exception("ConfigError", str(error), "")
         raise
     except Exception as error:
         # As torchrun's own main function does, under torch's `record`.
-        said = (type(error).__name__, str(error), traceback.format_exc())
-        leave_error(failure_record(*said, int(wall())))
+        _leave_exception(type(error).__name__, str(error), traceback.format_exc())
         raise
 
 
 def _run(argv: Sequence[str]) -> _Ended:
-    launch = read_launch(argv, os.environ)
+    line = read(argv)
+    # What is imported from here on --help and usage errors have not waited for.
+    from .arguments import launch_of
+    from .torchrun_options import log_level
+
+    launch = launch_of(line, os.environ)
     config = launch.config
     if HELD.active:
         HELD.keep(config.supervision.agent.drain_signals)
@@ -95,18 +95,27 @@ def _run(argv: Sequence[str]) -> _Ended:
     reaped = stand_in()
     if reaped is not None:
         return _Ended(reaped)
-    # After the command line was read, so that --help and mistakes are answered at once.
+    level = log_level(os.environ.get("LOGLEVEL", "INFO"))
+    start_logging(level, "%(asctime)s elasticrun: %(message)s")
+    for note in launch.settings.notes:
+        log.warning("%s", note)
+    from .own_workers import begun
+
+    with begun(config, launch.entrypoint, os.environ) as workers:
+        return _run_node(launch, workers)
+
+
+def _run_node(launch: Launch, workers: Workers) -> _Ended:
+    # Imported while the process that workers are forked from imports torch.
+    from ..workers.spec import WorkerState
     from .elastic_launch import run_node
     from .events import entry_name
     from .exit_summary import ExitSummary
     from .report import told
 
-    level = log_level(os.environ.get("LOGLEVEL", "INFO"))
-    start_logging(level, "%(asctime)s elasticrun: %(message)s")
-    for note in launch.settings.notes:
-        log.warning("%s", note)
+    config = launch.config
     summary = ExitSummary(config.run_id)
-    result = run_node(config, launch.entrypoint, summary=summary)
+    result = run_node(config, launch.entrypoint, workers, summary=summary)
     # The reason stays what is read last.
     _show(summary.text() + told(result))
     leave_error_of(result)
@@ -127,10 +136,17 @@ def _show_plan(launch: Launch) -> int:
 
 def leave_error_of(result: RunResult) -> None:
     """Its first failure, or why it was stopped, in the launcher's own error file."""
+    from ..workers.spec import WorkerState
     from .report import as_error_file
 
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
         leave_error(as_error_file(result, wall()))
+
+
+def _leave_exception(kind: str, message: str, trace: str) -> None:
+    from ..workers.messages import failure_record
+
+    leave_error(failure_record(kind, message, trace, int(wall())))
 
 
 def leave_error(record: bytes) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ..errors import ConfigError
-from ..stores.etcd import EtcdStore
 from ..stores.etcd_access import Member, read_members
+from .backend_names import ETCD_BACKENDS
 
-ETCD_BACKENDS = ("etcd", "etcd-v2")
-"""The second is torch's name for a backend that spoke etcd's version 2; here it speaks 3 too."""
+if TYPE_CHECKING:
+    from ..stores.etcd import EtcdStore
 
 _SPELLINGS = {
     "cacert": "cacert",
@@ -65,6 +65,9 @@ class EtcdPlace:
 
     def open(self, timeout: float) -> EtcdStore:
         """The store; nothing is connected yet."""
+        # Imported here: most jobs meet elsewhere.
+        from ..stores.etcd import EtcdStore
+
         password = None
         if self.password_file is not None:
             try:

@@ -22,7 +22,7 @@ from ..clock import monotonic, wall
 from ..errors import describe, present
 from ..rendezvous.interface import RendezvousHandler
 from ..threads import Aside
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
 from ..workers.interface import Workers
 from ..workers.spec import Entrypoint, Function, Worker, WorkerGroup, WorkerSpec, WorkerState
 

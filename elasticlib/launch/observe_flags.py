@@ -5,7 +5,7 @@ Nobody is answered unless one of them asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
@@ -14,16 +14,6 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = "::"
 FLAG = "--observe-port"
 VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
-
-
-def add_observe_flags(flag: Callable[..., None]) -> None:
-    """`flag(name, **settings)` adds one in all its spellings."""
-    flag(
-        FLAG,
-        metavar="[HOST:]PORT",
-        help="answer /healthz, /status.json and /metrics there, at 127.0.0.1 unless HOST is given "
-        "(0.0.0.0 for probes and scrapes from outside); port 0 for any free one, which is logged",
-    )
 
 
 def port_text(value: str | int | None) -> str | None:

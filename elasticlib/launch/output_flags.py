@@ -6,75 +6,11 @@ torchrun's names and meanings. A flag that could have no effect is refused, with
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
-from ..workers.output_plan import OutputPlan
-from ..workers.processors import BINDINGS
-from ..workers.streams import Streams, parse_streams
-
-
-def add_output_flags(flag: Callable[..., None]) -> None:
-    """`flag(name, *short, **settings)` adds one in all its spellings."""
-    flag("--log-dir", help="where each run's folder of logs goes")
-    flag(
-        "--redirects",
-        "-r",
-        default="0",
-        help="streams to files: 1 stdout, 2 stderr, 3 both; or by local rank, 0:1,1:2",
-    )
-    flag("--tee", "-t", default="0", help="the same, to files and to the console")
-    flag(
-        "--local-ranks-filter",
-        default="",
-        metavar="R,R...",
-        help="show the output of these local ranks alone; files are written for all",
-    )
-    flag(
-        "--log-line-prefix-template",
-        default="",
-        metavar="TEXT",
-        help="what stands before each line that --tee shows, with ${role_name}, ${rank}, "
-        "${local_rank} and ${hostname} filled in (default [${role_name}${rank}]:)",
-    )
-    for stream in ("stdout", "stderr"):
-        flag(
-            f"--duplicate-{stream}-filters",
-            default="",
-            metavar="TEXT,TEXT...",
-            help=f"lines with one of these texts go from --tee's {stream} to attempt_N/"
-            f"filtered_{stream}.log as well; two commas for one",
-        )
-    flag(
-        "--logs-specs",
-        metavar="NAME",
-        help="an entry point of the group torchrun.logs_specs that says where output goes instead",
-    )
-    _add_kept(flag)
-    _add_devices(flag)
-
-
-def _add_devices(flag: Callable[..., None]) -> None:
-    flag(
-        "--virtual-local-rank",
-        action="store_true",
-        help="LOCAL_RANK is 0 in each worker, and its own GPU is all that it sees",
-    )
-    flag(
-        "--numa-binding",
-        choices=BINDINGS,
-        help="bind each worker to processors near the GPU of its local rank",
-    )
-
-
-def _add_kept(flag: Callable[..., None]) -> None:
-    flag(
-        "--no-events",
-        action="store_true",
-        help="keep no record of what happens, which is an events.jsonl beside the logs that are "
-        "kept, or else in a folder for temporary files",
-    )
+from ..workers.cpu import BINDINGS
+from ..workers.output_plan import OutputPlan, Streams, parse_streams
 
 
 def read_output_flags(given: argparse.Namespace) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from ..stores.file import FileStore
 from ..stores.handshake import NOT_OURS
 from ..stores.interface import Store
 from ..stores.tcp import TcpStore
-from .backends import BACKENDS, OUR_BACKENDS
+from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
-from .etcd_place import ETCD_BACKENDS, check_etcd_keys, read_etcd_place
+from .etcd_place import check_etcd_keys, read_etcd_place
 from .secret import read_secret
 from .tcp_endpoints import parts_of
 from .tcp_place import resolve

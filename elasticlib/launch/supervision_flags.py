@@ -7,20 +7,19 @@ defaults in `agent/options.py`, and the rest here.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
 from ..agent.hang import HangLimits
 from ..agent.interface import DRAIN_EXIT_CODE
-from ..agent.options import DRAIN_SIGNALS, RESIZES, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
 from ..signals import signal_name, signal_number
+from .command_line import REQUEUES, SECONDS
 from .settings import Source
 
 LONGEST = 1e6
-REQUEUES = ("none", "slurm")
 NEVER = frozenset(
     {
         *("SIGKILL", "SIGSTOP"),
@@ -73,77 +72,14 @@ def check_replicas(replicas: int, nodes: int) -> None:
         )
 
 
-_SECONDS: Mapping[str, str] = {
-    "resize_grace": "for workers that listen to save and end when the job's size changes "
-    "(default 30)",
-    "drain_grace": "the same when this node is to leave (default: as --resize-grace)",
-    "min_uptime": "workers that fail sooner after a node's first start are not retried (default 0)",
-    "restart_window": "after which a generation that stands has earned back the restarts used "
-    "(default 0: never)",
-    "restart_backoff": "at most before a restart, after three quick failures in a row; 0 for none "
-    "(default 10)",
-    "min_resize_interval": "at least until newcomers end a generation (default 0)",
-}
-
-
 _JOBS = ("restart_window", "restart_backoff", "min_resize_interval")
-
-
-def add_supervision_flags(add: Callable[..., None]) -> None:
-    """`add(name, **settings)` makes one flag."""
-    add(
-        "--signals-to-handle",
-        metavar="SIGNAMES",
-        help="signals that stop the workers and end the run, by name, with commas between "
-        "(default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
-    )
-    _add_drain_flags(add)
-    add(
-        "--resize",
-        choices=RESIZES,
-        help="when workers that listen stop for a change of the job's size (default at-step; "
-        "at-checkpoint: when they have next saved, or at half of --resize-grace)",
-    )
-    add(
-        "--hang-timeout",
-        metavar="auto|SECONDS",
-        help="workers that call elasticlib.context().step() and are silent for so long are "
-        "restarted; auto: 20 times the median of their last steps, 3 times the longest of them, "
-        "and 5 minutes at least; until 10 steps are known, and with either until the first, 15 "
-        "minutes at least (default: they are not watched)",
-    )
-    add(
-        "--snapshot-replicas",
-        type=int,
-        metavar="N",
-        help="how many other nodes keep the snapshots of this node's workers in their memory "
-        "(default 0)",
-    )
-    for name, text in _SECONDS.items():
-        add(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
-
-
-def _add_drain_flags(add: Callable[..., None]) -> None:
-    add(
-        "--drain-signals",
-        metavar="SIGNAMES",
-        help="signals by which this node saves and leaves, or none (default SIGUSR2, and SIGTERM "
-        "for scripts that listen)",
-    )
-    add("--drain-exit-code", type=int, help=f"after a drain (default {DRAIN_EXIT_CODE})")
-    add(
-        "--requeue",
-        choices=REQUEUES,
-        help="slurm: once a drain signal has drained all nodes of the job, the last one to leave "
-        "has Slurm put it back into the queue (default none)",
-    )
 
 
 def read_supervision(
     given: argparse.Namespace, drain_signals: Source = Source.FLAG
 ) -> SupervisionOptions:
     """drain_signals: who names them. Raises ConfigError for what cannot work."""
-    seconds = {n: getattr(given, n) for n in _SECONDS if getattr(given, n) is not None}
+    seconds = {n: getattr(given, n) for n in SECONDS if getattr(given, n) is not None}
     for name, value in seconds.items():
         _check_seconds(name, value)
     if "resize_grace" in seconds:

@@ -13,8 +13,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-
-EVENT_LOG_HANDLERS = ("null", "console")
+from .command_line import EVENT_LOG_HANDLERS
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "workers in the kernel's uninterruptible sleep "

@@ -22,8 +22,7 @@ from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.timing import Timing
 from ..stores.memory import MemoryStore
-from ..workers.ladder import Ladder
-from ..workers.spec import Entrypoint, WorkerSpec
+from ..workers.spec import Entrypoint, Ladder, WorkerSpec
 from .agent_stage import Scene, Stage
 from .rendezvous_cluster import in_thread, until
 from .rendezvous_over_store import Listener

@@ -14,9 +14,8 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import monotonic
-from .beat import SOURCES, TakenUp
 from .channel import VARIABLE, Channel
-from .notice import REASONS
+from .messages import REASONS, SOURCES, TakenUp
 from .stacks import write_on_demand
 
 LOOK_SECONDS = 2e-4

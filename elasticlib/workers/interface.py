@@ -9,9 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Mapping
 
-from .beat import Beat
-from .exits import WorkerExit
-from .notice import Notice
+from .exit import WorkerExit
+from .messages import Beat, Notice
 from .spec import WorkerGroup, WorkerSpec
 
 

@@ -23,7 +23,7 @@ from elasticlib.errors import RendezvousClosed
 from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.rendezvous.keys import Keys, Read
 from elasticlib.stores.interface import CompareSet, Listing
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 BOARD = "run/board/1.a/"

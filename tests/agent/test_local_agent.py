@@ -24,7 +24,7 @@ from elasticlib import (
     WorkerState,
     deal_seats,
 )
-from elasticlib.workers.ladder import Ladder
+from elasticlib.workers.spec import Ladder
 
 
 class OneNode(RendezvousHandler):

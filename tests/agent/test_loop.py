@@ -17,8 +17,8 @@ from elasticlib.agent.options import AgentOptions
 from elasticlib.errors import ConfigError
 from elasticlib.launch.events import RecordingAgent
 from elasticlib.observe.interface import Journal
-from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.notice import Notice
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.messages import Notice
 
 
 class Stands(OneWorker):

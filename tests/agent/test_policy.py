@@ -34,7 +34,7 @@ from elasticlib.agent.policy import (
 from elasticlib.errors import IllegalTransition
 from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.rendezvous.document import FailureKind
-from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
 FAILED = Outcome(WorkerState.FAILED, "no more")

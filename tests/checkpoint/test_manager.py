@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import subprocess
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import Job, until
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.disk import LocalPlace
@@ -318,40 +320,44 @@ def test_only_the_first_rank_writes_or_the_first_of_each_node(tmp_path: Path) ->
 
 
 ENDING = """
-import os, sys, torch
+import json, os, sys, torch
 from elasticlib import CheckpointManager, context
-from elasticlib.workers.channel import Channel, VARIABLE
-folder, state = sys.argv[1], {"a": torch.ones(10_000_000)}
-agent = Channel.made()
-os.environ.update({VARIABLE: agent.path, "TORCHELASTIC_RUN_ID": "job",
-                   "ELASTICLIB_INCARNATION": "abc", "ELASTICLIB_GENERATION": "4"})
+folder, state, step = sys.argv[1], {"a": torch.ones(1_000_000)}, 0
 manager = CheckpointManager(folder)
-manager.save(1, state)
-assert context().should_stop() is None
-agent.ask(1, 1e12)
-agent.tell_stop(agent.earliest_stop(), 1, 1e12)
-assert context().should_stop()
-assert manager.steps() == [1] and agent.beat().saved == 1, agent.beat()
-assert agent.beat().restored is None
-assert manager.restore(dict(state)) == 1
-told = agent.beat().restored
-assert (told.step, told.source) == (1, "disk") and told.began < told.ended, told
-manager.save(2, state)
+stop = None
+while stop is None:
+    step += 1
+    manager.save(step, state)
+    stop = context().should_stop()
+assert manager.latest() == step, (manager.latest(), step)
+assert manager.restore(dict(state)) == step
+manager.save(step + 1, state)
+names = ("TORCHELASTIC_RUN_ID", "ELASTICLIB_INCARNATION", "ELASTICLIB_GENERATION")
+print("stopped at", json.dumps([step, *(os.environ[name] for name in names)]), flush=True)
 raise SystemError("an error of the script's own")
 """
 
 
-def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ENDING, str(tmp_path)]
-    ended = subprocess.run(command, timeout=100, capture_output=True, text=True)
-    assert "an error of the script's own" in ended.stderr
-    manager = CheckpointManager(tmp_path)
-    assert manager.steps() == [1, 2]
-    found = manager._shelf().folder.look(2)
-    assert found is not None
-    assert found.manifest is not None
-    told = found.manifest
-    assert (told.run, told.launch, told.generation) == ("job", "abc", 4)
+def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(
+    job: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "ending.py").write_text(ENDING)
+    command = (sys.executable, "-m", "elasticlib.launch", "--standalone", "--max-restarts", "0")
+    node = job.start("a", *command, str(tmp_path / "ending.py"), str(tmp_path / "kept"))
+    manager = CheckpointManager(tmp_path / "kept")
+    until("a checkpoint", manager.latest)
+    node.signal(signal.SIGTERM)
+    node.exit_code()
+    assert "an error of the script's own" in node.text
+    step, *writer = json.loads(node.says(r"stopped at (\[.*\])")[1])
+    assert manager.latest() == step + 1
+    lines = (tmp_path / f"kept/step-{step + 1:010d}/manifest.json").read_text().splitlines()
+    manifest = json.loads(lines[0])
+    assert [manifest["run"], manifest["launch"], str(manifest["generation"])] == writer
+    [events] = job.events()
+    [restored] = [event.facts for event in events if event.kind == "restored"]
+    assert (restored["step"], restored["source"]) == (step, "disk")
+    assert [event.facts["step"] for event in events if event.kind == "saved"][-1] >= step
 
 
 def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(

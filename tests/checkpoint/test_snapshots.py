@@ -21,6 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vanishing import vanishing
 
+from elasticlib import (
+    BootstrapStoreInfo,
+    Node,
+    RendezvousInfo,
+    Script,
+    WorkerGroup,
+    WorkerSpec,
+    deal_seats,
+)
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
 from elasticlib.checkpoint.keeper import SnapshotKeeper
@@ -30,10 +39,6 @@ from elasticlib.checkpoint.slot import Record
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 from elasticlib.errors import CheckpointError
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
-from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.spec import Script, WorkerGroup, WorkerSpec
 
 
 class Agent:

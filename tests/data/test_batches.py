@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -35,7 +35,6 @@ def order_of(n):
 
 
 @given(lengths, sizes, worlds, st.sampled_from(("exact", "drop", "pad")))
-@settings(deadline=None)
 def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch, world, tail):
     ranks = world_of(n, world, batch, tail=tail)
     order, rest = order_of(n), n % batch
@@ -52,7 +51,6 @@ def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch
 @given(
     lengths, sizes, st.lists(st.tuples(worlds, st.integers(0, 4)), max_size=5), worlds, st.data()
 )
-@settings(deadline=None)
 def test_kills_and_resizes_leave_the_steps_of_an_undisturbed_job(n, batch, segments, last, data):
     """Killed some steps after it saved, a job takes those steps again, and no others."""
     state, used = ElasticDistributedSampler(range(n), 1, 0).state_dict(), []

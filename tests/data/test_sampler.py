@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -43,7 +43,6 @@ def steps_of(samplers, batch):
         {"shuffle": st.booleans(), "seed": st.integers(0, 99), "drop_last": st.booleans()}
     ),
 )
-@settings(deadline=None)
 def test_an_undisturbed_epoch_by_randperm_is_torchs_own(n, world, epoch, options):
     for rank in range(world):
         ours = ElasticDistributedSampler(
@@ -63,7 +62,6 @@ def test_an_undisturbed_epoch_by_randperm_is_torchs_own(n, world, epoch, options
     st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5)), max_size=5),
     worlds,
 )
-@settings(deadline=None)
 def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segments, last):
     options = {"seed": seed, "tail": "exact", **shuffle}
     undisturbed = list(ElasticDistributedSampler(range(n), 1, 0, **options))
@@ -85,7 +83,6 @@ def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segme
 
 
 @given(lengths, worlds, st.integers(0, 9), st.sampled_from(("pad", "drop", "exact")))
-@settings(deadline=None)
 def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, tail):
     order = ElasticDistributedSampler(range(n), 1, 0, tail="exact")
     order.set_epoch(epoch)
@@ -105,7 +102,6 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
 
 
 @given(st.integers(1, 80), worlds, st.integers(0, 80))
-@settings(deadline=None)
 def test_padding_after_a_resume_repeats_less_than_a_world_and_leaves_nothing_out(n, world, start):
     start = min(start, n)
     samplers = world_of(n, world, start_index=start)

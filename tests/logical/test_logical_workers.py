@@ -6,21 +6,18 @@ What one process can show (semantics and refusals) is shown in this one, without
 from __future__ import annotations
 
 import copy
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
+from logical_training import train_or_be_refused
 from torch import nn
 
 from elasticlib import LogicalWorkers
 from elasticlib.errors import ConfigError, NotReproducible, StateMismatch
 from elasticlib.logical.seeds import seed_of
 
-PROGRAM = str(Path(__file__).parent.parent / "programs" / "logical_training.py")
 LAST = 5
 WORLDS = [3, 5, 1, 4, 2]
 
@@ -52,19 +49,26 @@ WRONG = {what: [{"world": 3, "until": 1, "astray": what}] for what in ASTRAY}
 pytestmark = pytest.mark.timeout(300)
 
 
+def train_in_turn(ranks, folder, segments):
+    """What all ranks say in the last of these segments."""
+    folder.mkdir()
+    for segment in segments:
+        ends = ranks.ends(train_or_be_refused, segment["world"], folder, segment)
+        if "killed" in segment:
+            assert ends[0].status == -signal.SIGKILL, ends
+        else:
+            assert not any(end.error for end in ends), ends
+    told = [ends[rank].value for rank in segment.get("members", range(segment["world"]))]
+    assert all(one == told[0] for one in told), told
+    return told[0]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(ranks, tmp_path_factory):
     """Of each job the digests of the weights after each step, and of the optimizer at last."""
-    done = subprocess.run(
-        [sys.executable, PROGRAM, str(tmp_path_factory.mktemp("trained"))],
-        input=json.dumps(JOBS | WRONG),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    folder = tmp_path_factory.mktemp("trained")
+    jobs = (JOBS | WRONG).items()
+    return {name: train_in_turn(ranks, folder / name, segments) for name, segments in jobs}
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "world 1"])

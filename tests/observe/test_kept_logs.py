@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticlib.observe.event import Event, encode
@@ -39,7 +39,6 @@ def test_a_file_that_is_made_anew_is_read_anew(tmp_path: Path) -> None:
     assert list(tail.lines()) == [b"new"]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     chunk=st.sampled_from([1, 3, 1 << 18]),
     text=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"\r"]), max_size=12).map(b"".join),

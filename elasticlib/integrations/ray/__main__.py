@@ -16,9 +16,11 @@ from typing import Any
 
 from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError
-from ...launch.arguments import build_flags, read_launch
+from ...launch.arguments import launch_of
+from ...launch.command_line import read
 from ...launch.config import LaunchConfig
 from ...launch.elasticrun import leave_error_of, start_logging
+from ...launch.flags import read_flags, read_variables
 from ...launch.report import told
 from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
@@ -103,15 +105,15 @@ def _run(argv: Sequence[str], run: Run) -> int:
     options = _options(_flags().parse_args(mine))
     # Theirs come later, and one that names another place is refused by that name.
     rest = ["--rdzv-endpoint", ENDPOINT, *rest]
-    flags = build_flags()
-    said = {**flags.read_variables(os.environ)[0], **flags.read_flags(rest)[0]}
+    line = read(rest)
+    said = {**read_variables(line.flags, os.environ)[0], **read_flags(line)}
     count = said["nproc_per_node"].value if "nproc_per_node" in said else "1"
     if not str(count).isdigit():
         raise ConfigError(
             f"--nproc-per-node {count} would count what the driver's machine has, and Ray is asked "
             "for it beforehand: give a number"
         )
-    launch = read_launch(rest, os.environ)
+    launch = launch_of(line, os.environ)
     if launch.settings["dry_run"]:
         raise ConfigError(
             f"--dry-run looks at the machine that it is given on, and {_NAME} has Ray choose the "

@@ -1,0 +1,117 @@
+"""The workers of a launch as processes of this machine, as its config has them.
+
+Kept apart from `elastic_launch`, so that the process that they are forked from is begun before the
+rest of a launch is imported: it takes longer than all that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import attrs
+
+from ..compat.logs import ask
+from ..compat.timers import TimerServer
+from ..errors import ConfigError, ElasticError
+from ..workers.cpu import bindings
+from ..workers.output_plan import OutputPlan
+from ..workers.processes import LocalWorkers
+from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
+from .config import LaunchConfig
+from .logs_specs import open_logs_specs
+from .torch_fields import may_go_unbound
+
+log = logging.getLogger("elasticlib.launch")
+
+
+@contextlib.contextmanager
+def begun(
+    config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
+) -> Iterator[LocalWorkers]:
+    """They are prepared already, and closed at the end if nobody else has.
+
+    Raises:
+        ConfigError: this machine cannot give what the config asks for.
+    """
+    check_machine(config, entrypoint, environment)
+    found = local_workers(config, environment)
+    try:
+        # What cannot work is said by the start, to which it belongs.
+        with contextlib.suppress(ElasticError, OSError):
+            found.prepare(spec_of(config, entrypoint))
+        yield found
+    finally:
+        found.close()
+
+
+def spec_of(config: LaunchConfig, entrypoint: Entrypoint) -> WorkerSpec:
+    return WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
+
+
+def check_machine(
+    config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
+) -> None:
+    """Raises ConfigError for what this machine cannot give."""
+    _check_log_dir(config.log_dir)
+    if config.virtual_local_rank:
+        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
+        own_device(config.nproc_per_node - 1, environment)
+    check_preload(config.preload, entrypoint)
+
+
+def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> LocalWorkers:
+    """Processes of this machine, as a launch has them."""
+    found = LocalWorkers(
+        environment,
+        output=_output(config),
+        log_dir=config.log_dir,
+        run_id=config.run_id,
+        python=config.torchrun.python or sys.executable,
+        processors=_processors(config, environment),
+        ignored=config.supervision.agent.kept_from_workers,
+        start_method=config.start_method,
+        preload=config.preload,
+    )
+    if config.torchrun.timer_file is not None:
+        found.serve_timers(TimerServer(config.torchrun.timer_file))
+    return found
+
+
+def _output(config: LaunchConfig) -> OutputPlan:
+    specs = open_logs_specs(
+        config.logs_specs,
+        log_dir=config.log_dir,
+        redirects=config.redirects,
+        tee=config.tee,
+        ranks=config.local_ranks_filter,
+    )
+    return attrs.evolve(config.output, ask=None if specs is None else partial(ask, specs))
+
+
+def _processors(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:
+    if config.numa_binding is None:
+        return ()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    try:
+        return bindings(config.numa_binding, config.nproc_per_node, visible)
+    except ConfigError as error:
+        if not may_go_unbound(config):
+            raise
+        log.warning("workers run on any processors: %s", error)
+        return ()
+
+
+def _check_log_dir(path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {path!r} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {path!r} cannot be written to")

@@ -1,0 +1,29 @@
+"""What --help costs, and that its table of flags offers what the parts behind it take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from elasticlib.agent.interface import DRAIN_EXIT_CODE
+from elasticlib.agent.options import RESIZES
+from elasticlib.launch import command_line
+
+HEAVY = {"attrs", "torch", "elasticlib.launch.config", "elasticlib.stores.interface"}
+
+
+def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from elasticlib.launch.elasticrun import command\n"
+        "try:\n    command(['--help'])\n"
+        f"finally:\n    print(*{HEAVY} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "\n")
+    assert "--rdzv-endpoint" in done.stdout
+
+
+def test_the_table_offers_what_the_agent_takes() -> None:
+    assert command_line.RESIZES == RESIZES
+    assert command_line.DRAIN_EXIT_CODE == DRAIN_EXIT_CODE
