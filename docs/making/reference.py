@@ -29,7 +29,6 @@ FOLDERS = {
     "launch": "Launching",
     "data": "Data",
     "logical": "Logical workers",
-    "compat": "Failures in torch's shapes",
     "checkpoint": "Checkpoints",
     "observe": "Histories and reports",
     "errors": "Errors",
