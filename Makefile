@@ -14,30 +14,41 @@ INTEGRATIONS := tests/integrations
 VENV_NEWEST := .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
-NEWEST_TESTS ?= tests/checkpoint tests/data tests/faults tests/launch tests/logical tests/rendezvous \
+# What can differ there: what is saved and dealt with torch's own, its names, flags and plug-ins, and
+# one job that loses workers. NEWEST_TESTS=tests runs all.
+NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_agree.py \
+	tests/checkpoint/test_file.py tests/checkpoint/test_sharded_checkpoints.py \
+	tests/data/test_batches.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
+	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
+	tests/launch/test_coming_from_torchrun_page.py tests/launch/test_torch_fields.py \
+	tests/launch/test_torchrun_plug.py tests/launch/test_torchruns_flags.py \
+	tests/launch/test_torchruns_plugs.py tests/launch/test_torchruns_promises.py \
 	tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
 # What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
 VENV_BARE := .venv-bare
 STAMP_BARE := $(VENV_BARE)/installed
 TESTERS := pytest pytest-timeout pytest-xdist hypothesis
-BARE := tests/logical/test_logical_workers.py tests/faults/test_recovery.py \
-	tests/faults/test_samples.py tests/checkpoint/test_agree.py tests/checkpoint/test_manager.py \
-	tests/checkpoint/test_sharded_checkpoints.py tests/checkpoint/test_wait_on_every_rank.py \
-	tests/checkpoint/test_several_managers.py tests/data/test_sampler.py
+# There, a start of workers, a recovery, a checkpoint and a sampler differ; what is decided does not.
+BARE := tests/faults/test_recovery.py tests/checkpoint/test_agree.py \
+	tests/checkpoint/test_manager.py tests/data/test_sampler.py
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+DAY := not (processes or long or release)
 
-.PHONY: help demo test test-long test-bare test-integrations test-newest test-pythons resolve-pythons \
-	lint types \
-	notebooks docs bench bench-integrations soak clean
+.PHONY: help demo test test-processes test-long test-bare test-integrations test-newest test-busy \
+	test-pythons resolve-pythons release-check lint types notebooks docs bench bench-integrations \
+	soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
-	@echo "make test       all tests but those of the next two and of notebooks, four at a time"
-	@echo "make test-long  the longest: jobs between hosts (network namespaces), the demo, README's lines"
-	@echo "make test-bare  tests of real processes where only run-time dependencies are: no NumPy"
+	@echo "make test       what a person runs all day: three minutes on two cores"
+	@echo "make test-processes  real jobs: workers, agents and stores are killed, stopped and cut off"
+	@echo "make test-long  jobs between hosts (network namespaces), the demo, many drawn examples"
+	@echo "make test-bare  real processes where only run-time dependencies are: no NumPy"
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
-	@echo "make test-newest   the tests that touch torch, on the newest one, in an environment of its own"
+	@echo "make test-newest   what touches torch, on the newest one, in an environment of its own"
+	@echo "make test-busy  test and test-processes beside three processes that are always busy"
+	@echo "make release-check  soak, busy machines, 10,000 seeds and nodes, the other Pythons: hours"
 	@echo "make test-pythons  sets up and runs the demo on each Python that is at hand"
 	@echo "make resolve-pythons  the same, but pip alone looks for what the other Pythons need"
 	@echo "make lint       ruff: rules and format"
@@ -66,11 +77,26 @@ demo: $(RUNTIME)
 	@$(BIN)/python -m elasticlib.examples.demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "not long"
+	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "$(DAY)"
+
+test-processes: $(STAMP)
+	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m processes
 
 test-long: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m "long and not alone"
-	@$(BIN)/python -m pytest -q -m alone tests/rendezvous tests/faults
+	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m long
+	@$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "hypothesis and $(DAY)" --hypothesis-profile many
+
+BUSY ?= 3
+
+test-busy: $(STAMP)
+	@$(BIN)/python tests/beside.py $(BUSY) $(MAKE) --no-print-directory test test-processes
+
+release-check: test-busy test-pythons $(STAMP_INTEGRATIONS)
+	@$(BIN)/python -m pytest -q -m release
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -m release $(INTEGRATIONS)
+	@$(BIN)/python -m pytest -q -n 2 tests/rendezvous/test_simulation.py --seeds 10000 --timeout 3600
+	@$(MAKE) --no-print-directory test-newest NEWEST_TESTS=tests
+	@$(MAKE) --no-print-directory soak FAULTS=500
 
 $(STAMP_BARE): setup.cfg pyproject.toml constraints.txt
 	@echo "setting up $(VENV_BARE)"
@@ -80,7 +106,7 @@ $(STAMP_BARE): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 test-bare: $(STAMP_BARE)
-	@$(VENV_BARE)/bin/python -m pytest -q -n 4 $(BY_FILE) $(BARE)
+	@$(VENV_BARE)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not (long or release)" $(BARE)
 
 $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@echo "setting up $(VENV_INTEGRATIONS)"
@@ -90,7 +116,7 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@touch $@
 
 test-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 2 $(BY_FILE) $(INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 3 $(BY_FILE) -m "not release" $(INTEGRATIONS)
 
 $(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.txt
 	@echo "setting up $(VENV_NEWEST)"
@@ -102,7 +128,8 @@ $(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.
 	@touch $@
 
 test-newest: $(STAMP_NEWEST)
-	@$(VENV_NEWEST)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not long" $(NEWEST_TESTS)
+	@$(VENV_NEWEST)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not (long or release)" \
+		$(NEWEST_TESTS)
 
 test-pythons:
 	@$(PYTHON) tests/pythons.py $(PYTHONS)

@@ -22,8 +22,8 @@ _HOMES = {
     ),
     "stores.memory": ("MemoryStore",),
     "stores.file": ("FileStore",),
-    "stores.tcp": ("TcpStore",),
-    "stores.server": ("TcpStoreServer",),
+    "stores.tcp_client": ("TcpStore",),
+    "stores.tcp_server": ("TcpStoreServer",),
     "stores.etcd": ("EtcdStore",),
     "rendezvous.interface": (
         "RendezvousHandler",
@@ -41,6 +41,7 @@ _HOMES = {
     "rendezvous.dynamic": ("DynamicRendezvousHandler",),
     "rendezvous.static": ("StaticRendezvousHandler",),
     "workers.spec": (
+        "Ladder",
         "WorkerSpec",
         "WorkerGroup",
         "Worker",
@@ -51,16 +52,14 @@ _HOMES = {
         "Function",
         "worker_environment",
     ),
-    "workers.exits": ("WorkerExit",),
-    "workers.failures": ("ChildFailedError", "ProcessFailure", "SignalException"),
+    "workers.exit": ("WorkerExit",),
+    "compat.failures": ("ChildFailedError", "ProcessFailure", "SignalException", "record"),
     "workers.interface": ("Workers",),
-    "workers.ladder": ("Ladder",),
-    "workers.notice": ("Notice",),
+    "workers.messages": ("Notice",),
     "workers.context": ("Context", "Stop", "context"),
-    "workers.local": ("LocalWorkers",),
-    "workers.record": ("record",),
+    "workers.processes": ("LocalWorkers",),
     "agent.interface": ("RunResult",),
-    "agent.elastic": (
+    "agent.loop": (
         "ElasticAgent",
         "LocalElasticAgent",
     ),
@@ -102,14 +101,18 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
-    from .agent.elastic import ElasticAgent as ElasticAgent
-    from .agent.elastic import LocalElasticAgent as LocalElasticAgent
     from .agent.interface import RunResult as RunResult
+    from .agent.loop import ElasticAgent as ElasticAgent
+    from .agent.loop import LocalElasticAgent as LocalElasticAgent
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .compat.failures import ChildFailedError as ChildFailedError
+    from .compat.failures import ProcessFailure as ProcessFailure
+    from .compat.failures import SignalException as SignalException
+    from .compat.failures import record as record
     from .data.batch import BatchPlan as BatchPlan
     from .data.batch import MicroBatch as MicroBatch
     from .data.batch import linear_learning_rate as linear_learning_rate
@@ -156,22 +159,18 @@ if TYPE_CHECKING:
     from .stores.interface import Listing as Listing
     from .stores.interface import Store as Store
     from .stores.memory import MemoryStore as MemoryStore
-    from .stores.server import TcpStoreServer as TcpStoreServer
-    from .stores.tcp import TcpStore as TcpStore
+    from .stores.tcp_client import TcpStore as TcpStore
+    from .stores.tcp_server import TcpStoreServer as TcpStoreServer
     from .workers.context import Context as Context
     from .workers.context import Stop as Stop
     from .workers.context import context as context
-    from .workers.exits import WorkerExit as WorkerExit
-    from .workers.failures import ChildFailedError as ChildFailedError
-    from .workers.failures import ProcessFailure as ProcessFailure
-    from .workers.failures import SignalException as SignalException
+    from .workers.exit import WorkerExit as WorkerExit
     from .workers.interface import Workers as Workers
-    from .workers.ladder import Ladder as Ladder
-    from .workers.local import LocalWorkers as LocalWorkers
-    from .workers.notice import Notice as Notice
-    from .workers.record import record as record
+    from .workers.messages import Notice as Notice
+    from .workers.processes import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
+    from .workers.spec import Ladder as Ladder
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
     from .workers.spec import Worker as Worker

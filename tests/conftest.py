@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["jobs", "hosts"]
+pytest_plugins = ["jobs", "hosts", "ranks"]
 
 # A shell's `&` has SIGINT and SIGQUIT ignored, nohup SIGHUP, which processes inherit; many here are
 # to be ended by them.
@@ -22,8 +22,10 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, usual)
 
 # An example that takes its time on a busy machine is no fault; a test as a whole has its bound.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("day", max_examples=40, **PATIENT)
+settings.register_profile("many", max_examples=400, **PATIENT)  # make test-long
+settings.load_profile("day")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,13 +89,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if name in ELSEWHERE and not named else None
 
 
-LONG = (
+REAL = (
+    *("test_commit_faults.py", "test_etcd_faults.py", "test_etcd_store.py", "test_older_format.py"),
+    *("test_accepted.py", "test_same_weights_page.py", "test_train_text.py"),
+    *("test_warm_and_cold.py", "test_writing_a_backend.py", "test_writing_an_agent.py"),
+)
+"""Files of `make test-processes`, as is each test that is marked `faults` or uses a `job`: others'
+programs, and what starts an interpreter, which imports torch, more than once."""
+LONG = ("contract_finds_faults.py",)
+"""Files of `make test-long`, as is each test on hosts of their own: that a suite is a good one."""
+
+FIRST = (
     "test_kept_steps.py",
     "test_readme.py",
     "test_store_loss.py",
     "test_membership.py",
+    "test_hostile_workers.py",
     "test_elasticrun.py",
+    "test_init_method.py",
+    "test_processes.py",
     "test_warm_and_cold.py",
+    "test_moving_store.py",
+    "test_rendezvous_contract.py",
+    "test_store_contract.py",
+    "test_logical_workers.py",
+    "test_shuffle.py",
     "test_plugs.py",
     "test_frameworks.py",
     "test_kubernetes.py",
@@ -106,8 +126,23 @@ LONG = (
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # Hosts of their own take a second a test to set up, and leases of several to lose.
-        if {"cluster", "job"} <= set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.long)
-    order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+        target = target_of(item)
+        if target is not None:
+            item.add_marker(target)
+    order = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
+
+
+def target_of(item: pytest.Item) -> str | None:
+    """The target of the Makefile that runs it, by its mark; None for `make test`, and for what says
+    so itself."""
+    marks = {mark.name for mark in item.iter_markers()}
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if marks & {"long", "release"}:
+        return None
+    # Hosts of their own take a second a test to set up, and leases of several to lose.
+    if {"cluster", "job"} <= fixtures or item.path.name.endswith(LONG):
+        return "long"
+    if "faults" in marks or "job" in fixtures or item.path.name in REAL:
+        return "processes"
+    return None

@@ -13,10 +13,10 @@ import sys
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from jobs import until
+from jobs import BOUND, until
 from ports import held_port
 
 BINARY = shutil.which("etcd")
@@ -30,30 +30,28 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-class EtcdServer:
-    """One etcd of one member, or a member of several; running between enter and exit.
+Itself = TypeVar("Itself", bound="Server")
 
-    endpoint: where clients find it; a free port of loopback unless given. enter: the command that
-    runs another one where this server is to run. flags: etcd's own, and stronger than ours.
+
+class Server:
+    """A program that serves on loopback, or where it is told to; running between enter and exit.
+
+    folder: its log is there. endpoint: where clients find it; a free port of loopback unless given.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *flags: str,
-        protocol: str = "http",
-        endpoint: str = "",
-        enter: Callable[..., tuple[str, ...]] = lambda *command: command,
-    ) -> None:
+    NAME, READY = "", ""
+    """What it is called, and what its log says once it serves."""
+
+    def __init__(self, folder: Path, endpoint: str = "") -> None:
         self._holder = None if endpoint else held_port()
         self.endpoint = endpoint or "{}:{}".format(*self._holder.getsockname())
         self._folder = folder
-        self._flags = flags
-        self._url = f"{protocol}://{self.endpoint}"
-        self._enter = enter
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> EtcdServer:
+    def command(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def __enter__(self: Itself) -> Itself:
         self.start()
         return self
 
@@ -64,7 +62,7 @@ class EtcdServer:
 
     @property
     def log(self) -> Path:
-        return self._folder / "etcd.log"
+        return self._folder / f"{self.NAME}.log"
 
     def start(self) -> None:
         """Start on the data that is there; answers when this returns."""
@@ -73,6 +71,56 @@ class EtcdServer:
 
     def launch(self) -> None:
         """Start, and return at once: one of several members serves when most are there."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log)
+
+    def wait_until_it_serves(self) -> None:
+        try:
+            until(f"{self.NAME} to serve", self._serves)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _serves(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log.read_text()
+        return self.READY in self.log.read_text()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(BOUND)
+            self._process = None
+
+
+class EtcdServer(Server):
+    """One etcd of one member, or a member of several.
+
+    protocol: http or https. enter: the command that runs another one where this server is to run.
+    flags: etcd's own, and stronger than ours.
+    """
+
+    NAME, READY = "etcd", "serving client traffic"
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        protocol: str = "http",
+        endpoint: str = "",
+        enter: Callable[..., tuple[str, ...]] = lambda *command: command,
+    ) -> None:
+        super().__init__(folder, endpoint)
+        self._flags = flags
+        self._url = f"{protocol}://{self.endpoint}"
+        self._enter = enter
+
+    def command(self) -> tuple[str, ...]:
         assert BINARY is not None
         peer = "http://127.0.0.1:1"
         flags = {
@@ -88,34 +136,8 @@ class EtcdServer:
             "election-timeout": "100",
             "logger": "zap",
         }
-        command = [BINARY, *(f"--{name}={value}" for name, value in flags.items()), *self._flags]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._enter(sys.executable, "-c", BOOT, *command), stdout=log, stderr=log
-            )
-
-    def wait_until_it_serves(self) -> None:
-        try:
-            until("etcd to serve", self._serves, 30.0)
-        except BaseException:
-            self.kill()
-            raise
-
-    def _serves(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log.read_text()
-        return "serving client traffic" in self.log.read_text()
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(10.0)
-            self._process = None
+        command = (BINARY, *(f"--{name}={value}" for name, value in flags.items()), *self._flags)
+        return self._enter(sys.executable, "-c", BOOT, *command)
 
     def post(self, path: str, token: str = "", **body: Any) -> Mapping[str, Any]:
         """A request by hand, for what the store does not do."""

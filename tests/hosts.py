@@ -27,6 +27,7 @@ NETWORK6 = "fd77:"
 PORT = 29400
 SPACES = ("--net", "--uts", "--mount")
 ETCD_PORT = 2379
+ETCD_PEER_PORT = 2380
 BACKENDS = ["tcp", "file", pytest.param("etcd", marks=needs_etcd)]
 
 # Reading ends when the test's process does, however that ends; nothing here outlives it for long.
@@ -197,7 +198,7 @@ class Host:
             self._cluster.job.reap()
             return not pids
 
-        until(f"all processes on {self.name} to be gone", none_left, 10.0)
+        until(f"all processes on {self.name} to be gone", none_left)
 
 
 def _send(pid: int, number: int) -> None:
@@ -277,6 +278,46 @@ class Cluster:
             for host in self.hosts.values():
                 stack.callback(host.close)
             stack.push(self.clean_up.pop_all())
+
+
+def three_members(cluster: Cluster, hosts: list[Host]) -> dict[str, EtcdServer]:
+    """An etcd of three members, one on each host, that serves."""
+    url = {host.name: f"http://{host.address}:{ETCD_PEER_PORT}" for host in hosts}
+    members: dict[str, EtcdServer] = {}
+    for host in hosts:
+        members[host.name] = cluster.etcd(
+            host,
+            f"{host.address}:{ETCD_PORT}",
+            f"--name={host.name}",
+            f"--listen-peer-urls={url[host.name]}",
+            f"--initial-advertise-peer-urls={url[host.name]}",
+            f"--initial-cluster={','.join(f'{name}={at}' for name, at in url.items())}",
+            # Two cores run all of this: no election for want of a turn.
+            "--heartbeat-interval=50",
+            "--election-timeout=500",
+        )
+    for member in members.values():
+        member.launch()
+    for member in members.values():
+        member.wait_until_it_serves()
+    return members
+
+
+def leader(members: dict[str, EtcdServer]) -> str:
+    """Which of these members was elected last, by what each says of itself; empty if none."""
+
+    def last_term(name: str) -> int:
+        terms = re.findall(r"became leader at term (\d+)", members[name].log.read_text())
+        return int(terms[-1]) if terms else 0
+
+    elected = max(members, key=last_term)
+    return elected if last_term(elected) else ""
+
+
+def at_members(hosts: list[Host]) -> tuple[str, ...]:
+    """The flags of a job that meets there, whose agents ask the hosts' members in this order."""
+    endpoint = ",".join(f"{host}:{ETCD_PORT}" for host in hosts)
+    return ("--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
 
 
 @functools.cache

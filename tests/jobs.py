@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,9 +21,10 @@ from typing import Any, TypeVar
 
 import pytest
 from ports import held_port
-from processes import marked
+from processes import alive, marked
 
 from elasticlib.held_folder import LOCK
+from elasticlib.launch.commands import main
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.runs import find_runs, runs_folder
 
@@ -33,6 +35,8 @@ _PATHS = (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))
 WITHOUT_TORCH = os.pathsep.join(filter(None, _PATHS))
 TAG = "ELASTICLIB_TEST_TAG"
 BOUND = 60.0
+PATIENT = ("--timeout", "30")
+"""Of a question that all answer, which is over as soon as they have."""
 
 Found = TypeVar("Found")
 
@@ -53,15 +57,6 @@ def until(
         if time.monotonic() > deadline:
             raise failure(f"not within {seconds:g} s: {what}")
         time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that nobody has reaped yet does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -210,8 +205,20 @@ class Job:
         try:
             return until(f"a world of {world} after generation {after}", look, seconds)
         except AssertionError as error:
-            logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
-            raise AssertionError(f"{error}\n{logs}") from None
+            raise AssertionError(f"{error}\n{self.logs}") from None
+
+    def check_unchanged(self, places: list[dict[str, Any]], seconds: float) -> None:
+        """These workers run for so long, and nobody starts others."""
+        said = set(self.folder.glob("place.*.json"))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert all(alive(int(place["pid"])) for place in places), self.logs
+            time.sleep(0.05)
+        assert set(self.folder.glob("place.*.json")) == said, self.logs
+
+    @property
+    def logs(self) -> str:
+        return "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
 
     def events(self) -> list[list[Event]]:
         """What each agent has told, the one that began first in front; every line of it."""
@@ -225,6 +232,29 @@ class Job:
             found.append(events)
         return found
 
+    def ask(self, *arguments: str, code: int | None = 0) -> tuple[str, str]:
+        """What an `elasticlib` command, which ends with this code, says on stdout and stderr."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            # Where the job's own processes keep their records.
+            patch.setattr(tempfile, "tempdir", str(self.shortcut))
+            try:
+                found = main(arguments)
+            except SystemExit as error:
+                found = int(error.code or 0)
+        assert code in (None, found), (found, out.getvalue(), err.getvalue())
+        return out.getvalue(), err.getvalue()
+
+    def status(self, *arguments: str, code: int | None = 0) -> dict[str, Any]:
+        """What `elasticlib status` finds, once all have answered."""
+        out, _ = self.ask("status", "--json", *PATIENT, *arguments, code=code)
+        found: dict[str, Any] = json.loads(out)
+        return found
+
     def finish(self) -> None:
         """Tell all workers to end with success."""
         (self.folder / "finish").touch()
@@ -233,7 +263,7 @@ class Job:
         """All living processes that descend from this job, whoever their parent is now."""
         return marked(TAG, self.tag)
 
-    def gone(self, seconds: float = 10.0) -> None:
+    def gone(self, seconds: float = BOUND) -> None:
         """Waits until no process of the job is left."""
         until("the job's processes to be gone", lambda: not self.processes(), seconds)
 

@@ -18,12 +18,12 @@ from elasticlib import (
     RendezvousHandler,
     RendezvousInfo,
     RunResult,
+    WorkerExit,
     WorkerGroup,
     Workers,
     WorkerSpec,
     deal_seats,
 )
-from elasticlib.workers.exits import WorkerExit
 
 
 class LoneNode(RendezvousHandler):

@@ -1,16 +1,30 @@
-"""Who descends from whom, told by a mark in the environment that a process was started with."""
+"""Processes as the kernel shows them: which run, whose children they are, and which bear a mark
+in the environment that they were started with; and what an agent's hold of the kernel."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from collections import Counter
 from pathlib import Path
-
-from elasticlib.examples.demo import children
 
 EXEC_SECONDS = 1.0
 """No process is in the middle of an exec for longer than this."""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has reaped yet does not."""
+    return _state(pid) not in ("", "Z", "X")
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads, of each in the order in which they began; zombies included."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -41,6 +55,51 @@ def workers_of(agent: int) -> list[int]:
             if name_of(child) == "worker-template":
                 return children(child)
     return []
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for it; nothing for a process that there is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def _descriptors(pid: int) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            held["sockets" if target.startswith("socket:") else "other descriptors"] += 1
+    return held
+
+
+def _mapped(pid: int) -> Counter[str]:
+    return Counter({"mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines())})
+
+
+def _one(pid: int) -> Counter[str]:
+    born = children(pid)
+    held = _descriptors(pid) + _mapped(pid)
+    held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    held["children"] = len(born)
+    held["zombies"] = sum(_state(child) == "Z" for child in born)
+    return held
+
+
+def footprint(agent: int) -> Counter[str]:
+    """Counts of all kinds, for the agent (0) and its children: the guardian and the template."""
+    held: Counter[str] = Counter()
+    for place, pid in enumerate((agent, *sorted(children(agent)))):
+        try:
+            found = _one(pid)
+        except OSError:
+            if pid == agent:
+                raise
+            continue
+        held.update({f"{kind} of {place}": count for kind, count in found.items()})
+    return held
 
 
 def _environment(pid: int) -> bytes:

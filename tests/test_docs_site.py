@@ -16,10 +16,16 @@ import pytest
 from making.reference import COLUMNS, check_told, pages, plain, with_bold_fields
 
 import elasticlib
-from elasticlib import testing
+from elasticlib import (
+    Command,
+    Worker,
+    WorkerExit,
+    WorkerGroup,
+    WorkerSpec,
+    testing,
+    worker_environment,
+)
 from elasticlib.launch.arguments import build_flags
-from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks, worker_environment
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -194,9 +200,9 @@ def test_the_page_of_variables_has_all_that_the_code_knows_and_no_others() -> No
 
 def test_the_page_of_variables_has_all_that_workers_are_told() -> None:
     spec = WorkerSpec(Command("x"), 1, virtual_local_rank=True)
-    seat = elasticlib.Seat(0, 1, 1, 0, 1, 0, 1)
-    group = WorkerGroup(spec, deal_ranks(seat), "job", 1, 0, 1, "here", 1)
-    told = worker_environment(group, group.worker(0), {}, error_file="", cores=1)
+    (worker,) = workers = (Worker(0, 0, 0, 1, 1),)
+    group = WorkerGroup(spec, workers, "job", 1, 0, 1, "here", 1)
+    told = worker_environment(group, worker, {}, error_file="", cores=1)
     section = text("reference/environment").partition("## Set for each worker")[2]
     assert set(told) <= set(re.findall(r"`([A-Z_]+)`", section))
 

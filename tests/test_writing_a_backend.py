@@ -24,11 +24,11 @@ from jobs import Job, check_one_world, until
 from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
 
+from elasticlib import Store
 from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
 from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.meeting import open_meeting
-from elasticlib.stores.interface import Store
 
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])

@@ -55,5 +55,4 @@ def world(job: Job, size: int, but: Iterable[int] = ()) -> dict[int, int]:
     try:
         return until(f"a new world of {size}", look, BOUND)
     except AssertionError as error:
-        logs = "\n".join(f"-- {node.name}\n{node.text}" for node in job.nodes)
-        raise AssertionError(f"{error}\n{logs}") from None
+        raise AssertionError(f"{error}\n{job.logs}") from None

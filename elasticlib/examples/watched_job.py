@@ -26,8 +26,8 @@ from elasticlib.observe.runs import runs_folder
 from elasticlib.observe.status import JobStatus, status_of
 from elasticlib.observe.status_words import headline, lines, node_table
 from elasticlib.rendezvous.asking import Asker
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 PACED = str(Path(__file__).with_name("paced.py"))
 LAST_CALL = 0.5

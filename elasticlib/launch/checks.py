@@ -14,11 +14,11 @@ from importlib.machinery import PathFinder
 
 import attrs
 
+from ..compat.timers import VARIABLE as TIMERS
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError, present
-from ..workers.processors import bindings, count_cores
+from ..workers.cpu import bindings, count_cores
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
-from ..workers.timer_server import VARIABLE as TIMERS
 from .config import TCP_BACKENDS, LaunchConfig
 from .observe_flags import EVERYWHERE, FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .requeue import find_requeue

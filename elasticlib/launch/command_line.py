@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .._version import __version__
 from ..errors import ConfigError
-from ..workers.processors import BINDINGS
+from ..workers.cpu import BINDINGS
 from .backend_names import BACKENDS
 from .cluster import CLUSTERS
 

@@ -15,11 +15,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ..agent.observers import SignalObserver
+from ..agent.options import SignalObserver
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.secret import VARIABLE
-from ..stores.server import TcpStoreServer
+from ..stores.tcp_server import TcpStoreServer
 from .checkpoints import add_checkpoints
 from .descriptors import allow_descriptors
 from .doctor_command import add_doctor

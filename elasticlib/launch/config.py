@@ -14,9 +14,8 @@ import attrs
 from ..errors import ConfigError
 from ..rendezvous.document import Limits
 from ..rendezvous.timing import Timing
-from ..workers.output_plan import OutputPlan
+from ..workers.output_plan import OutputPlan, StreamChoice
 from ..workers.spec import check_start
-from ..workers.streams import StreamChoice
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
 from .command_line import MASTER_PORT as MASTER_PORT
 from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ConfigError
-from ..workers.processors import count_cores
+from ..workers.cpu import count_cores
 
 KINDS = "a number, cpu, gpu, xpu, auto, or the name of a backend that torch was given"
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
+from ..compat.timers import VARIABLE as TIMERS
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name
-from ..workers.processors import count_cores
+from ..workers.cpu import count_cores
 from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
-from ..workers.timer_server import VARIABLE as TIMERS
 from .arguments import Launch
 from .checks import Finding
 from .settings import Source

@@ -14,26 +14,25 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import ElasticAgent, LocalElasticAgent
 from ..agent.interface import Memory, RunResult
-from ..agent.observers import SignalObserver
-from ..agent.options import AgentOptions
+from ..agent.loop import ElasticAgent, LocalElasticAgent
+from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
+from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..signals import as_signal
-from ..workers.failures import ChildFailedError, SignalException, failures_of
 from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
-from ..workers.ladder import Ladder
-from ..workers.local import LocalWorkers
+from ..workers.processes import LocalWorkers
 from ..workers.spec import (
     Command,
     Entrypoint,
     Function,
+    Ladder,
     WorkerState,
 )
 from . import report

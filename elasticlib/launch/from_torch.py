@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch.distributed.elastic.rendezvous import (
@@ -47,8 +47,10 @@ from ..rendezvous.interface import (
     deal_seats,
 )
 from ..threads import helper
-from .backends import BackendRequest
 from .torch_names import TORCH_C10D, TORCHS_TIMEOUT
+
+if TYPE_CHECKING:
+    from .backends import BackendRequest
 
 log = logging.getLogger("elasticlib.launch")
 

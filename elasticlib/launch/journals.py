@@ -16,7 +16,7 @@ from ..observe.interface import Journal, NoJournal
 from ..observe.journal import FILE, FileJournal
 from ..observe.records import RecordedJournal, RunRecord, remove_old
 from ..workers.interface import Workers
-from ..workers.local import LocalWorkers
+from ..workers.processes import LocalWorkers
 from .config import LaunchConfig
 from .versions import versions
 

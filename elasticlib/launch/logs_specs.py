@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, describe
-from ..workers.streams import StreamChoice
+from ..workers.output_plan import StreamChoice
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from ..workers.logs import LogsSpecs
+    from ..compat.logs import LogsSpecs
 
 GROUP = "torchrun.logs_specs"
 DEFAULT = "default"

@@ -19,10 +19,10 @@ from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.keys import Keys, Read
 from ..rendezvous.timing import Timing
+from ..stores.failover import MovingStore
 from ..stores.file import FileStore
 from ..stores.interface import Store
-from ..stores.moving import MovingStore
-from ..stores.server import TcpStoreServer
+from ..stores.tcp_server import TcpStoreServer
 from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import TCP_BACKENDS, LaunchConfig
 from .tcp_place import TcpMeetingPlace, TorchFront, address_towards, outward_address
@@ -42,7 +42,6 @@ class Meeting:
     own_server: TcpStoreServer | None
     run_id: str
     me: str
-    place: TcpMeetingPlace | None = None
 
     @property
     def server(self) -> TcpStoreServer | None:
@@ -106,8 +105,6 @@ class Meeting:
             log.warning("the store was not left cleanly: %s", error)
         if self.own_server is not None:
             self.own_server.close()
-        if self.place is not None:
-            self.place.close()
 
 
 def goes_on_without(node_id: str, read: Read) -> bool:
@@ -137,7 +134,6 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
-    place: TcpMeetingPlace | None = None
     node = _node(config, config.local_addr or "")
     warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
@@ -174,7 +170,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         find_front=front,
         open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
-    return Meeting(handler, store, server, config.run_id, node.id, place)
+    return Meeting(handler, store, server, config.run_id, node.id)
 
 
 def open_to_look(config: LaunchConfig, timeout: float) -> Store:

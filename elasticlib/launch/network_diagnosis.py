@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from ..endpoint import join_endpoint
 from ..errors import StoreError, StoreRefused
-from ..stores.handshake import NOT_OURS
 from ..stores.secret import VARIABLE
-from ..stores.tcp import TcpStore
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_protocol import NOT_OURS
 from .checks import Finding, dial, why_not_served
 from .tcp_place import is_ours, of_several_machines, outward_address, resolve
 

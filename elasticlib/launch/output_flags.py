@@ -9,9 +9,8 @@ import argparse
 from typing import Any
 
 from ..errors import ConfigError
-from ..workers.output_plan import OutputPlan
-from ..workers.processors import BINDINGS
-from ..workers.streams import Streams, parse_streams
+from ..workers.cpu import BINDINGS
+from ..workers.output_plan import OutputPlan, Streams, parse_streams
 
 
 def read_output_flags(given: argparse.Namespace) -> dict[str, Any]:

@@ -11,13 +11,16 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 
+from ..compat.logs import ask
+from ..compat.timers import TimerServer
 from ..errors import ConfigError, ElasticError
-from ..workers.local import LocalWorkers
+from ..workers.cpu import bindings
 from ..workers.output_plan import OutputPlan
-from ..workers.processors import bindings
+from ..workers.processes import LocalWorkers
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
 from .config import LaunchConfig
 from .logs_specs import open_logs_specs
@@ -75,7 +78,7 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         preload=config.preload,
     )
     if config.torchrun.timer_file is not None:
-        found.serve_timers(config.torchrun.timer_file)
+        found.serve_timers(TimerServer(config.torchrun.timer_file))
     return found
 
 
@@ -87,7 +90,7 @@ def _output(config: LaunchConfig) -> OutputPlan:
         tee=config.tee,
         ranks=config.local_ranks_filter,
     )
-    return attrs.evolve(config.output, specs=specs)
+    return attrs.evolve(config.output, ask=None if specs is None else partial(ask, specs))
 
 
 def _processors(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:

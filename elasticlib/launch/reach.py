@@ -25,9 +25,9 @@ from ..observe.standing import NodeStanding, after
 from ..observe.status import JobStatus, NodeStatus, status_of_records
 from ..rendezvous.asking import jobs_in
 from ..stores.file import FileStore
-from ..stores.handshake import NOT_OURS
 from ..stores.interface import Store
-from ..stores.tcp import TcpStore
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_protocol import NOT_OURS
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
 from .etcd_place import check_etcd_keys, read_etcd_place

@@ -12,17 +12,18 @@ import errno
 import ipaddress
 import logging
 import socket
+from collections.abc import Sequence
 from functools import partial
 
 import attrs
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
-from ..stores.moving import MovingStore, Place
-from ..stores.peer import address_of
-from ..stores.relay import Relay
-from ..stores.server import ServerLimits, TcpStoreServer
-from ..stores.tcp import TcpStore
+from ..stores.failover import MovingStore, Place
+from ..stores.memory import HostedStore
+from ..stores.sockets import address_of
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..threads import helper
 from .config import LaunchConfig
 from .descriptors import allow_descriptors
@@ -51,13 +52,13 @@ class TorchFront:
 
     address: str
     port: int
-    _relay: Relay
+    _server: TcpStoreServer
 
     def lead_to(self, host: str, port: int) -> None:
-        self._relay.lead_to(host, port)
+        self._server.lead_torch_to((host, port))
 
     def lead_nowhere(self) -> None:
-        self._relay.lead_nowhere()
+        self._server.lead_torch_to(None)
 
 
 class TcpMeetingPlace:
@@ -70,10 +71,10 @@ class TcpMeetingPlace:
         self._looked: set[str] = set()
         self._everywhere = False
         workers = config.max_nodes * config.nproc_per_node
-        self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers
-        self._relay = Relay(self._links) if config.rdzv_backend == "static" else None
+        static = config.rdzv_backend == "static"
+        self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers if static else 0
 
-    def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
+    def open(self) -> tuple[TcpStoreServer | None, HostedStore | TcpStore | MovingStore]:
         """The server, if this node is the host, and a client.
 
         Raises:
@@ -82,7 +83,7 @@ class TcpMeetingPlace:
         config = self._config
         if config.alone:
             server = self._serve("127.0.0.1", 0)
-            return server, self._reach(server.host, server.port)
+            return server, server.client()
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
         places = [
             Place(
@@ -98,7 +99,7 @@ class TcpMeetingPlace:
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
-            own = self._reach(self._own_address or hosted.host, hosted.port)
+            own = hosted.client(self._own_address or "")
             if self._must or _is_literal(host) or _is_localhost(host):
                 return hosted, own
             store = MovingStore(places, patience=patience, hosted=(hosted, own))
@@ -112,14 +113,9 @@ class TcpMeetingPlace:
 
     def front_of(self, server: TcpStoreServer | None) -> TorchFront | None:
         """Where workers meet, if this node serves the one port that all of a job know."""
-        if server is None or self._relay is None:
+        if server is None or not self._links:
             return None
-        return TorchFront(self._own_address or server.host, server.port, self._relay)
-
-    def close(self) -> None:
-        """Scripts are passed on to torch's store no longer."""
-        if self._relay is not None:
-            self._relay.close()
+        return TorchFront(self._own_address or server.host, server.port, server)
 
     @property
     def _must(self) -> bool | None:
@@ -156,19 +152,17 @@ class TcpMeetingPlace:
         told one at which they reach its workers."""
         return outward_address() if self._everywhere else None
 
-    def _serve(self, address: str, port: int) -> TcpStoreServer:
+    def _serve(self, address: str, port: int, more: Sequence[str] = ()) -> TcpStoreServer:
         nodes = self._config.max_nodes
         # Torch's own store, which each worker connects to, may be this process's too.
         own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
-        if self._relay is not None:
-            own += 3 * self._links  # a client's, its other half, and that one's in torch's server
+        own += 3 * self._links  # a client's, its other half, and that one's in torch's server
         allow_descriptors(nodes + SPARE_DESCRIPTORS + own)
-        limits = ServerLimits(spare_descriptors=own)
+        limits = ServerLimits(spare_descriptors=own, torch_links=self._links)
         job, secret = self._config.run_id, self._secret
-        server = TcpStoreServer(
-            address, port, job=job, limits=limits, secret=secret, relay=self._relay
-        )
-        return server.start()
+        return TcpStoreServer(
+            address, port, job=job, limits=limits, secret=secret, more_hosts=more
+        ).start()
 
     def _reach(self, host: str, port: int) -> TcpStore:
         return TcpStore(
@@ -199,7 +193,7 @@ class TcpMeetingPlace:
         self._taken = self._everywhere = False
         for address in addresses:
             try:
-                server = self._serve(address, port)
+                server = self._serve(address, port, self._loopbacks_of(host, address))
             except OSError as error:
                 tried.append(f"{address}: {error.strerror}")
                 self._taken |= error.errno == errno.EADDRINUSE
@@ -207,26 +201,22 @@ class TcpMeetingPlace:
                     raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
                 continue
             log.info("this node hosts the store at %s", server.address)
-            self._lead_from_loopback(host, server)
             return server
         if self._config.options.is_host and addresses and not self._taken:
             return self._host_everywhere(endpoint, addresses, port)
         self._explain(host, endpoint, tried)
         return None
 
-    def _lead_from_loopback(self, host: str, server: TcpStoreServer) -> None:
+    def _loopbacks_of(self, host: str, address: str) -> Sequence[str]:
         """torchrun serves torch's store at all addresses, so that scripts may say localhost, or a
-        name that means 127.0.1.1 on its own machine."""
-        if self._relay is None or _is_loopback(server.host):
-            return
+        name that means 127.0.1.1 on its own machine: where else this one is served."""
+        if not self._links or _is_loopback(address):
+            return ()
+        own: set[str] = set()
         with contextlib.suppress(socket.gaierror):
-            found = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             own = {address_of(info[4]) for info in found}
-            for address in ("127.0.0.1", *sorted(filter(_is_loopback, own - {"127.0.0.1"}))):
-                try:
-                    self._relay.listen(address, server.port)
-                except OSError as error:
-                    log.info("scripts do not find torch's store at %s: %s", address, error)
+        return ("127.0.0.1", *sorted(filter(_is_loopback, own - {"127.0.0.1"})))
 
     def _is_of_several(self, host: str, endpoint: str, addresses: list[str]) -> bool:
         """Whether each of several machines would find itself meant; at first that is an error.
@@ -280,7 +270,7 @@ class TcpMeetingPlace:
         self._said = said
 
 
-def address_towards(store: TcpStore | MovingStore) -> str:
+def address_towards(store: HostedStore | TcpStore | MovingStore) -> str:
     """This node's literal address, learnt from the socket that reached the store."""
     store.connect()
     address = store.local_address

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from ..workers.beat import NOTHING, SOURCES, Beat
+from ..workers.messages import NOTHING, SOURCES, Beat
 
 Told = list[tuple[str, dict[str, Any]]]
 """Kinds and facts."""

@@ -21,7 +21,7 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
 _NUMBER = re.compile(r"^((?:Current thread|Thread) \[.*?)-\d+(?= \(|\] )", re.MULTILINE)
 """Of a thread without a name of its own: how many threads there were before it."""
 _OURS = re.compile(
-    r"^ *File \".*/elasticlib/workers/(become|start|template)\.py\".*\n?", re.MULTILINE
+    r"^ *File \".*/elasticlib/workers/(run_program|bootstrap|fork_server)\.py\".*\n?", re.MULTILINE
 )
 """How elasticlib came to run the program."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from ..workers.beat import NOTHING, Beat
+from ..workers.messages import NOTHING, Beat
 from .event import Event
 from .facts import count, seconds, text
 from .history import JobState

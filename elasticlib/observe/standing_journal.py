@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..workers.beat import Beat
+from ..workers.messages import Beat
 from .event import Event
 from .interface import Journal
 from .standing import NodeStanding, after, seen

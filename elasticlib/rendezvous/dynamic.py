@@ -28,6 +28,8 @@ from .participant import Snapshot
 from .ranks import Seat
 from .timing import Timing
 
+LOOK_AGAIN_SECONDS = 1.0
+
 
 class DynamicRendezvousHandler(RendezvousHandler):
     """Membership that changes while the job runs, over any store.
@@ -71,6 +73,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._find_front = find_front
         self._front: Front | None = None
         self._clock = clock
+        self._joined: object = None
         self._opening = threading.Lock()
         self._bootstrap: BootstrapStore | None = None
         self._keeper = Keeper(
@@ -110,10 +113,14 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def wait_for_change(self, timeout: float) -> Change | None:
         self._keeper.start()
+        return self._change_after(None, timeout)
+
+    def _change_after(self, known: Change | None, timeout: float) -> Change | None:
         held = self._exchange.intent
 
         def change(snapshot: Snapshot) -> Change | None:
-            return change_since(snapshot.head, held)
+            found = change_since(snapshot.head, held)
+            return None if found == known else found
 
         try:
             return self._exchange.wait_for(change, self._clock() + timeout)
@@ -123,6 +130,29 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return Change(ChangeKind.ABORTED, str(error))
         except ElasticError as error:
             return Change(ChangeKind.LOST, str(error))
+
+    def join(self, put: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
+        joined = self._joined = object()
+
+        def told(outcome: RendezvousInfo | Change | Exception) -> None:
+            if self._joined is joined:
+                put(outcome)
+
+        def follow() -> None:
+            try:
+                told(self.next_rendezvous())
+            except Exception as error:
+                told(error)
+                return
+            last = None
+            while self._joined is joined and (last is None or not last.kind.final):
+                change = self._change_after(last, LOOK_AGAIN_SECONDS)
+                if change is not None:
+                    last = change
+                    told(change)
+
+        helper(follow, "rendezvous-join").start()
+        return True
 
     def report_failure(self, reason: str) -> bool:
         return self.report_failure_as(FailureKind.ORDINARY, reason)

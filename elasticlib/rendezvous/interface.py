@@ -130,6 +130,18 @@ class RendezvousHandler(abc.ABC):
         Returns whether all could be freed in time. Calling it twice is harmless.
         """
 
+    def join(self, put: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
+        """Like `next_rendezvous`, and then `wait_for_change` until the held generation is over,
+        without a thread that waits.
+
+        `put` is called, from any thread, with the RendezvousInfo once this node is a member, or
+        with what `next_rendezvous` would raise; and after the RendezvousInfo with each Change in
+        turn. It must not block. A new call takes the place of the one before, whose `put` is not
+        called again. False, and nothing is called: this handler has only the blocking calls.
+        """
+        del put
+        return False
+
     @property
     def use_agent_store(self) -> bool:
         """Whether the bootstrap store is served outside the workers already."""

@@ -11,19 +11,17 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..clock import monotonic
 from ..errors import ConfigError, LeaseLost, StoreError, StoreRefused, StoreUnavailable
-from .etcd_access import Access, read_members
-from .forks import renew_in_children
+from .etcd_access import Access, Answer, LeaseEnded, NoSuchRevision, Request, read_members
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
+from .keyspace import check_lease, lost_lease
+from .sockets import renew_in_children
 
 if TYPE_CHECKING:
-    from .etcd_connection import Answer
-    from .etcd_gateway import Gateway
-    from .etcd_watch import Watch, Watches
+    from .etcd_gateway import Watch
 
 LONGEST_TTL = 9_000_000_000
 """Seconds; etcd grants no more."""
@@ -80,14 +78,18 @@ class EtcdStore(Store):
         members = read_members(endpoints, secure=bool(ca_cert or cert))
         access = Access(members, ca_cert, cert, key, user, password)
         self.address = access.address
-        self._open_anew = partial(_open, access, timeout)
+        self._access, self._timeout = access, timeout
         self._closed = threading.Event()
         self.begin_anew()
         renew_in_children(self)
 
     def begin_anew(self) -> None:
         """Be another client, with no connection and no lock that a thread may hold."""
-        self._gateway, self._watches = self._open_anew()
+        # Who uses no etcd is spared the time that it takes to import HTTP and TLS.
+        from .etcd_gateway import Gateway, Watches
+
+        self._gateway = Gateway(self._access, self._timeout)
+        self._watches = Watches(self._gateway)
         self._state = threading.Lock()
         self._leases: dict[str, tuple[int, int]] = {}
         was_closed, self._closed = self._closed.is_set(), threading.Event()
@@ -139,20 +141,16 @@ class EtcdStore(Store):
 
     def refresh(self, key: str, version: int) -> None:
         found = self._find(check_key(key))
-        lost = f"the lease on {key!r} written at version {version} is lost: "
         held, lease = self._leases.get(key, (0, 0))
         try:
-            if found is None:
-                raise LeaseLost(lost + "the key is gone")
-            if int(found["mod_revision"]) != version:
-                raise LeaseLost(lost + f"the key was written again at version {_version(found)}")
-            if not int(found.get("lease", 0)):
-                raise LeaseLost(lost + "the key is no lease")
+            at = None if found is None else _version(found)
+            check_lease(key, version, at, leased=bool(int((found or {}).get("lease", 0))))
             if held != version:
-                raise LeaseLost(lost + "it belongs to another client, or its writing was not heard")
+                whose = "it belongs to another client, or its writing was not heard"
+                raise lost_lease(key, version, whose)
             answer = self._ask("lease/keepalive", {"ID": str(lease)}, f"refresh {key!r}")
             if int(answer.fields.get("TTL", 0)) <= 0:
-                raise LeaseLost(lost + "it has ended")
+                raise lost_lease(key, version, "it has ended")
         except LeaseLost:
             if held == version:
                 self._wrote(key, version, None)
@@ -175,12 +173,9 @@ class EtcdStore(Store):
             left = deadline - monotonic()
             if left <= 0:
                 return False
-            watch = self._watches.enter(span, seen + 1)
-            try:
+            with self._watches.entered(span, seen + 1) as watch:
                 if watch.changed(after, left):
                     return True
-            finally:
-                self._watches.leave(watch)
             if watch.ended is None:
                 return False
             self._pause_after(watch)
@@ -198,8 +193,6 @@ class EtcdStore(Store):
 
     def _look(self, span: Mapping[str, Any], prefix: str, after: int) -> int | None:
         """The revision up to which nothing has changed in the range; None if something has."""
-        from .etcd_connection import NoSuchRevision
-
         newer = {"min_mod_revision": str(after + 1), "limit": "1", "keys_only": True}
         what = f"look for changes under {prefix!r}"
         answer = self._ask("kv/range", {**span, **newer}, what, repeatable=True)
@@ -219,8 +212,6 @@ class EtcdStore(Store):
 
     def _pause_after(self, watch: Watch) -> None:
         """Raise what will not pass; else go on, not at once, by looking again."""
-        from .etcd_connection import NoSuchRevision
-
         error = watch.ended
         if isinstance(error, StoreRefused) and not isinstance(error, NoSuchRevision):
             raise StoreRefused(str(error))
@@ -234,8 +225,6 @@ class EtcdStore(Store):
     def _ask(
         self, path: str, body: Mapping[str, Any], what: str, *, repeatable: bool = False
     ) -> Answer:
-        from .etcd_connection import Request
-
         if self._closed.is_set():
             raise StoreUnavailable(self._closed_sentence)
         return self._gateway.ask(Request(path, body, what, repeatable))
@@ -275,8 +264,6 @@ class EtcdStore(Store):
         write: Callable[[Mapping[str, Any]], Answer],
     ) -> tuple[Answer, int | None]:
         """What etcd answered to the write, and the lease of what was written."""
-        from .etcd_connection import LeaseEnded
-
         for attempt in range(1, ATTEMPTS + 1):
             body, lease = self._put_body(key, value, ttl)
             try:
@@ -317,8 +304,6 @@ class EtcdStore(Store):
 
     def _revoke(self, lease: int, timeout: float | None = None, *, strict: bool = False) -> None:
         """End a lease; one that cannot be ended ends by its ttl."""
-        from .etcd_connection import Request
-
         request = Request("lease/revoke", {"ID": str(lease)}, "end a lease")
         try:
             self._gateway.ask(request, timeout=timeout)
@@ -327,21 +312,6 @@ class EtcdStore(Store):
         except StoreError:
             if strict:
                 raise
-
-
-def _open(access: Access, timeout: float) -> tuple[Gateway, Watches]:
-    try:
-        from .etcd_gateway import Gateway
-        from .etcd_watch import Watches
-    except ImportError as error:
-        library = (error.name or "").partition(".")[0]
-        if library not in ("etcd3gw", "requests", "urllib3"):
-            raise
-        raise ConfigError(
-            f"EtcdStore needs {library}: install the extra, pip install 'elasticlib[etcd]'"
-        ) from error
-    gateway = Gateway(access, timeout)
-    return gateway, Watches(gateway)
 
 
 def _history(span: Mapping[str, Any], after: int, revision: int) -> Mapping[str, Any]:

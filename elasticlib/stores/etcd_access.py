@@ -1,4 +1,4 @@
-"""Where an etcd is, and how one is let in: checked values, before anything is connected.
+"""Where an etcd is, how one is let in, and what is asked of it: values, and errors of its own.
 
 A member is reached by https as soon as a CA or a certificate is given, or where its endpoint says
 so; an endpoint that contradicts that is refused.
@@ -6,12 +6,13 @@ so; an endpoint that contradicts that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from ..endpoint import join_endpoint, split_endpoint
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreRefused, StoreUnavailable
 
 ETCD_PORT = 2379
 
@@ -84,3 +85,40 @@ def _member(text: str, secure: bool) -> Member:
     if port == 0:
         raise ConfigError(f"etcd: an endpoint has a port 1..65535, got {text!r}")
     return Member(protocol, host, port)
+
+
+class Unsent(StoreUnavailable):
+    """The member was not reached: nothing has happened there."""
+
+
+class NoSuchRevision(StoreRefused):
+    """The revision asked for is compacted, or of the future."""
+
+
+class LeaseEnded(StoreRefused):
+    """The lease under which something was to be written is over; nothing is written."""
+
+
+class TokenRefused(StoreRefused):
+    """The token is not, or no longer, known."""
+
+
+@attrs.frozen
+class Request:
+    """What to ask: a path below `/v3/`, its body with bytes in base64, and words for errors.
+
+    repeatable: whether it may be asked again, elsewhere, when its answer was lost.
+    """
+
+    path: str
+    body: Mapping[str, Any] = attrs.field(repr=False)  # large, or a password
+    what: str
+    repeatable: bool = False
+
+
+@attrs.frozen
+class Answer:
+    """What etcd said, and the revision of the whole store as it did."""
+
+    revision: int
+    fields: Mapping[str, Any]

@@ -40,18 +40,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .state import ABSENT as ABSENT
-from .state import MAX_KEY_BYTES as MAX_KEY_BYTES
-from .state import CompareSet as CompareSet
-from .state import Entry as Entry
-from .state import Listing as Listing
-from .state import check_key as check_key
-from .state import check_ttl as check_ttl
+from .keyspace import ABSENT as ABSENT
+from .keyspace import MAX_KEY_BYTES as MAX_KEY_BYTES
+from .keyspace import CompareSet as CompareSet
+from .keyspace import Entry as Entry
+from .keyspace import Listing as Listing
+from .keyspace import Watched as Watched
+from .keyspace import check_key as check_key
+from .keyspace import check_ttl as check_ttl
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Watched = Listing | bool
 
 
 class Store(abc.ABC):

@@ -1,32 +1,68 @@
-"""The contract in the fewest lines: a store inside one process, also the simulator's.
+"""A store inside one process: the contract in the fewest lines, also the simulator's.
 
 It has no thread: every operation first ends the leases that its clock says are over, and with
-`timeout=0` even `wait` never blocks, so an injected clock drives all of it.
+`timeout=0` even `wait` never blocks, so an injected clock drives all of it. Where a server serves
+the same keyspace to other processes, it is the server that ends leases, and that lends its thread
+to `watch`.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import StoreUnavailable
-from .forks import renew_in_children
-from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
-from .state import KeySpace, Lease, Limits
+from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
+from .keyspace import KeySpace, Lease, Limits, Watch
+from .sockets import renew_in_children
 
 
-@attrs.frozen(eq=False)
-class _Shared:
+@attrs.define(eq=False)
+class Shared:
+    """A keyspace of which one thread at a time, that holds `lock`, has its turn.
+
+    is_served: whether a server ends the leases that are over. rouse: tells it that there may be one
+    sooner than it thought. ended: why nothing is done any more.
+    """
+
     clock: Clock
     space: KeySpace
-    changed: threading.Condition = attrs.field(factory=threading.Condition)
+    is_served: bool = False
+    rouse: Callable[[], None] = lambda: None
+    ended: str = ""
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
-    lost: bool = False
+    changed: threading.Condition = attrs.field(init=False)
+    _known: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing has changed since `settle`."""
+        return self._known == self.space.version
+
+    def settle(self) -> Sequence[tuple[Watch, Watched]]:
+        """After each turn: whoever waits wakes; and whom the caller is to tell, without the lock,
+        what."""
+        if self.is_settled:
+            return []
+        self._known = self.space.version
+        self.changed.notify_all()
+        return self.space.news()
+
+    def end(self, why: str) -> Sequence[tuple[Watch, Watched]]:
+        """Do nothing any more; whom the caller is to tell."""
+        with self.lock:
+            self.ended = why
+            self.changed.notify_all()
+            return [(watch, False) for watch in self.space.forget_watches()]
 
 
 class MemoryStore(Store):
@@ -38,17 +74,19 @@ class MemoryStore(Store):
     """
 
     def __init__(self, clock: Clock = monotonic, *, limits: Limits | None = None) -> None:
-        self._attach(_Shared(clock, KeySpace(limits)))
+        self._attach(Shared(clock, KeySpace(limits)))
 
-    def _attach(self, shared: _Shared) -> None:
+    def _attach(self, shared: Shared) -> None:
         self._shared = shared
         self._owner = next(shared.owners)
+        self._numbers = itertools.count(1)
         self._closed = False
         renew_in_children(self)
 
     def begin_anew(self) -> None:
         """What a forked child has is a copy that nobody else sees: it serves nothing there."""
-        self._shared = _Shared(self._shared.clock, KeySpace(), lost=True)
+        why = "a MemoryStore is in the process that made it, and this is a forked child of that"
+        self._shared = Shared(self._shared.clock, KeySpace(), ended=why)
 
     def client(self) -> MemoryStore:
         """Another client of the same store, with leases of its own."""
@@ -94,51 +132,82 @@ class MemoryStore(Store):
             return space.list(prefix)
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        clock = self._shared.clock
-        deadline = clock() + timeout
+        shared = self._shared
+        deadline = shared.clock() + timeout
         with self._turn() as space:
             while not space.changed(prefix, after):
-                left = deadline - clock()
+                left = deadline - shared.clock()
                 if left <= 0:
                     return False
-                look = space.clock.until_due(clock())
+                look = None if shared.is_served else space.clock.until_due(shared.clock())
                 # Releases the lock; other clients change the space meanwhile.
-                self._shared.changed.wait(left if look is None else min(left, look))
-                self._refuse_when_closed()
-                self._expire(space)
+                shared.changed.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
+                self._begin()
+        return True
+
+    def watch(
+        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+    ) -> bool:
+        if not self._shared.is_served:
+            return False  # nobody would end the leases of those who are gone
+        with self._turn() as space:
+            number = next(self._numbers)
+            watched = space.watch(Watch(self._owner, number, prefix, after, changed, listing))
+        if watched is not False:
+            changed(watched)
         return True
 
     def close(self) -> None:
-        with self._shared.changed:
+        with self._shared.lock:
             self._closed = True
-            self._shared.space.end_leases_of(self._owner)
+            unheard = self._shared.space.forget_watches(self._owner)
+            self._shared.space.depart(self._owner)
             self._shared.changed.notify_all()
+            news = self._shared.settle()
+        for watch, watched in (*((watch, False) for watch in unheard), *news):
+            watch.tell(watched)
 
     def _lease(self, ttl: float | None) -> Lease | None:
-        return None if check_ttl(ttl) is None else Lease(self._owner, float(ttl or 0))
+        if check_ttl(ttl) is None:
+            return None
+        self._shared.rouse()
+        return Lease(self._owner, float(ttl or 0))
 
-    def _refuse_when_closed(self) -> None:
-        if self._shared.lost:
-            raise StoreUnavailable(
-                "a MemoryStore is in the process that made it, and this is a forked child of that"
-            )
-        if self._closed:
-            raise StoreUnavailable("this MemoryStore is closed")
-
-    def _expire(self, space: KeySpace) -> None:
-        before = space.version
-        space.end_silent_leases(self._shared.clock())
-        if space.version != before:
-            self._shared.changed.notify_all()
+    def _begin(self) -> None:
+        """Refuse if it is over; else end the leases that are, where no server does that."""
+        if self._shared.ended or self._closed:
+            raise StoreUnavailable(self._shared.ended or "this store is closed")
+        if not self._shared.is_served:
+            self._shared.space.end_silent_leases(self._shared.clock())
+            self._shared.settle()
 
     @contextmanager
     def _turn(self) -> Iterator[KeySpace]:
-        """The space, ours alone and with its ended leases gone; waiters wake if it changed."""
-        with self._shared.changed:
-            self._refuse_when_closed()
-            space = self._shared.space
-            self._expire(space)
-            before = space.version
-            yield space
-            if space.version != before:
-                self._shared.changed.notify_all()
+        """The space, ours alone and with its ended leases gone; whoever waits for what has changed
+        is told."""
+        with self._shared.lock:
+            self._begin()
+            yield self._shared.space
+            news = self._shared.settle()
+        for watch, watched in news:
+            watch.tell(watched)
+
+
+class HostedStore(MemoryStore):
+    """A client of a TCP store in the process that serves it: no socket, and no thread of its own.
+
+    Its leases end when it is closed, and with the process.
+    """
+
+    label = ""
+    """It has no connection that the server could count."""
+
+    def __init__(self, shared: Shared, local_address: str) -> None:
+        self.local_address = local_address
+        self._attach(shared)
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Raises StoreUnavailable where the server is gone; else there is nothing to do."""
+        del timeout
+        with self._turn():
+            pass

@@ -17,7 +17,7 @@ import pytest
 from ..agent.interface import DRAIN_EXIT_CODE
 from ..agent.options import AgentOptions
 from ..errors import WorkerStartError
-from ..workers.exits import WorkerExit
+from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent
@@ -142,7 +142,7 @@ class AgentContract:
         node.handler.set_closed()
         result = node.result()
         assert result.state is WorkerState.FAILED
-        assert "would not die" not in result.reason
+        assert "survived SIGKILL" not in result.reason
         assert job.stage.asked(1) == {0, 1}, "each worker is asked before it is killed"
 
     def test_what_a_worker_has_started_ends_with_it(self, job: Job) -> None:

@@ -14,16 +14,15 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import ElasticAgent
 from ..agent.interface import RunResult
+from ..agent.loop import ElasticAgent
 from ..agent.options import AgentOptions
 from ..rendezvous.document import Limits, Node
 from ..rendezvous.dynamic import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.timing import Timing
 from ..stores.memory import MemoryStore
-from ..workers.ladder import Ladder
-from ..workers.spec import Entrypoint, WorkerSpec
+from ..workers.spec import Entrypoint, Ladder, WorkerSpec
 from .agent_stage import Scene, Stage
 from .rendezvous_cluster import in_thread, until
 from .rendezvous_over_store import Listener
@@ -112,7 +111,7 @@ class AgentNode:
         """Closing once more does no harm, when it has ended."""
         self._over.set()
         if self._thread is None or self._ended.done():
-            self.agent.close()
+            self.agent.workers.close()
         if self._thread is not None:
             self._thread.join(self._patience)
 

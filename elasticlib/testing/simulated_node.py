@@ -17,8 +17,8 @@ from ..rendezvous.keys import Keys, Read
 from ..rendezvous.participant import Participant, Snapshot
 from ..rendezvous.ranks import Seat
 from ..stores.interface import CompareSet
+from ..stores.keyspace import KeySpace
 from ..stores.memory import MemoryStore
-from ..stores.state import KeySpace
 from .story import Mark
 
 if TYPE_CHECKING:

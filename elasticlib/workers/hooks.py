@@ -1,7 +1,9 @@
-"""Hooks in a Python worker that write down why it failed, with no decorator in its script.
+"""What a worker writes of its failure, with no decorator in its script; and how its agent finds it.
 
-They show nothing and change nothing that the script does: what its own hooks do, they still do,
-and what torch's `record` has written stays. Standard library only, as every worker imports this.
+The hooks show nothing and change nothing that the script does: what its own hooks do, they still
+do, and what torch's `record` has written stays. Taking a process down takes its time, in which its
+peers notice and may end first: so what it wrote (its error.json or, where it leaves by an exit
+code alone, a file beside that) is looked at before it has ended. Every worker imports this.
 """
 
 from __future__ import annotations
@@ -13,10 +15,16 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import attrs
 
 from ..clock import wall
-from .error_file import failure_record
+from ..foreign import opened
+from .messages import LONGEST_RECORD, ends_process, failure_record, read_failure, read_record
 
 EXIT = ".exit"
 """Behind the name of error.json: holds the code of a process that leaves by nothing else."""
@@ -53,7 +61,7 @@ def replace(path: str, record: bytes) -> None:
 def record(error: BaseException) -> None:
     """Write down an exception that is about to end this process, exit("text") included.
 
-    For whoever runs the user's code: neither an exit nor what a script's own excepthook keeps to
+    For the code that runs the user's: neither an exit nor what a script's own excepthook keeps to
     itself reaches the hooks.
     """
     recorder = Recorder.installed
@@ -162,3 +170,57 @@ def _text(error: BaseException) -> str:
     except Exception as broken:
         # An exception's own code runs here, and may raise anything.
         return f"(its text cannot be had: {type(broken).__name__})"
+
+
+# -- the agent's end ------------------------------------------------------------------------------
+
+NEVER = float("inf")
+LONGEST_CODE = 8
+
+
+@attrs.frozen
+class FinalMessage:
+    """What a worker said of its failure. record: its error.json, empty without one. at: when it
+    first said that it fails, by the file's clock. code: by which it is about to exit, 0 where it
+    has not said. wrote: whether there is an error.json, readable or not."""
+
+    record: Mapping[str, Any]
+    at: float
+    code: int
+    wrote: bool
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether its process ends of what it said."""
+        return self.code != 0 or ends_process(self.record)
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Message and traceback."""
+        return read_failure(self.record)
+
+
+def final_message(error_file: Path) -> FinalMessage:
+    """Of the worker with this error file."""
+    data, wrote_at = _read(error_file, LONGEST_RECORD)
+    code, left_at = _read(_exit_file(error_file), LONGEST_CODE)
+    number = int(code) if code.isdigit() else 0
+    return FinalMessage(read_record(data), min(wrote_at, left_at), number, bool(data))
+
+
+def forget_exit(error_file: Path) -> None:
+    """The worker has ended, and how is known by now."""
+    with contextlib.suppress(OSError):  # it left none, or something that is none
+        _exit_file(error_file).unlink()
+
+
+def _exit_file(error_file: Path) -> Path:
+    return error_file.with_name(error_file.name + EXIT)
+
+
+def _read(path: Path, most: int) -> tuple[bytes, float]:
+    try:
+        with opened(path) as handle:
+            return os.read(handle, most), os.fstat(handle).st_mtime
+    except OSError:
+        return b"", NEVER

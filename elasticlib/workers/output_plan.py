@@ -1,14 +1,86 @@
-"""What becomes of the streams of a node's workers, as a value, with torchrun's meanings."""
+"""What becomes of the streams of a node's workers, as values, with torchrun's meanings.
+
+A choice of streams is `3` for both of every worker, or `0:1,1:2` for some: 1 is stdout, 2 is
+stderr, 3 both. A worker's files follow from a plan and a folder, as torchrun lays them out.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Mapping
 from string import Template
-from typing import Any
 
 import attrs
 
+from ..errors import ConfigError
 from .spec import Worker
-from .streams import StreamChoice, Streams
+
+ERROR_FILE = "error.json"
+
+
+class Streams(enum.IntFlag):
+    """A set of a worker's output streams."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+NAMES: Mapping[Streams, str] = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+
+
+@attrs.frozen
+class StreamChoice:
+    """Streams by local rank; `everywhere` for those not named."""
+
+    everywhere: Streams = Streams.NONE
+    by_rank: Mapping[int, Streams] = attrs.field(factory=dict)
+
+    def of(self, local_rank: int) -> Streams:
+        return self.by_rank.get(local_rank, self.everywhere)
+
+    @property
+    def any(self) -> bool:
+        return bool(self.everywhere) or any(self.by_rank.values())
+
+
+def parse_streams(text: str, option: str) -> StreamChoice:
+    """A choice from `3` or `0:1,1:2`; `option` names the flag in the error."""
+    try:
+        if ":" not in text:
+            return StreamChoice(everywhere=_streams(text))
+        pairs = [part.split(":") for part in text.split(",")]
+        by_rank = {int(rank): _streams(which) for rank, which in pairs}
+        if len(by_rank) < len(pairs) or min(by_rank) < 0:
+            raise ValueError(text)
+        return StreamChoice(by_rank=by_rank)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} is 0, 1, 2 or 3, or such a number for some local ranks "
+            f"as in 0:1,1:2, got {text!r}"
+        ) from error
+
+
+def _streams(text: str) -> Streams:
+    number = int(text)
+    if not 0 <= number <= Streams.ALL:
+        raise ValueError(text)
+    return Streams(number)
+
+
+@attrs.frozen
+class Places:
+    """The files of one worker. files: a path for each stream that has one. tee: those of them that
+    are shown as well, line by line. shown: whether the streams without a file are. filtered: the
+    files for the shown lines that were asked for. error_file: where it writes of its failure.
+    """
+
+    error_file: str
+    files: Mapping[Streams, str] = attrs.field(factory=dict)
+    tee: Streams = Streams.NONE
+    shown: Streams = Streams.ALL
+    filtered: Mapping[Streams, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -18,9 +90,9 @@ class OutputPlan:
     ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
     stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
     of the attempt, too. template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. specs: an object with
-    the `reify` of torch's `LogsSpecs`, which says what is written to which file and shown, in place
-    of the rest.
+    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. ask: says in place of
+    the rest what is written to which file and shown, by local rank, given the workers'
+    environments, which it may change (see `compat/logs.py`).
     """
 
     redirect: StreamChoice = attrs.field(factory=StreamChoice)
@@ -29,15 +101,11 @@ class OutputPlan:
     stdout_needles: tuple[str, ...] = ()
     stderr_needles: tuple[str, ...] = ()
     template: str | None = None
-    specs: Any = None
+    ask: Callable[[dict[int, dict[str, str]], OutputPlan], dict[int, Places]] | None = None
 
     @property
     def any(self) -> bool:
         return self.redirect.any or self.tee.any
-
-    def kept(self, local_rank: int) -> Streams:
-        """The streams of a worker that have a file."""
-        return self.redirect.of(local_rank) | self.tee.of(local_rank)
 
     def shows(self, local_rank: int) -> bool:
         return self.ranks is None or local_rank in self.ranks
@@ -52,4 +120,24 @@ class OutputPlan:
             return f"[{role}{worker.rank}]:"
         return Template(self.template).safe_substitute(
             role_name=role, rank=worker.rank, local_rank=worker.local_rank, hostname=host
+        )
+
+    def places(self, local_rank: int, folder: str) -> Places:
+        """torchrun's tree: a folder for each attempt, and one in it for each worker, which this
+        is."""
+        shown = self.shows(local_rank)
+        tee = self.tee.of(local_rank)
+        kept = self.redirect.of(local_rank) | tee
+        tee = tee if shown else Streams.NONE
+        attempt = folder.rpartition("/")[0]
+        return Places(
+            error_file=f"{folder}/{ERROR_FILE}",
+            files={s: f"{folder}/{name}.log" for s, name in NAMES.items() if s & kept},
+            tee=tee,
+            shown=Streams.ALL if shown else Streams.NONE,
+            filtered={
+                s: f"{attempt}/filtered_{name}.log"
+                for s, name in NAMES.items()
+                if s & tee and self.needles(s)
+            },
         )

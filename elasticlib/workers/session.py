@@ -1,18 +1,30 @@
-"""What is left of a worker's session, and its end.
+"""What is left of a worker's session, and its end; and the guardian, which ends it in our place.
 
 Each worker leads a session of its own, so whatever it started and did not move out of there is
-known by that session's number; nothing outside it is ever signalled. Standard library only: the
-guardian runs this without site-packages.
+known by that session's number; nothing outside it is ever signalled. The guardian is a small
+process that outlives its agent by one act. It reads which sessions of workers there are, and which
+temporary folders, from a pipe; when the agent has finished, or was killed, whatever is still listed
+goes with it. One that ends before its agent is replaced, and the next is told all that it was to
+guard. It runs without site-packages: what is imported here is the standard library's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import json
+import logging
 import os
 import select
+import shutil
 import signal
-from collections.abc import Iterable
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from ..errors import describe
+
+log = logging.getLogger("elasticlib.workers")
 
 ROUNDS = 5
 LOOK_SECONDS = 0.1
@@ -53,11 +65,6 @@ def began_at(pid: int) -> int:
         return 0
 
 
-def holds(session: int, pid: int) -> bool:
-    """Whether this process is of that session, and no zombie."""
-    return _session_of(pid) == session
-
-
 def signal_group(leader: int, number: int) -> None:
     """Send a signal to the process group that a worker leads, if it still has any process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -66,25 +73,24 @@ def signal_group(leader: int, number: int) -> None:
 
 def signal_member(session: int, pid: int, number: int) -> bool:
     """Send a signal to one process of a session, and to no other; whether it was there."""
-    handle = None
-    try:
-        handle = _handle(pid)
-        # Looked at through the handle's eyes: the number may have a new owner since.
-        if _session_of(pid) != session:
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = open_handle(pid)
+            if handle is not None:
+                stack.callback(os.close, handle)
+            # Looked at through the handle's eyes: the number may have a new owner since.
+            if _session_of(pid) != session:
+                return False
+            if handle is None:
+                os.kill(pid, number)
+            else:
+                signal.pidfd_send_signal(handle, number)
+        except (OSError, OverflowError):
             return False
-        if handle is None:
-            os.kill(pid, number)
-        else:
-            signal.pidfd_send_signal(handle, number)
-    except (OSError, OverflowError):
-        return False
-    finally:
-        if handle is not None:
-            os.close(handle)
     return True
 
 
-def _handle(pid: int) -> int | None:
+def open_handle(pid: int) -> int | None:
     """One that stays this process's; None where none is to be had: kernels before 5.3 have none,
     a container may forbid them, and this process may have too many files open."""
     try:
@@ -95,40 +101,34 @@ def _handle(pid: int) -> int | None:
         return None
 
 
-def ends_within(pid: int, seconds: float | None) -> bool:
-    """Whether a process, which nobody reaps meanwhile, ends in time; None waits until it does.
+def ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process, which must not be reaped meanwhile, ends in time.
 
     It is not reaped here: the zombie keeps the pid, and with it the session's number.
     """
-    left = math.inf if seconds is None else seconds
-    while True:
+    try:
+        handle = open_handle(pid)
+    except ProcessLookupError:
+        # Its fork server ended, and the worker with it.
+        return True
+    if handle is not None:
         try:
-            handle = _handle(pid)
-        except ProcessLookupError:
-            # Its template ended, and the worker with it.
-            return True
-        if handle is not None:
-            return _readable(handle, left)
-        if _is_over(pid):
-            return True
-        if left <= 0:
+            look = select.poll()
+            look.register(handle, select.POLLIN)
+            return bool(look.poll(seconds * 1000))
+        finally:
+            os.close(handle)
+    while not is_over(pid):
+        if seconds <= 0:
             return False
         # Without a handle it can only be looked at, now and again.
-        pause = min(LOOK_SECONDS, left)
+        pause = min(LOOK_SECONDS, seconds)
         select.select((), (), (), pause)
-        left -= pause
+        seconds -= pause
+    return True
 
 
-def _readable(handle: int, seconds: float) -> bool:
-    try:
-        look = select.poll()
-        look.register(handle, select.POLLIN)
-        return bool(look.poll(None if seconds == math.inf else seconds * 1000))
-    finally:
-        os.close(handle)
-
-
-def _is_over(pid: int) -> bool:
+def is_over(pid: int) -> bool:
     """Whether all threads of a process have ended; what cannot be looked at now may still run."""
     try:
         fields = _fields_of(pid)
@@ -153,11 +153,202 @@ def end(session: int, seconds: float = 2.0, *, began: int = 0) -> list[int]:
         left = members(session)
         if not left:
             return []
-        _kill_and_wait(left, session, seconds)
+        killed = [pid for pid in left if signal_member(session, pid, signal.SIGKILL)]
+        for pid in killed:
+            ends_within(pid, seconds)
     return members(session)
 
 
-def _kill_and_wait(pids: Iterable[int], session: int, seconds: float) -> None:
-    killed = [pid for pid in pids if signal_member(session, pid, signal.SIGKILL)]
-    for pid in killed:
-        ends_within(pid, seconds)
+# -- the guardian --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def signals_blocked(signals: Iterable[int]) -> Iterator[None]:
+    """What is started here begins with these blocked, and so lives to ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# Run with -S: neither site-packages nor their start-up cost.
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from elasticlib.workers.session import guard; "
+_CALL = "guard({agent})"
+# Slurm sends a signal to every process of a step, whichever it was meant for.
+_IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
+GUARD_SECONDS = 1.0
+"""Between two looks at whether the agent is still there."""
+WRITE_SECONDS = 1.0
+"""For one that does not read, before it is replaced."""
+CHUNK = 1 << 16
+
+
+class Guardian:
+    """The agent's end of the pipe; for any thread.
+
+    patience: seconds that its end may take. began: told of the process of each one that is started,
+    to have `replace` called once that has ended; without, that is looked at now and again.
+    """
+
+    def __init__(
+        self, patience: float = 5.0, began: Callable[[int], object] = lambda _: None
+    ) -> None:
+        self._patience = patience
+        self._began = began
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        # Of a session also when its leader began: its number may pass to a stranger once all of
+        # it have ended.
+        self._listed: dict[str, int] = {}
+
+    def add(self, what: int | str) -> None:
+        """From now on this ends with the agent: the session of this leader, which is unreaped, or
+        the folder of this absolute path."""
+        began = began_at(what) if isinstance(what, int) else 0
+        with self._lock:
+            self._listed[str(what)] = began
+            self._tell(["+", str(what), began])
+
+    def remove(self, what: int | str) -> None:
+        """It has been dealt with."""
+        with self._lock:
+            self._listed.pop(str(what), None)
+            self._tell(["-", str(what), 0])
+
+    def open(self) -> None:
+        """Be there, so that what is started next can be listed. Raises OSError."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._begin()
+
+    def replace(self) -> None:
+        """Have another where the one that there was has ended, and not by us."""
+        with self._lock:
+            if self._process is None or self._process.poll() is None:
+                return
+            log.info("the process that clears up after this one has ended, and is replaced")
+            try:
+                self._begin()
+            except OSError as error:
+                log.warning("nobody clears up after this process: %s", describe(error))
+
+    def close(self) -> None:
+        """The agent is done. A guardian that does not end by itself in time is killed."""
+        with self._lock:
+            if self._process is not None and self._listed:
+                self.open()
+            self._end()
+
+    def _begin(self) -> None:
+        self._end()
+        self._process = process = _spawn()
+        for name, began in self._listed.items():
+            self._write(process, ["+", name, began])
+        self._began(process.pid)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        # Said in words: a process that was forked from this one may hold the pipe open.
+        self._write(process, ["end", "", 0])
+        process.stdin.close()
+        try:
+            process.wait(self._patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _tell(self, said: list[object]) -> None:
+        self.open()
+        if self._process is not None:
+            self._write(self._process, said)
+
+    def _write(self, process: subprocess.Popen[bytes], said: list[object]) -> None:
+        if process.stdin is None:
+            return
+        line, pipe = json.dumps(said).encode() + b"\n", process.stdin.fileno()
+        for _ in range(2):
+            try:
+                # Less than a pipe takes at once: all of it is written, or nothing.
+                os.write(pipe, line)
+                return
+            except BlockingIOError:
+                room = select.poll()
+                room.register(pipe, select.POLLOUT)
+                room.poll(WRITE_SECONDS * 1000)
+            except BrokenPipeError:
+                return  # it has ended, and is about to be replaced
+        # It stands still: its successor gets the whole list.
+        process.kill()
+        process.wait()
+
+
+def _spawn() -> subprocess.Popen[bytes]:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    with signals_blocked(_IGNORED):
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-S", "-E", "-c"),
+                _BOOT.format(root=root) + _CALL.format(agent=os.getpid()),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+    if process.stdin is not None:
+        # One that stands still must not block its agent.
+        os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def guard(agent: int) -> None:
+    """The guardian's whole life, beginning as a child of this process."""
+    for number in _IGNORED:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    listed = _listed_by(agent)
+    # Sessions first: their processes may still write into the folders.
+    for name in sorted(listed, key=str.isdigit, reverse=True):
+        if name.isdigit():
+            end(int(name), began=listed[name])
+        else:
+            shutil.rmtree(name, ignore_errors=True)
+
+
+def _listed_by(agent: int) -> dict[str, int]:
+    """What is listed when the agent has said that it ends, or has ended."""
+    listed: dict[str, int] = {}
+    news, rest = select.poll(), b""
+    news.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):  # without one, its child's parent is asked now and again
+        news.register(os.pidfd_open(agent), select.POLLIN)
+    os.set_blocking(0, False)
+    over = False
+    while not over:
+        news.poll(GUARD_SECONDS * 1000)
+        # Before what it wrote is read: nothing more comes after that.
+        over = os.getppid() != agent
+        while chunk := _read():
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                sign, name, began = json.loads(line)
+                if sign == "+":
+                    listed[name] = began
+                elif sign == "-":
+                    listed.pop(name, None)
+                over = over or sign == "end"
+        over = over or chunk is None
+    return listed
+
+
+def _read() -> bytes | None:
+    """What has been written; nothing for now, or None for ever."""
+    try:
+        return os.read(0, CHUNK) or None
+    except BlockingIOError:
+        return b""

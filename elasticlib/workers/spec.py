@@ -1,4 +1,4 @@
-"""Which workers a node runs and what each one is told, as values.
+"""Which workers a node runs, what each one is told, and how they are stopped, as values.
 
 Ranks follow from the members of a generation and are computed here, alike on every node; nothing
 of them is kept anywhere else.
@@ -38,9 +38,9 @@ KEPT_FROM_WORKERS = frozenset(
         "PET_OBSERVE_PORT",
     }
 )
-"""What an agent is told and its workers have no use for: they do not speak to the store, and a
-launch within a worker cannot have the agent's ports; and what an outer launcher has told this one
-as its worker. The rest of that is told anew."""
+"""Variables that an agent gets and its workers do not: they do not speak to the store, and a launch
+within a worker cannot have the agent's ports; and those that an outer launcher set for this one as
+its worker. The rest of these are set anew."""
 
 
 @attrs.frozen
@@ -250,3 +250,54 @@ def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
 def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """The arguments with torchrun's macro filled in."""
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
+
+
+# -- the one way in which workers are stopped: tell, ask, wait, end --------------------------------
+
+
+class Rung(enum.IntEnum):
+    """Follows from the seconds since the stop began, and from nothing else, so every path that
+    stops workers climbs the same ladder at the same pace.
+
+    NOTICE: told to save and end. TERM: asked to stop. KILL: ended by force. GIVE_UP: not even
+    that helped."""
+
+    NOTICE = 0
+    TERM = 1
+    KILL = 2
+    GIVE_UP = 3
+
+
+@attrs.frozen
+class Ladder:
+    """notice: seconds before SIGTERM, for workers that poll should_stop(). grace: seconds between
+    SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
+
+    grace: float = 30.0
+    reap: float = 10.0
+    notice: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if min(self.grace, self.reap, self.notice) < 0:
+            raise ConfigError(
+                f"the ladder needs seconds >= 0, got notice={self.notice}, grace={self.grace} "
+                f"and reap={self.reap}"
+            )
+
+    def noticed(self, seconds: float) -> Ladder:
+        """The ladder of workers that were notified, and may take so long to end by themselves."""
+        return attrs.evolve(self, notice=seconds)
+
+    def rung(self, elapsed: float) -> Rung:
+        """Where a stop stands that began `elapsed` seconds ago."""
+        for rung in (Rung.NOTICE, Rung.TERM, Rung.KILL):
+            if elapsed < self._end(rung):
+                return rung
+        return Rung.GIVE_UP
+
+    def left(self, elapsed: float) -> float:
+        """Seconds until the next rung."""
+        return max(0.0, self._end(min(self.rung(elapsed), Rung.KILL)) - elapsed)
+
+    def _end(self, rung: Rung) -> float:
+        return sum((self.notice, self.grace, self.reap)[: rung + 1])

@@ -148,7 +148,7 @@ def children(pid: int) -> list[int]:
 
 def _is_guardian(pid: int) -> bool:
     try:
-        return b"elasticlib.workers.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

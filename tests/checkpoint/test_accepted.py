@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import importlib
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.agree import restore_from
@@ -276,50 +278,46 @@ def test_an_expanded_tensor_is_restored_in_place(tmp_path: Path) -> None:
     assert b.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-SAVES = """
-import sys
-sys.path.insert(0, {folder!r})
-import shapes
-from elasticlib import CheckpointManager
-with CheckpointManager({folder!r} + "/c") as manager:
-    manager.save(1, {{"x": "older"}})
-    manager.save(2, {{"x": shapes.{what}}})
-"""
-
 SHAPES = """
 import enum, typing
 class Kind(enum.Enum):
     A = 1
 class Point(typing.NamedTuple):
     x: int
-print("imported")
 """
 
 
+def save_a_shape(folder: Path, what: str) -> None:
+    sys.path.insert(0, str(folder))
+    shapes = importlib.import_module("shapes")
+    with CheckpointManager(folder / "c") as manager:
+        manager.save(1, {"x": "older"})
+        manager.save(2, {"x": eval(what, vars(shapes))})
+
+
+def read_a_shape(folder: Path) -> list[str]:
+    """What is said before the module is imported, and what was saved."""
+    sys.path.insert(0, str(folder))
+    manager = CheckpointManager(folder / "c")
+    said = []
+    for read in (manager.load, lambda: manager.restore({"x": None})):
+        with pytest.raises(CheckpointError) as refused:
+            read()
+        said.append(str(refused.value))
+    assert "shapes" not in sys.modules
+    importlib.import_module("shapes")
+    return [*said, str(manager.load()["x"])]
+
+
 @pytest.mark.parametrize("what", ["Kind.A", "Point(1)"])
-def test_a_class_is_never_imported_by_who_reads(tmp_path: Path, what: str) -> None:
+def test_a_class_is_never_imported_by_who_reads(ranks: Ranks, tmp_path: Path, what: str) -> None:
     """And no older state is taken instead: this one is whole."""
     (tmp_path / "shapes.py").write_text(SHAPES)
-    program = SAVES.format(folder=str(tmp_path), what=what)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
-    reads = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from elasticlib import CheckpointManager\n"
-        f"manager = CheckpointManager({str(tmp_path)!r} + '/c')\n"
-        "for read in (manager.load, lambda: manager.restore({'x': None})):\n"
-        "    try: read()\n"
-        "    except Exception as error: print(type(error).__name__, error)\n"
-        "assert 'shapes' not in sys.modules\n"
-        "import shapes; print(manager.load()['x'])\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", reads], check=True, timeout=100, stdout=subprocess.PIPE, text=True
-    )
-    first, second, third, last = ended.stdout.splitlines()
-    for line in (first, second):
-        assert "import the module shapes before the state is read" in line
-    assert third == "imported"
-    assert last.startswith(what.partition("(")[0])
+    ranks.run(save_a_shape, 1, tmp_path, what, backend="")
+    [[*refused, found]] = ranks.run(read_a_shape, 1, tmp_path, backend="")
+    for said in refused:
+        assert "import the module shapes before the state is read" in said
+    assert found.startswith(what.partition("(")[0])
 
 
 NO_NUMPY = """
@@ -400,6 +398,6 @@ def test_a_newer_packs_format_is_no_reason_to_take_an_older_state(
             manager.save(2, {"a": 2})
             manager.wait()
         for read in (manager.load, lambda: manager.restore({"a": 0})):
-            with pytest.raises(CheckpointError, match="has format 3, this version reads 1 to 2"):
+            with pytest.raises(CheckpointError, match="format 3"):
                 read()
     assert issubclass(Unreadable, CheckpointError)

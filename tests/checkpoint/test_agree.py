@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import Ranks
+from restoring import found_by, own_group, restore, sharded
 
-PROGRAM = Path(__file__).parent.parent / "programs" / "restoring.py"
-NOTHING: dict[str, Any] = {}
-
+Scenario = Callable[[int, Path, dict[str, Any]], dict[str, Any]]
 Play = Callable[..., list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def play() -> Iterator[Play]:
-    """Runs a scenario on as many ranks as it has inventories, and says what each found."""
-    command = [sys.executable, str(PROGRAM)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdin
-        assert server.stdout
+@pytest.fixture
+def play(ranks: Ranks, tmp_path: Path) -> Play:
+    """Runs a scenario on as many ranks, or in one process without a group, and gives what each
+    found; nothing for one that was killed."""
+    plays = itertools.count()
 
-        def run(scenario: str, world: int, **options: Any) -> list[dict[str, Any]]:
-            line = json.dumps({"scenario": scenario, "world": world, **options})
-            print(line, file=server.stdin, flush=True)
-            watch = threading.Timer(60, server.kill)
-            watch.start()
-            try:
-                found = json.loads(server.stdout.readline())
-            finally:
-                watch.cancel()
-                watch.join()
-            for each in found:
-                print(each.pop("trace", ""))
-            return found
+    def run(scenario: Scenario, world: int, **options: Any) -> list[dict[str, Any]]:
+        folder = tmp_path / str(next(plays))
+        folder.mkdir()
+        backend = options.pop("backend", "gloo") if world else ""
+        ends = ranks.ends(
+            found_by, max(1, world), scenario, folder, options, backend=backend, seconds=60
+        )
+        assert not any(end.error for end in ends if end.status >= 0), ends
+        return [end.value or {} for end in ends]
 
-        yield run
-        server.stdin.close()
-        assert server.wait(30) == 0
+    return run
 
 
 @pytest.fixture
-def restore(play: Play) -> Play:
+def together(play: Play) -> Play:
+    """Ranks restore what they hold."""
+
     def run(holds: list[list[Any]], **options: Any) -> list[dict[str, Any]]:
-        return play(options.pop("scenario", "restore"), len(holds), holds=holds, **options)
+        return play(options.pop("scenario", restore), len(holds), holds=holds, **options)
 
     return run
 
@@ -62,8 +51,8 @@ def one(found: list[dict[str, Any]], key: str) -> Any:
     return values[0]
 
 
-def test_all_take_the_newest_step_of_any_rank_in_place(restore: Play) -> None:
-    found = restore([[[10, 1.0]], [[10, 1.0], [20, 2.0]], []])
+def test_all_take_the_newest_step_of_any_rank_in_place(together: Play) -> None:
+    found = together([[[10, 1.0]], [[10, 1.0], [20, 2.0]], []])
     assert one(found, "step") == one(found, "n") == 20
     assert one(found, "values") == [2.0]
     assert one(found, "holder") == 1
@@ -71,46 +60,46 @@ def test_all_take_the_newest_step_of_any_rank_in_place(restore: Play) -> None:
     assert one(found, "passed_over") == []
 
 
-def test_with_nothing_anywhere_all_start_at_0_and_nothing_is_changed(restore: Play) -> None:
-    found = restore([[], []])
+def test_with_nothing_anywhere_all_start_at_0_and_nothing_is_changed(together: Play) -> None:
+    found = together([[], []])
     assert (one(found, "step"), one(found, "kind"), one(found, "holder")) == (0, "", -1)
     assert one(found, "values") == [0.0]
 
 
-def test_what_is_damaged_on_its_only_holder_is_passed_over_by_all(restore: Play) -> None:
-    found = restore([[[10, 1.0]], [[20, 2.0, {"damage": True}]], [[5, 0.5]]])
+def test_what_is_damaged_on_its_only_holder_is_passed_over_by_all(together: Play) -> None:
+    found = together([[[10, 1.0]], [[20, 2.0, {"damage": True}]], [[5, 0.5]]])
     assert one(found, "step") == 10
     assert one(found, "values") == [1.0]
     assert one(found, "passed_over") == ["rank 1's step 20 (disk, step-20): step-20 is damaged"]
-    found = restore([[[10, 1.0, {"damage": True}]], [[10, 1.0, {"damage": True}]]])
+    found = together([[[10, 1.0, {"damage": True}]], [[10, 1.0, {"damage": True}]]])
     assert one(found, "step") == 0
     assert len(one(found, "passed_over")) == 2
 
 
-def test_whose_copy_is_damaged_is_sent_anothers(restore: Play) -> None:
-    found = restore([[[20, 2.0, {"damage": True}]], [[20, 2.0]]])
+def test_whose_copy_is_damaged_is_sent_anothers(together: Play) -> None:
+    found = together([[[20, 2.0, {"damage": True}]], [[20, 2.0]]])
     assert one(found, "step") == 20
     assert one(found, "values") == [2.0]
     assert one(found, "holder") == 1
 
 
-def test_a_holder_whose_read_fails_is_passed_over_by_all(restore: Play) -> None:
-    found = restore([[[10, 1.0], [20, 2.0]], []], faults={"0": {"read": 20}})
+def test_a_holder_whose_read_fails_is_passed_over_by_all(together: Play) -> None:
+    found = together([[[10, 1.0], [20, 2.0]], []], faults={0: {"read": 20}})
     assert one(found, "step") == 10
     assert one(found, "values") == [1.0]
     [why] = one(found, "passed_over")
     assert why == "rank 0's step 20 (disk, step-20): OSError: [Errno 5] Input/output error"
 
 
-def test_who_cannot_say_what_it_holds_fails_all_rather_than_losing_steps(restore: Play) -> None:
-    found = restore([[[10, 1.0]], [[20, 2.0]]], faults={"1": {"held": True}})
+def test_who_cannot_say_what_it_holds_fails_all_rather_than_losing_steps(together: Play) -> None:
+    found = together([[[10, 1.0]], [[20, 2.0]]], faults={1: {"held": True}})
     error = one(found, "error")
     assert error.startswith("CheckpointError: rank 1 could not say which states it holds: OSError")
 
 
-def test_two_with_empty_disks_get_50_mib_in_chunks_and_one_pack_of_memory(restore: Play) -> None:
+def test_two_with_empty_disks_get_50_mib_in_chunks_and_one_pack_of_memory(together: Play) -> None:
     elements = 50 << 18
-    found = restore([[], [[7, 3.0]], []], elements=elements, chunk=3 << 20)
+    found = together([[], [[7, 3.0]], []], elements=elements, chunk=3 << 20)
     assert one(found, "step") == 7
     assert one(found, "values") == [3.0]
     # The state itself is touched for the first time here, too.
@@ -118,21 +107,21 @@ def test_two_with_empty_disks_get_50_mib_in_chunks_and_one_pack_of_memory(restor
     assert found[2]["peak_kib"] < 2 * (50 << 10) + (16 << 10)
 
 
-def test_copies_that_differ_are_replaced_by_what_most_hold(restore: Play) -> None:
-    found = restore([[[7, 1.0]], [[7, 2.0]], [[7, 2.0]]])
+def test_copies_that_differ_are_replaced_by_what_most_hold(together: Play) -> None:
+    found = together([[[7, 1.0]], [[7, 2.0]], [[7, 2.0]]])
     assert one(found, "values") == [2.0]
     assert [each["holder"] for each in found] == [1, 1, 2]
     [why] = one(found, "passed_over")
     assert why == ("rank 0's step 7 (disk, step-7): it is not the same as rank 1's, which is taken")
 
 
-def test_a_pack_that_is_changed_on_its_way_fails_all(restore: Play) -> None:
-    found = restore([[[7, 1.0]], []], noisy=True)
+def test_a_pack_that_is_changed_on_its_way_fails_all(together: Play) -> None:
+    found = together([[[7, 1.0]], []], noisy=True)
     assert "CheckpointCorrupt: step 7 was changed on its way: rank 0 sent" in one(found, "error")
 
 
-def test_a_state_that_one_rank_cannot_load_fails_all(restore: Play) -> None:
-    found = restore([[[7, 1.0]], []], fragile=1)
+def test_a_state_that_one_rank_cannot_load_fails_all(together: Play) -> None:
+    found = together([[[7, 1.0]], []], fragile=1)
     error = one(found, "error")
     assert error == (
         "CheckpointError: rank 1 failed at restoring step 7: state['fragile'], a Fragile,"
@@ -140,18 +129,18 @@ def test_a_state_that_one_rank_cannot_load_fails_all(restore: Play) -> None:
     )
 
 
-def test_names_on_one_side_only_are_refused_by_all_unless_allowed(restore: Play) -> None:
+def test_names_on_one_side_only_are_refused_by_all_unless_allowed(together: Play) -> None:
     holds: list[list[Any]] = [[[7, 1.0]], []]
-    error = one(restore(holds, names=["w", "extra"]), "error")
+    error = one(together(holds, names=["w", "extra"]), "error")
     assert error.startswith("StateMismatch: rank 0 cannot restore step 7: nothing was saved under")
     assert "'extra'; the state has no 'n', which was saved" in error
-    found = restore(holds, names=["w", "extra"], strict=False)
+    found = together(holds, names=["w", "extra"], strict=False)
     assert (one(found, "step"), one(found, "values")) == (7, [1.0])
 
 
-def test_parts_count_only_if_they_are_all_there_for_this_world(restore: Play) -> None:
+def test_parts_count_only_if_they_are_all_there_for_this_world(together: Play) -> None:
     two, three = {"parts": 2}, {"parts": 3}
-    found = restore(
+    found = together(
         [
             [[9, 1.0, {**three, "part": 0}], [8, 2.0, {**two, "part": 0}], [5, 4.0]],
             [[9, 1.0, {**three, "part": 1}], [7, 3.0, {**two, "part": 1}]],
@@ -165,36 +154,36 @@ def test_parts_count_only_if_they_are_all_there_for_this_world(restore: Play) ->
     ]
 
 
-def test_parts_that_lie_with_one_another_are_exchanged(restore: Play) -> None:
+def test_parts_that_lie_with_one_another_are_exchanged(together: Play) -> None:
     def part(number: int) -> list[Any]:
         return [8, float(number), {"kind": "memory", "part": number, "parts": 3}]
 
-    found = restore([[part(1), part(2)], [part(0)], []])
+    found = together([[part(1), part(2)], [part(0)], []])
     assert one(found, "step") == 8
     assert [each["values"] for each in found] == [[0.0], [1.0], [2.0]]
     assert [each["holder"] for each in found] == [1, 0, 0]
 
 
-def test_a_sharded_disk_is_loaded_by_each_for_itself_if_all_can(restore: Play) -> None:
+def test_a_sharded_disk_is_loaded_by_each_for_itself_if_all_can(together: Play) -> None:
     def kept(step: int, **more: Any) -> list[Any]:
         return [step, float(step), {"kind": "sharded disk", **more}]
 
     both = [kept(9), kept(8)]
-    found = restore([both, both])
+    found = together([both, both])
     assert (one(found, "step"), one(found, "kind"), one(found, "values")) == (
         9,
         *("sharded disk", [9.0]),
     )
-    found = restore([both, [kept(9, damage=True), kept(8)]])
+    found = together([both, [kept(9, damage=True), kept(8)]])
     assert (one(found, "step"), one(found, "values")) == (8, [8.0])
-    found = restore([both, [kept(8)]])
+    found = together([both, [kept(8)]])
     assert one(found, "passed_over") == ["step 9 (sharded disk) is out of reach of rank 1"]
-    found = restore([both, both], faults={"0": {"load": 9}})
+    found = together([both, both], faults={0: {"load": 9}})
     assert "rank 0 failed at restoring step 9: the shard does not fit" in one(found, "error")
 
 
-def test_a_holder_that_is_killed_leaves_nobody_waiting(restore: Play) -> None:
-    found = restore([[[7, 1.0]], [], []], faults={"0": {"die": 7}})
+def test_a_holder_that_is_killed_leaves_nobody_waiting(together: Play) -> None:
+    found = together([[[7, 1.0]], [], []], faults={0: {"die": 7}})
     assert found[0] == {}
     assert "error" in found[1]
     assert "error" in found[2]
@@ -202,12 +191,12 @@ def test_a_holder_that_is_killed_leaves_nobody_waiting(restore: Play) -> None:
 
 def test_one_process_without_a_group_takes_its_newest_whole_one(play: Play) -> None:
     holds = [[[5, 1.0], [6, 2.0], [7, 3.0, {"damage": True}]]]
-    [found] = play("restore", 0, holds=holds)
+    [found] = play(restore, 0, holds=holds)
     assert (found["step"], found["values"], found["holder"]) == (6, [2.0], 0)
 
 
-def test_where_the_group_moves_no_cpu_tensors_one_is_made_for_the_time(restore: Play) -> None:
-    found = restore([[[7, 1.0]], []], scenario="own group", backend="cuda:gloo")
+def test_where_the_group_moves_no_cpu_tensors_one_is_made_for_the_time(together: Play) -> None:
+    found = together([[[7, 1.0]], []], scenario=own_group, backend="cuda:gloo")
     assert (one(found, "step"), one(found, "values")) == (7, [1.0])
     assert one(found, "other")
     assert one(found, "left") == 0
@@ -220,7 +209,7 @@ def test_where_the_group_moves_no_cpu_tensors_one_is_made_for_the_time(restore: 
 
 @pytest.mark.parametrize("at", [[0, 1], [1, 0]], ids=["own", "exchanged"])
 def test_sharded_modules_and_optimizers_go_on_as_if_nothing_had_been(play: Play, at: Any) -> None:
-    found = play("sharded", 2, at=at, other_cut=[4])
+    found = play(sharded, 2, at=at, other_cut=[4])
     assert (one(found, "step"), one(found, "n"), one(found, "cut")) == (3, 3, True)
     assert one(found, "same")
     assert [each["bare"] for each in found] == [[1.0], [2.0]]

@@ -17,13 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from managers import manager_at
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.disk import Disk, LocalPlace
-from elasticlib.checkpoint.here import Here
 from elasticlib.errors import CheckpointError
 
 OLD, NEW = 1, 2
+OTHERS = (errno.EIO, errno.EROFS)
+Scene = Callable[[Path], tuple[int, set[int | None]]]
+"""Prepares a folder; gives the step that is saved then, and what may be there if that fails."""
 
 
 def state(value: int) -> dict[str, object]:
@@ -99,7 +102,7 @@ def short(name: str, real: Callable[..., object], *args: object) -> object:
 
 def save(folder: Path, step: int, value: int, disk: Disk | None = None) -> None:
     place = LocalPlace(folder, disk)
-    with CheckpointManager(place, keep_last=1, here=Here(run="r", launch="l")) as manager:
+    with manager_at(place, {"run": "r", "launch": "l"}, keep_last=1) as manager:
         manager.save(step, state(value))
 
 
@@ -129,7 +132,7 @@ def same_step_again(folder: Path) -> tuple[int, set[int | None]]:
 SCENES = [first_save, later_save, same_step_again]
 
 
-def boundaries(scene: Callable[[Path], tuple[int, set[int | None]]], folder: Path) -> int:
+def boundaries(scene: Scene, folder: Path) -> int:
     step, _ = scene(folder)
     disk = Faulty()
     save(folder, step, NEW, disk)
@@ -174,28 +177,43 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
+def killed_at(boundary: int, fault: Callable[..., None], scene: Scene, folder: Path) -> int | None:
+    """What is there afterwards: the old or the new state."""
+    step, allowed = scene(folder)
+    disk = Faulty(boundary, fault)
+    status = in_a_child(lambda: save(folder, step, NEW, disk))
+    assert os.WTERMSIG(status) == signal.SIGKILL, boundary
+    return check(folder, step, allowed, f"killed at {boundary}")
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_killed_in_the_middle_of_a_commit_the_old_or_the_new_state_is_there(
+    tmp_path: Path, scene: Scene
+) -> None:
+    """All writes: test_power_loss, with what a kill leaves, and the next, with real kills."""
+    folder = tmp_path / "checkpoints"
+    killed_at(boundaries(scene, folder) // 2, die_in_the_middle, scene, folder)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("fault", [die, die_in_the_middle])
 def test_killed_at_any_write_the_old_or_the_new_state_is_there(
-    tmp_path: Path, scene: Callable[[Path], tuple[int, set[int | None]]], fault: Callable[..., None]
+    tmp_path: Path, scene: Scene, fault: Callable[..., None]
 ) -> None:
     folder = tmp_path / "checkpoints"
     count = boundaries(scene, folder)
     assert count > 14
-    seen = set()
-    for boundary in range(1, count + 1):
-        step, allowed = scene(folder)
-        disk = Faulty(boundary, fault)
-        status = in_a_child(lambda disk=disk, step=step: save(folder, step, NEW, disk))
-        assert os.WTERMSIG(status) == signal.SIGKILL, boundary
-        seen.add(check(folder, step, allowed, f"killed at {boundary} of {count}"))
+    seen = {killed_at(boundary, fault, scene, folder) for boundary in range(1, count + 1)}
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, *(pytest.param(code, marks=pytest.mark.long) for code in OTHERS)]
+)
 def test_an_error_at_any_write_loses_nothing_and_is_told(
-    tmp_path: Path, scene: Callable[[Path], tuple[int, set[int | None]]], code: int
+    tmp_path: Path, scene: Scene, code: int
 ) -> None:
     folder = tmp_path / "checkpoints"
     told = 0
@@ -216,9 +234,7 @@ def test_an_error_at_any_write_loses_nothing_and_is_told(
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_short_write_is_carried_on(
-    tmp_path: Path, scene: Callable[[Path], tuple[int, set[int | None]]]
-) -> None:
+def test_a_short_write_is_carried_on(tmp_path: Path, scene: Scene) -> None:
     folder = tmp_path / "checkpoints"
     for boundary in range(1, boundaries(scene, folder) + 1):
         step, _ = scene(folder)

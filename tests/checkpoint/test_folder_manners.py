@@ -8,24 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from managers import manager_at
 
 from elasticlib import CheckpointManager, FileStore
 from elasticlib.checkpoint.commit import Committer
 from elasticlib.checkpoint.disk import LOCK, LocalPlace
 from elasticlib.checkpoint.fence import Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.here import Here
 from elasticlib.checkpoint.prune import Retention
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreUnavailable
 from elasticlib.hard_lock import hard_lock
 
 
 def test_who_is_of_the_past_prunes_nothing_though_it_never_had_the_folder(tmp_path: Path) -> None:
-    places = (Here(run="r", launch="l", generation=number) for number in (1, 2))
-    old, new = (CheckpointManager(tmp_path, keep_last=1, here=place) for place in places)
+    places = ({"run": "r", "launch": "l", "generation": number} for number in (1, 2))
+    old, new = (manager_at(tmp_path, place, keep_last=1) for place in places)
     new.claim()
     (tmp_path / "step-0000000001").mkdir()
-    with pytest.raises(CheckpointRefused, match=r"was not pruned: .* is older"):
+    with pytest.raises(CheckpointRefused, match=r"pruned.*older"):
         old.prune()
     assert (tmp_path / "step-0000000001").exists()
 

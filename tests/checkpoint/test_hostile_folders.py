@@ -8,21 +8,20 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import manifest as manifests
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.commands import main
-from elasticlib.workers.spec import SNAPSHOTS
 
 
 def state(value: float, size: int = 3) -> dict[str, Any]:
@@ -430,7 +429,7 @@ def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
 ) -> None:
     era = tmp_path / "memory" / "1"
     era.mkdir(parents=True)
-    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     with CheckpointManager(small_disk) as manager:
         assert manager.restore(state(0)) == 0
@@ -457,30 +456,29 @@ def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
 
 # -- pruning beside a job ----------------------------------------------------------------------
 
-SAVES = """
-import sys, torch
-from elasticlib import CheckpointManager
-with CheckpointManager(sys.argv[1], keep_last=2) as manager:
-    # It goes back at times, to steps that were, or are being, pruned.
-    for turn in range(300):
-        manager.save(turn % 7, {"w": torch.full((3,), float(turn))})
-"""
+TURNS = 100
+
+
+def save_back_to_back(folder: Path) -> None:
+    with CheckpointManager(folder, keep_last=2) as manager:
+        # It goes back at times, to steps that were, or are being, pruned.
+        for turn in range(TURNS):
+            manager.save(turn % 7, state(turn))
 
 
 def test_pruning_by_hand_never_fails_a_job_that_saves_back_to_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-c", SAVES, str(tmp_path)]
     prune = ["checkpoints", "prune", str(tmp_path), "--keep-last", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
-        pruned = 0
-        while job.poll() is None:
+    pruned = 0
+    with ThreadPoolExecutor(1) as beside:
+        job = beside.submit(ranks.run, save_back_to_back, 1, tmp_path, backend="")
+        while not job.done():
             status = main(prune)
             told = capsys.readouterr()
             assert status == 0 or "none is known to be good" in told.err, told.err
             pruned += "deleted none" not in told.out
-        assert job.stderr is not None
-        assert job.returncode == 0, job.stderr.read()
+        job.result()
     assert pruned > 3
     assert CheckpointManager(tmp_path).verify() == {}
-    assert restored(tmp_path)[1] >= 293
+    assert restored(tmp_path)[1] >= TURNS - 7

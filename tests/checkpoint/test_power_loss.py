@@ -1,7 +1,8 @@
-"""The machine loses its power at each write of a commit: what was not synced may be gone.
+"""The writer is killed, or the machine loses its power, at each half of a write of a commit.
 
-A model of the disk is kept beside the real one. Of what was not synced, either nothing is there
-afterwards, or what was renamed is, or all names are; and no contents.
+A model of the disk is kept beside the real one. After a kill all is there as it stands. After a
+loss of power, of what was not synced either nothing is there, or what was renamed is, or all names
+are; and no contents.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Image = dict[str, bytes]
 
 
 class Forgetful(Disk):
-    """Keeps, after each call, what a loss of power would leave: files by their paths."""
+    """Keeps, after each call, what a kill and a loss of power would leave: files by their paths."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -43,7 +44,10 @@ class Forgetful(Disk):
     def _note(self) -> None:
         self.images += [
             image
-            for image in (self._synced({}), self._synced(self.renamed), self._names_alone())
+            for image in (
+                self._as_it_stands(),
+                *(self._synced({}), self._synced(self.renamed), self._names_alone()),
+            )
             if image not in self.images
         ]
 
@@ -62,9 +66,14 @@ class Forgetful(Disk):
         walk(self.folder)
         return found
 
+    def _files(self) -> list[Path]:
+        return [path for path in Path(self.folder).rglob("*") if path.is_file()]
+
     def _names_alone(self) -> Image:
-        paths = [path for path in Path(self.folder).rglob("*") if path.is_file()]
-        return {str(path): self.contents.get(path.stat().st_ino, b"") for path in paths}
+        return {str(path): self.contents.get(path.stat().st_ino, b"") for path in self._files()}
+
+    def _as_it_stands(self) -> Image:
+        return {str(path): path.read_bytes() for path in self._files()}
 
     def create(self, path: str) -> int:
         handle = super().create(path)
@@ -74,7 +83,7 @@ class Forgetful(Disk):
         return handle
 
     def write(self, handle: int, data: memoryview) -> int:
-        count = super().write(handle, data)
+        count = super().write(handle, data[: (len(data) + 1) // 2])
         self._note()
         return count
 
@@ -126,10 +135,17 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
             yield found.step, bytes(shelf.read(found.manifest))
 
 
-def test_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
+def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
+    tmp_path: Path,
+) -> None:
     folder, place = tmp_path / "checkpoints", tmp_path / "restored"
-    committer(folder).save(1, memoryview(b"old"))
-    for step, data, older in ((2, b"new", (1, b"old")), (2, b"newer", (2, b"new"))):
+    folder.mkdir()
+    commits = (
+        (1, b"old", None),
+        (2, b"new", (1, b"old")),
+        (2, b"newer", (2, b"new")),
+    )
+    for step, data, older in commits:
         disk = Forgetful(folder)
         committer(folder, disk).save(step, memoryview(data))
         assert len(disk.images) > 6

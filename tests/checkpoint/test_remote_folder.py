@@ -11,9 +11,9 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from managers import manager_at
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.here import Here
 from elasticlib.checkpoint.remote import RemotePlace
 from elasticlib.errors import CheckpointError, CheckpointRefused
 
@@ -129,9 +129,9 @@ def test_a_damaged_byte_is_found_there_too(url: str) -> None:
 
 
 def test_an_older_generation_is_refused_there_as_far_as_it_can_be(url: str) -> None:
-    with CheckpointManager(url, here=Here(run="r", launch="l", generation=2)) as newer:
+    with manager_at(url, {"run": "r", "launch": "l", "generation": 2}) as newer:
         newer.claim()
-        older = CheckpointManager(url, here=Here(run="r", launch="l", generation=1))
+        older = manager_at(url, {"run": "r", "launch": "l", "generation": 1})
         with pytest.raises(CheckpointRefused, match=r"generation 1 of run 'r' .* is older"):
             older.claim()
 
@@ -139,7 +139,7 @@ def test_an_older_generation_is_refused_there_as_far_as_it_can_be(url: str) -> N
 def test_a_url_that_nobody_knows_and_a_missing_fsspec_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(CheckpointError, match="nosuch://a cannot be opened"):
+    with pytest.raises(CheckpointError, match="nosuch://a"):
         RemotePlace("nosuch://a")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match=r"pip install 'elasticlib\[fsspec\]'"):

@@ -16,6 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import until
 
+from elasticlib import (
+    BootstrapStoreInfo,
+    MemoryStore,
+    Node,
+    RendezvousInfo,
+    Script,
+    Store,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    deal_seats,
+)
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.buddies import Place, decode_place, encode_place
 from elasticlib.checkpoint.keeper import SnapshotKeeper
@@ -33,12 +45,6 @@ from elasticlib.checkpoint.replica_wire import (
 )
 from elasticlib.checkpoint.slot import Found, Record, word_sum
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
-from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
-from elasticlib.workers.spec import Script, WorkerGroup, WorkerSpec, deal_ranks
 
 SECRET = b"the secret of the job"
 
@@ -67,7 +73,7 @@ class Host:
         self.slots, self.info = {}, info
         group = WorkerGroup(
             spec=WorkerSpec(Script("train.py")),
-            workers=deal_ranks(info.seat),
+            workers=(Worker(0, info.rank, info.rank, info.world_size, info.world_size),),
             run_id="run",
             generation=info.generation,
             group_rank=info.rank,
@@ -272,7 +278,7 @@ def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Ho
         (infos[2], SECRET),
         (attrs.evolve(infos[0], generation=2), b""),
     ):
-        with pytest.raises(Refused, match="no node whose replicas I keep"):
+        with pytest.raises(Refused, match="replicas"):
             let_in(store, info, 1, secret)
     let_in(store, infos[0], 1).close()
     # And a place that does not know the secret is not believed.

@@ -24,7 +24,6 @@ from elasticlib.checkpoint.slot import (
     encode_seal,
     word_sum,
 )
-from elasticlib.workers.spec import SNAPSHOTS
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An agent's memory, as its worker is told of it."""
     era = tmp_path / "memory" / "1"
     era.mkdir(parents=True)
-    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     return era.parent
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.here import find_out
-from elasticlib.errors import CheckpointError
-from elasticlib.workers.spec import SNAPSHOTS
+from elasticlib.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -22,7 +19,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An agent's, as its worker is told of it."""
     era = tmp_path / "memory" / "1"
     era.mkdir(parents=True)
-    monkeypatch.setenv(SNAPSHOTS, str(era))
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     return era
 
@@ -51,47 +48,36 @@ def test_ranks_that_have_not_met_are_told_to(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
         CheckpointManager(tmp_path) as manager,
-        pytest.raises(CheckpointError, match="init_process_group before"),
+        pytest.raises(CheckpointError, match="init_process_group"),
     ):
         manager.restore(state(0.0))
 
 
+@pytest.mark.parametrize(("local_rank", "writes"), [("0", True), ("3", False)])
 def test_who_is_first_on_a_node_is_known_where_all_have_local_rank_0(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, writes: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", "3")
-    assert find_out().local_rank == 3
+    monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", local_rank)
+    assert CheckpointManager(tmp_path, shared=False).writes is writes
 
 
-GROUP = """
-import os, sys
-import torch
-import torch.distributed as dist
-from elasticlib import CheckpointManager
-rank = 1 if os.fork() else 0
-store = dist.FileStore(sys.argv[1] + "/meet", 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-group = dist.new_group([1])
-if rank == 1:
-    try:
-        CheckpointManager(sys.argv[1], group=group, shared=False)
-    except Exception as error:
-        print(error)
-    with CheckpointManager(sys.argv[1] + "/kept", group=group) as manager:
-        print("step", manager.restore({"weight": torch.zeros(2)}))
+def save_in_a_group_of_its_own(folder: Path) -> tuple[str, int] | None:
+    group = dist.new_group([1])
+    if dist.get_rank() == 0:
+        return None
+    with pytest.raises(ConfigError) as refused:
+        CheckpointManager(folder, group=group, shared=False)
+    with CheckpointManager(folder / "kept", group=group) as manager:
+        step = manager.restore({"weight": torch.zeros(2)})
         manager.save(1, {"weight": torch.ones(2)})
-    os.wait()
-dist.destroy_process_group()
-os._exit(0) if rank == 0 else None
-"""
+    return str(refused.value), step
 
 
-def test_the_first_rank_of_a_group_writes_what_the_group_shares(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GROUP, str(tmp_path)]
-    done = subprocess.run(
-        command, env=dict(os.environ), capture_output=True, text=True, timeout=90, check=True
-    )
-    assert "shared=False has the first rank of each node write" in done.stdout
-    assert "step 0" in done.stdout
+def test_the_first_rank_of_a_group_writes_what_the_group_shares(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    _, (refused, step) = ranks.run(save_in_a_group_of_its_own, 2, tmp_path)
+    assert "shared=False has the first rank of each node write" in refused
+    assert step == 0
     assert CheckpointManager(tmp_path / "kept").steps() == [1]

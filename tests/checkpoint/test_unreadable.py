@@ -90,7 +90,7 @@ def test_the_newest_whole_one_stays_when_nothing_else_can_be_read_and_pruning_re
         assert manager.prune().kept == (1, 2, 3)
         place.away = ("",)
         assert manager.verify().keys() == {1, 2, 3}
-        with pytest.raises(CheckpointError, match="could not be pruned"):
+        with pytest.raises(CheckpointError, match="pruned"):
             manager.prune()
         place.away = ()
         assert manager.prune().kept == (3,)
@@ -106,10 +106,10 @@ def test_nothing_older_is_gone_on_from_while_the_newest_cannot_be_read(
     place.away = names(2) if part == "manifest" else (data_of(tmp_path, 2),)
     state = {"w": torch.zeros(3)}
     with CheckpointManager(place) as manager:
-        with pytest.raises(CheckpointError, match=r"000002 cannot be read: .* nothing older is"):
+        with pytest.raises(CheckpointError, match=r"000002.* nothing older"):
             manager.restore(state)
         for look in (manager.load, manager.latest):
-            with pytest.raises(CheckpointError, match="000002 cannot be read"):
+            with pytest.raises(CheckpointError, match="000002"):
                 look()
         assert state["w"].tolist() == [0, 0, 0]
         place.away = names(1)
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_pat
     body = data.rpartition(b"\ncrc32")[0].replace(b'"format":2', b'"format":9')
     (newer / manifests.NAME).write_bytes(manifests.summed(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
-        with pytest.raises(CheckpointError, match=r"format 9, this version .*: .* nothing old"):
+        with pytest.raises(CheckpointError, match=r"format 9.* nothing older"):
             manager.restore({"w": torch.zeros(3)})
         saved(manager, 3)
     assert newer.is_dir()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import until
+from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.disk import Disk, LocalPlace
 from elasticlib.errors import CheckpointError
 
 Act = Callable[[Path], object]
+Play = Callable[[Act, Act], list[Any]]
 
 
 class Gated(Disk):
@@ -48,41 +49,14 @@ def manager(folder: Path, disk: Disk | None = None, **more: Any) -> CheckpointMa
     return CheckpointManager(LocalPlace(folder / "checkpoints", disk), **more)
 
 
-def play(folder: Path, writer: Act, other: Act) -> list[Any]:
-    """What the two ranks come to; None for one that was killed."""
-    children = []
-    for rank, act in enumerate((writer, other)):
-        child = os.fork()
-        if not child:
-            try:
-                torch.set_num_threads(1)
-                store = dist.FileStore(str(folder / "meet"), 2)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-                found = act(folder)
-                (folder / f"{rank}.part").write_text(json.dumps(found))
-                (folder / f"{rank}.part").rename(folder / f"{rank}.json")
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        children.append(child)
-    ends = []
+def act(each: Sequence[Act], folder: Path) -> object:
+    return each[dist.get_rank()](folder)
 
-    def ended() -> bool:
-        for child in [child for child in children if child not in ends]:
-            if os.waitpid(child, os.WNOHANG)[0]:
-                ends.append(child)
-        return len(ends) == 2
 
-    try:
-        until("both ranks' ends", ended)
-    finally:
-        for child in children:
-            if child not in ends:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-    paths = [folder / f"{rank}.json" for rank in (0, 1)]
-    return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+@pytest.fixture
+def play(ranks: Ranks, tmp_path: Path) -> Play:
+    """What the two ranks come to, one that writes and another."""
+    return lambda writer, other: ranks.run(act, 2, (writer, other), tmp_path)
 
 
 @contextmanager
@@ -95,106 +69,103 @@ def told() -> Iterator[list[str]]:
         said.append(str(error))
 
 
+def save_gated(steps: Sequence[int], gate: str, folder: Path) -> None:
+    with manager(folder, Gated(folder / gate)) as mine:
+        for step in steps:
+            mine.save(step, state(10 + step))
+
+
+def wait_early_and_for_the_next(folder: Path) -> list[Any]:
+    with manager(folder) as mine:
+        mine.save(1, state(1))
+        with told() as early:
+            mine.wait(timeout=0.5)
+        mine.save(2, state(2))
+        (folder / "gate").touch()
+        with told() as never:
+            mine.wait(timeout=0.5)
+    with manager(folder) as mine:
+        return [early, never, mine.steps(), float(mine.load()["w"][0])]
+
+
+def wait_for_both(folder: Path) -> list[Any]:
+    with manager(folder) as mine:
+        for step in (1, 2):
+            mine.save(step, state(0))
+        (folder / "again").touch()
+        mine.wait()
+        return [mine.steps(), float(mine.load()["w"][0]), float(mine.load(1)["w"][0])]
+
+
 def test_wait_returns_once_another_rank_has_made_it_durable_and_not_before(
-    tmp_path: Path,
+    play: Play, tmp_path: Path
 ) -> None:
     with manager(tmp_path) as before:
         # That there is one of this step already says nothing of the one that is on its way.
         before.save(1, state(0))
-
-    def writes(folder: Path) -> object:
-        with manager(folder, Gated(folder / "gate")) as mine:
-            mine.save(1, state(1))
-        return None
-
-    def waits(folder: Path) -> object:
-        with manager(folder) as mine:
-            mine.save(1, state(1))
-            with told() as early:
-                mine.wait(timeout=0.5)
-            mine.save(2, state(2))
-            (folder / "gate").touch()
-            with told() as never:
-                mine.wait(timeout=0.5)
-        with manager(folder) as mine:
-            return [early, never, mine.steps(), float(mine.load()["w"][0])]
-
-    _, (early, never, steps, value) = play(tmp_path, writes, waits)
+    writes = partial(save_gated, (1,), "gate")
+    _, (early, never, steps, value) = play(writes, wait_early_and_for_the_next)
     for said, step in ((early, 1), (never, 2)):
         assert said[0].startswith(f"nothing was heard of the save of step {step}, which rank 0")
-    assert (steps, value) == ([1], 1.0)
-
-    def writes_both(folder: Path) -> object:
-        with manager(folder, Gated(folder / "again")) as mine:
-            for step in (1, 2):
-                mine.save(step, state(10 + step))
-        return None
-
-    def waits_alone(folder: Path) -> object:
-        with manager(folder) as mine:
-            for step in (1, 2):
-                mine.save(step, state(10 + step))
-            (folder / "again").touch()
-            mine.wait()
-            return [mine.steps(), float(mine.load()["w"][0]), float(mine.load(1)["w"][0])]
-
-    (tmp_path / "meet").unlink()
-    assert play(tmp_path, writes_both, waits_alone)[1] == [[1, 2], 12.0, 11.0]
+    assert (steps, value) == ([1], 11.0)
+    writes = partial(save_gated, (1, 2), "again")
+    assert play(writes, wait_for_both)[1] == [[1, 2], 12.0, 11.0]
 
 
-def test_all_ranks_hear_why_one_could_not_save_and_that_one_is_gone(tmp_path: Path) -> None:
-    def fails(folder: Path) -> object:
-        mine = manager(folder, Full())
+def fail_to_save(folder: Path) -> list[str]:
+    mine = manager(folder, Full())
+    mine.save(1, state(1))
+    with told() as said:
+        mine.wait()
+    mine.close()
+    return said
+
+
+def hear_of_it_once(folder: Path) -> list[str]:
+    mine = manager(folder)
+    mine.save(1, state(1))
+    with told() as said:
+        mine.wait()
+    mine.wait()
+    mine.close()
+    return said
+
+
+def save_and_be_killed(folder: Path) -> None:
+    manager(folder, Gated(folder / "never")).save(1, state(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_the_killed(folder: Path) -> list[str]:
+    with manager(folder) as mine:
         mine.save(1, state(1))
         with told() as said:
-            mine.wait()
-        mine.close()
+            mine.wait(timeout=1.0)
         return said
 
-    def hears(folder: Path) -> object:
-        mine = manager(folder)
-        mine.save(1, state(1))
-        with told() as said:
-            mine.wait()
-        mine.wait()  # it was told once
-        mine.close()
-        return said
 
-    here, there = play(tmp_path, fails, hears)
+def test_all_ranks_hear_why_one_could_not_save_and_that_one_is_gone(
+    play: Play, ranks: Ranks, tmp_path: Path
+) -> None:
+    here, there = play(fail_to_save, hear_of_it_once)
     assert os.strerror(errno.ENOSPC) in here[0]
     assert there == [f"step 1 was not saved by rank 0: {here[0]}"]
-
-    def dies(folder: Path) -> object:
-        mine = manager(folder, Gated(folder / "never"))
-        mine.save(1, state(1))
-        os._exit(0)
-
-    def misses(folder: Path) -> object:
-        with manager(folder) as mine:
-            mine.save(1, state(1))
-            with told() as said:
-                mine.wait(timeout=1.0)
-            return said
-
-    (tmp_path / "meet").unlink()
-    (tmp_path / "0.json").unlink()
-    gone, (said,) = play(tmp_path, dies, misses)
-    assert gone is None
+    killed, other = ranks.ends(act, 2, (save_and_be_killed, wait_for_the_killed), tmp_path)
+    assert killed.status == -signal.SIGKILL
+    [said] = other.value
     assert "nothing was heard of the save of step 1, which rank 0 makes: it has died" in said
 
 
-def test_ranks_that_do_not_make_the_same_calls_are_told_so(tmp_path: Path) -> None:
-    def at(step: int) -> Act:
-        def act(folder: Path) -> object:
-            with manager(folder) as mine:
-                mine.save(step, state(step))
-                with told() as said:
-                    mine.wait()
-                return said
+def save_and_hear(step: int, folder: Path) -> list[str]:
+    with manager(folder) as mine:
+        mine.save(step, state(step))
+        with told() as said:
+            mine.wait()
+        return said
 
-        return act
 
-    _, said = play(tmp_path, at(3), at(4))
+def test_ranks_that_do_not_make_the_same_calls_are_told_so(play: Play) -> None:
+    _, said = play(partial(save_and_hear, 3), partial(save_and_hear, 4))
     assert said == [
         "rank 0 was asked to save step 3, and this rank step 4: all ranks have to make the same "
         "calls"
@@ -209,7 +180,7 @@ def test_a_rank_that_has_met_nobody_looks_for_the_checkpoint_itself(
         monkeypatch.setenv(name, str(value))
     mine = manager(tmp_path, shared=shared)
     mine.save(1, state(1))
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*000001, which another rank"):
+    with pytest.raises(CheckpointError, match=r"000001.*another rank"):
         mine.wait(timeout=0.2)
     mine.save(1, state(1))
     monkeypatch.setenv("RANK", "0")

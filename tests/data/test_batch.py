@@ -80,27 +80,27 @@ def test_averaged_over_the_ranks_the_gradient_is_that_of_one_process(world, most
 
 
 @pytest.mark.parametrize(
-    ("numbers", "sentence"),
+    ("numbers", "named"),
     [
-        ((0, 1), "need global_batch >= 1, got 0"),
-        ((1, 0), "need world_size >= 1, got 0"),
-        ((1, 1, 0), "need max_micro_batch >= 1, got 0"),
-        ((8.0, 1), "global_batch is 8.0, must be an integer"),
-        ((8, 1, 2.0), "max_micro_batch is 2.0, must be an integer"),
+        ((0, 1), "global_batch.*got 0"),
+        ((1, 0), "world_size.*got 0"),
+        ((1, 1, 0), "max_micro_batch.*got 0"),
+        ((8.0, 1), "global_batch is 8.0"),
+        ((8, 1, 2.0), "max_micro_batch is 2.0"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(numbers, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_a_plan_that_cannot_be_is_refused(numbers, named):
+    with pytest.raises(ConfigError, match=named):
         plan_batches(*numbers)
 
 
 def test_a_rank_outside_the_world_has_no_share():
-    with pytest.raises(ConfigError, match="need 0 <= rank < world_size, got 2 and 2"):
+    with pytest.raises(ConfigError, match=r"rank.*got 2 and 2"):
         plan_batches(4, 2).micro_batches(2)
 
 
 def test_learning_rates_follow_a_global_batch_that_is_changed_on_purpose():
     assert linear_learning_rate(0.1, of=256, to=1024) == pytest.approx(0.4)
     assert square_root_learning_rate(0.1, of=256, to=1024) == pytest.approx(0.2)
-    with pytest.raises(ConfigError, match="need batches of at least 1 sample, got of=0 and to=2"):
+    with pytest.raises(ConfigError, match="of=0 and to=2"):
         linear_learning_rate(0.1, of=0, to=2)

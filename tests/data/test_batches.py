@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -35,7 +35,6 @@ def order_of(n):
 
 
 @given(lengths, sizes, worlds, st.sampled_from(("exact", "drop", "pad")))
-@settings(deadline=None)
 def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch, world, tail):
     ranks = world_of(n, world, batch, tail=tail)
     order, rest = order_of(n), n % batch
@@ -52,7 +51,6 @@ def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch
 @given(
     lengths, sizes, st.lists(st.tuples(worlds, st.integers(0, 4)), max_size=5), worlds, st.data()
 )
-@settings(deadline=None)
 def test_kills_and_resizes_leave_the_steps_of_an_undisturbed_job(n, batch, segments, last, data):
     """Killed some steps after it saved, a job takes those steps again, and no others."""
     state, used = ElasticDistributedSampler(range(n), 1, 0).state_dict(), []
@@ -116,7 +114,7 @@ def test_a_batch_that_is_dropped_is_not_left_for_a_smaller_one():
         batches.advance()
     assert batches.state_dict()["consumed"] == 10
     assert batches.samples == len(batches) == batches.advance() == 0
-    with pytest.raises(ConfigError, match="no batch to plan: the epoch is over"):
+    with pytest.raises(ConfigError, match="epoch is over"):
         batches.plan()
 
 
@@ -127,15 +125,15 @@ def test_the_tail_is_the_samplers_unless_another_is_given():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "named"),
     [
-        ({"global_batch": 0}, "need global_batch >= 1, got 0"),
-        ({"global_batch": 4, "max_micro_batch": 0}, "need max_micro_batch >= 1, got 0"),
+        ({"global_batch": 0}, "global_batch.*got 0"),
+        ({"global_batch": 4, "max_micro_batch": 0}, "max_micro_batch.*got 0"),
         ({"global_batch": 4, "tail": "cut"}, "tail is 'cut'"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_batches_that_cannot_be_are_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
         ElasticBatchSampler(ElasticDistributedSampler(range(10), 1, 0), **options)
 
 

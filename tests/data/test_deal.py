@@ -99,18 +99,18 @@ def test_advance_stops_at_the_end_of_the_epoch(position, count):
 
 
 def test_samples_are_not_given_back():
-    with pytest.raises(ConfigError, match="need count >= 0, got -1"):
+    with pytest.raises(ConfigError, match=r"count.*got -1"):
         advance(Position(0, 0, 5, 10), -1)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_outside_its_world_is_refused(rank, world):
-    with pytest.raises(ConfigError, match=f"need 0 <= rank < world_size, got {rank} and {world}"):
+    with pytest.raises(ConfigError, match=f"rank.*got {rank} and {world}"):
         deal(Position(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
 
 
 def test_an_unknown_tail_is_refused_also_where_there_is_none():
-    with pytest.raises(ConfigError, match="tail is 'cut', must be one of pad, drop, exact"):
+    with pytest.raises(ConfigError, match=r"tail is 'cut'.*pad, drop, exact"):
         deal(Position(0, 0, 0, 10), rank=0, world_size=2, tail="cut")
 
 
@@ -124,28 +124,27 @@ def test_the_plain_form_is_five_integers_and_a_name_and_comes_back(position):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "named"),
     [
-        ({"format": 3}, "format is 3, this version reads 1 and 2"),
-        ({"format": True}, "format is True, must be an integer"),
-        ({"consumed": 11}, "need 0 <= consumed <= length, got 11 and 10"),
-        ({"consumed": -1}, "need 0 <= consumed <= length, got -1 and 10"),
-        ({"epoch": -1}, "need epoch >= 0, got -1"),
-        ({"length": -1, "consumed": 0}, "need 0 <= consumed <= length, got 0 and -1"),
-        ({"seed": "0"}, "seed is '0', must be an integer"),
-        ({"epoch": True}, "epoch is True, must be an integer"),
-        ({"consumed": 4.0}, "consumed is 4.0, must be an integer"),
-        ({"shuffle": "dice"}, "shuffle is 'dice', must be one of feistel, randperm, none"),
-        ({"world": 4}, "'world' is no field of a sampler's state of format 2"),
-        ({"format": 1}, "'shuffle' is no field of a sampler's state of format 1"),
+        ({"format": 3}, "format is 3.* 1 and 2"),
+        ({"format": True}, "format is True.*integer"),
+        ({"consumed": 11}, "consumed.*got 11 and 10"),
+        ({"consumed": -1}, "consumed.*got -1 and 10"),
+        ({"epoch": -1}, "epoch.*got -1"),
+        ({"length": -1, "consumed": 0}, "length.*got 0 and -1"),
+        ({"seed": "0"}, "seed is '0'.*integer"),
+        ({"epoch": True}, "epoch is True.*integer"),
+        ({"consumed": 4.0}, "consumed is 4.0.*integer"),
+        ({"shuffle": "dice"}, "shuffle is 'dice'.*feistel, randperm, none"),
+        ({"world": 4}, "'world' .*format 2"),
+        ({"format": 1}, "'shuffle' .*format 1"),
     ],
 )
-def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, sentence):
+def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, named):
     state = {**encode(Position(0, 0, 4, 10)), **change}
     for on_mismatch in ("refuse", "keep", "restart"):
-        with pytest.raises(StateMismatch) as refused:
+        with pytest.raises(StateMismatch, match=named):
             resume(state, Position(0, 0, 0, 10), on_mismatch)
-        assert str(refused.value) == sentence
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -180,23 +179,23 @@ def test_a_state_of_format_1_lacks_nothing_either(name):
 
 
 @pytest.mark.parametrize(
-    ("saved", "sentence"),
+    ("saved", "named"),
     [
-        (Position(0, 2, 8, 12), "length is 12 in the state, this dataset has 10 samples: "),
-        (Position(5, 2, 8, 10), "seed is 5 in the state, this sampler has 0: "),
-        (Position(0, 2, 8, 10, "none"), "shuffle is 'none' in the state, this sampler has 'fei"),
+        (Position(0, 2, 8, 12), "length is 12.*10"),
+        (Position(5, 2, 8, 10), "seed is 5.*0"),
+        (Position(0, 2, 8, 10, "none"), "shuffle is 'none'.*'feistel'"),
     ],
 )
-def test_who_changed_the_data_says_what_is_meant(saved, sentence):
+def test_who_changed_the_data_says_what_is_meant(saved, named):
     mine = Position(0, 0, 0, 10)
-    with pytest.raises(StateMismatch, match=sentence):
+    with pytest.raises(StateMismatch, match=named):
         resume(encode(saved), mine)
     assert resume(encode(saved), mine, "restart") == Position(0, 2, 0, 10)
     assert resume(encode(saved), mine, "keep") == Position(0, 2, 8, 10)
     same = Position(0, 2, 8, 10)
     assert resume(encode(same), mine, "restart") == same
     assert resume(encode(Position(0, 2, 12, 12)), mine, "keep") == Position(0, 2, 10, 10)
-    with pytest.raises(ConfigError, match="on_mismatch is 'yes', must be one of refuse, restart"):
+    with pytest.raises(ConfigError, match=r"on_mismatch is 'yes'.*refuse, restart"):
         resume(encode(same), mine, "yes")
 
 

@@ -22,7 +22,7 @@ def test_another_epoch_starts_anew_and_the_same_one_goes_on():
         assert sampler.state_dict()["consumed"] == 0
     assert len(sampler) == 5
     assert list(sampler) != first
-    with pytest.raises(ConfigError, match="need epoch >= 0, got -1"):
+    with pytest.raises(ConfigError, match=r"epoch.*got -1"):
         sampler.set_epoch(-1)
 
 
@@ -95,7 +95,7 @@ def test_who_draws_an_epoch_to_its_end_and_then_counts_in_the_next_is_told():
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     list(sampler)
     next(iter(sampler))
-    with pytest.raises(ConfigError, match="epoch 1 began by itself, as the one before it was draw"):
+    with pytest.raises(ConfigError, match="epoch 1 began by itself"):
         sampler.advance(1)
     sampler.set_epoch(0)
     sampler.advance(1)

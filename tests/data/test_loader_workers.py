@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.faults
+
 TRAINING = """
     import os, signal, sys
     from torch.utils.data import DataLoader

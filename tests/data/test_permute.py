@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import permutation
@@ -28,7 +28,6 @@ def whole(length, **keys):
 
 
 @given(st.integers(0, 3000), integers, integers)
-@settings(deadline=None, max_examples=60)
 def test_each_number_stands_at_one_place(length, seed, epoch):
     assert sorted(whole(length, seed=seed, epoch=epoch)) == list(range(length))
 
@@ -41,7 +40,6 @@ def test_each_number_stands_at_one_place_also_at_the_edges_of_the_network(length
 
 
 @given(lengths, integers, integers, st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
-@settings(deadline=None)
 def test_torch_and_python_agree_up_to_2_to_the_62(length, seed, epoch, fractions):
     order = permutation(length, seed=seed, epoch=epoch)
     ends = {0, length - 1, length // 2, max(0, length - 2)}
@@ -103,11 +101,11 @@ def test_neighbouring_seeds_and_epochs_have_no_key_in_common():
 
 @pytest.mark.parametrize("place", [-1, 5])
 def test_a_place_outside_is_refused(place):
-    with pytest.raises(IndexError, match=f"need 0 <= place < 5, got {place}"):
+    with pytest.raises(IndexError, match=f"place.*5.*got {place}"):
         permutation(5, seed=0).at(place)
 
 
 @pytest.mark.parametrize("length", [-1, LARGEST + 1])
 def test_a_length_that_cannot_be_shuffled_is_refused(length):
-    with pytest.raises(ConfigError, match=f"need 0 <= length <= 2..62 to shuffle, got {length}"):
+    with pytest.raises(ConfigError, match=f"length.*got {length}"):
         permutation(length, seed=0)

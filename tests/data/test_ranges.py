@@ -141,34 +141,34 @@ def test_workers_read_an_epoch_from_where_they_were_started_so_they_must_not_per
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "named"),
     [
-        ({"rank": 2}, "need 0 <= rank < world_size, got 2 and 2"),
-        ({"batch": 0}, "need batch >= 1 and 0 <= worker < workers, got 0, 0 and 1"),
-        ({"worker": 1}, "need batch >= 1 and 0 <= worker < workers, got 1, 1 and 1"),
+        ({"rank": 2}, "rank.*got 2 and 2"),
+        ({"batch": 0}, "batch.*got 0, 0 and 1"),
+        ({"worker": 1}, "worker.*got 1, 1 and 1"),
         ({"tail": "cut"}, "tail is 'cut'"),
     ],
 )
-def test_a_reader_that_cannot_be_is_refused_at_once(change, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_a_reader_that_cannot_be_is_refused_at_once(change, named):
+    with pytest.raises(ConfigError, match=named):
         deal_ranges(Position(0, 0, 0, 9), **{"rank": 0, "world_size": 2, "batch": 1, **change})
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "sentence"),
+    ("sizes", "order", "named"),
     [
-        ([1, 2], [0, 0], "order must hold each of the 2 shards' numbers once"),
-        ([1, -2], None, "need sizes >= 0, got -2"),
+        ([1, 2], [0, 0], "order .*2 shards"),
+        ([1, -2], None, "sizes.*got -2"),
     ],
 )
-def test_shards_that_cannot_be_are_refused(sizes, order, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_shards_that_cannot_be_are_refused(sizes, order, named):
+    with pytest.raises(ConfigError, match=named):
         Shards(sizes, order)
 
 
 @pytest.mark.parametrize("places", [range(0, 9, 2), range(-1, 2)])
 def test_places_outside_the_row_are_refused(places):
-    with pytest.raises(ConfigError, match="need a range of the 3 samples with step 1"):
+    with pytest.raises(ConfigError, match="3 samples"):
         list(Shards([3]).spans(places))
-    with pytest.raises(ConfigError, match="need a range of the 0 samples"):
+    with pytest.raises(ConfigError, match="0 samples"):
         list(Shards([]).spans(range(1)))

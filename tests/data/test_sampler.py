@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -43,7 +43,6 @@ def steps_of(samplers, batch):
         {"shuffle": st.booleans(), "seed": st.integers(0, 99), "drop_last": st.booleans()}
     ),
 )
-@settings(deadline=None)
 def test_an_undisturbed_epoch_by_randperm_is_torchs_own(n, world, epoch, options):
     for rank in range(world):
         ours = ElasticDistributedSampler(
@@ -63,7 +62,6 @@ def test_an_undisturbed_epoch_by_randperm_is_torchs_own(n, world, epoch, options
     st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5)), max_size=5),
     worlds,
 )
-@settings(deadline=None)
 def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segments, last):
     options = {"seed": seed, "tail": "exact", **shuffle}
     undisturbed = list(ElasticDistributedSampler(range(n), 1, 0, **options))
@@ -85,7 +83,6 @@ def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segme
 
 
 @given(lengths, worlds, st.integers(0, 9), st.sampled_from(("pad", "drop", "exact")))
-@settings(deadline=None)
 def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, tail):
     order = ElasticDistributedSampler(range(n), 1, 0, tail="exact")
     order.set_epoch(epoch)
@@ -105,7 +102,6 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
 
 
 @given(st.integers(1, 80), worlds, st.integers(0, 80))
-@settings(deadline=None)
 def test_padding_after_a_resume_repeats_less_than_a_world_and_leaves_nothing_out(n, world, start):
     start = min(start, n)
     samplers = world_of(n, world, start_index=start)
@@ -186,7 +182,7 @@ def test_advance_stops_at_the_end_and_never_goes_back():
     sampler.advance(8)
     assert sampler.state_dict()["consumed"] == 10
     assert list(sampler) == []
-    with pytest.raises(ConfigError, match="need count >= 0, got -2"):
+    with pytest.raises(ConfigError, match=r"count.*got -2"):
         sampler.advance(-2)
 
 
@@ -197,27 +193,27 @@ def test_a_count_from_a_tensor_is_kept_as_an_integer_and_what_is_none_is_refused
     state = sampler.state_dict()
     assert state == {**state, "seed": 1, "epoch": 3, "consumed": 5}
     ElasticDistributedSampler(range(10), 2, 0, seed=1).load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"count is 2\.0, must be an integer"):
+    with pytest.raises(ConfigError, match=r"count is 2\.0"):
         sampler.advance(2.0)
-    with pytest.raises(ConfigError, match=r"epoch is 4\.0, must be an integer"):
+    with pytest.raises(ConfigError, match=r"epoch is 4\.0"):
         sampler.set_epoch(4.0)
     assert sampler.state_dict() == state
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "named"),
     [
-        ({"length": 11}, "length is 11 in the state, this dataset has 10 samples"),
-        ({"seed": 1}, "seed is 1 in the state, this sampler has 0"),
-        ({"format": 9}, "format is 9, this version reads 1 and 2"),
-        ({"consumed": 12}, "need 0 <= consumed <= length, got 12 and 10"),
-        ({"shuffle": "randperm"}, "shuffle is 'randperm' in the state, this sampler has 'feistel'"),
+        ({"length": 11}, "length is 11.*10"),
+        ({"seed": 1}, "seed is 1.*0"),
+        ({"format": 9}, "format is 9"),
+        ({"consumed": 12}, "consumed.*got 12 and 10"),
+        ({"shuffle": "randperm"}, "shuffle is 'randperm'.*'feistel'"),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_changes_nothing(change, sentence):
+def test_a_state_of_something_else_is_refused_and_changes_nothing(change, named):
     sampler = ElasticDistributedSampler(range(10), 2, 0, start_index=2)
     before = sampler.state_dict()
-    with pytest.raises(StateMismatch, match=sentence):
+    with pytest.raises(StateMismatch, match=named):
         sampler.load_state_dict({**before, "epoch": 7, **change})
     assert sampler.state_dict() == before
 
@@ -236,25 +232,25 @@ def test_a_state_of_before_goes_on_in_torchs_order():
     as_before = ElasticDistributedSampler(range(10), 1, 0, shuffle_algorithm="randperm")
     as_before.load_state_dict(state)
     assert list(as_before) == list(DistributedSampler(range(10), 1, 0))[4:]
-    with pytest.raises(StateMismatch, match="shuffle is 'randperm' in the state"):
+    with pytest.raises(StateMismatch, match="shuffle is 'randperm'"):
         ElasticDistributedSampler(range(10), 1, 0).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "named"),
     [
-        ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice', must be feistel or randperm"),
-        ({"start_index": 11}, "need 0 <= start_index <= 10 samples, got 11"),
-        ({"start_index": -1}, "need 0 <= start_index <= 10 samples, got -1"),
-        ({"start_index": 1.0}, "start_index is 1.0, must be an integer"),
-        ({"seed": 0.5}, "seed is 0.5, must be an integer"),
+        ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice'.*feistel or randperm"),
+        ({"start_index": 11}, "start_index.*10.*got 11"),
+        ({"start_index": -1}, "start_index.*got -1"),
+        ({"start_index": 1.0}, "start_index is 1.0"),
+        ({"seed": 0.5}, "seed is 0.5"),
         ({"tail": "cut"}, "tail is 'cut'"),
         ({"tail": ""}, "tail is ''"),
-        ({"tail": "pad", "drop_last": True}, "drop_last=True means tail='drop', got tail='pad'"),
+        ({"tail": "pad", "drop_last": True}, "drop_last=True.*tail='pad'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_settings_that_cannot_work_are_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
         ElasticDistributedSampler(range(10), 2, 0, **options)
 
 
@@ -276,9 +272,7 @@ class Endless:
 
 
 def test_more_samples_than_can_be_shuffled_are_refused_where_they_are_to_be():
-    with pytest.raises(
-        ConfigError, match=f"need at most 2..62 samples to shuffle, got {2**62 + 1}"
-    ):
+    with pytest.raises(ConfigError, match=f"2..62.*got {2**62 + 1}"):
         ElasticDistributedSampler(Endless(2**62 + 1), 1, 0)
     in_order = ElasticDistributedSampler(Endless(2**62 + 1), 1, 0, shuffle=False)
     assert next(iter(in_order)) == 0
@@ -339,7 +333,7 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
     grown = ElasticDistributedSampler(range(12), 1, 0)
     rest = {"weight": torch.zeros(2)}
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(CheckpointError, match="length is 10 in the state, this dataset has 12"):
+        with pytest.raises(CheckpointError, match=r"length is 10.*12"):
             manager.restore({"before": {}, "sampler": grown}, strict=False)
         with pytest.raises(StateMismatch, match="the state has no 'sampler'"):
             manager.restore(rest)

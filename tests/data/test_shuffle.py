@@ -84,12 +84,14 @@ def test_over_many_seeds_places_neighbours_and_fixed_points_are_as_chance_has_th
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("length", [2**18 + 1, 10**6])
+@pytest.mark.parametrize("length", [2**18 + 1, pytest.param(10**6, marks=pytest.mark.long)])
 def test_in_a_long_order_pairs_are_as_chance_has_them(shuffle, length):
     assert max(abs(s) for s in pair_scores(shuffle, length)) < LIMIT
 
 
-@pytest.mark.parametrize("length", [10**12, 2**40 + 1, 2**62])
+@pytest.mark.parametrize(
+    "length", [*(pytest.param(n, marks=pytest.mark.long) for n in (10**12, 2**40 + 1)), 2**62]
+)
 def test_in_an_order_too_long_for_randperm_too(length):
     assert max(abs(s) for s in pair_scores("feistel", length)) < LIMIT
 

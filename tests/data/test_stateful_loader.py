@@ -115,7 +115,7 @@ def test_an_epoch_named_in_the_midst_of_a_loaded_one_is_refused():
     resumed, sampler = sampled(1, 0)
     resumed.load_state_dict(state)
     sampler.set_epoch(1)
-    with pytest.raises(StateMismatch, match="with 12 of 83 samples used"):
+    with pytest.raises(StateMismatch, match="12 of 83"):
         next(iter(resumed))
     resumed, sampler = sampled(1, 0)
     resumed.load_state_dict(state)
@@ -168,7 +168,7 @@ def test_a_loaders_state_of_other_data_is_refused():
     _, state = drawn(sampled(1, 0)[0], 3)
     other, _ = sampled(1, 0, seed=1)
     other.load_state_dict(state)
-    with pytest.raises(StateMismatch, match="seed is 0 in the state, this sampler has 1"):
+    with pytest.raises(StateMismatch, match=r"seed is 0.*1"):
         next(iter(other))
 
 
@@ -182,5 +182,5 @@ def test_an_iterator_moves_only_while_it_runs():
     running.load_state_dict(state)
     assert list(itertools.islice(running, 5)) == ahead
     list(running)
-    with pytest.raises(StateMismatch, match="an iterator that has run out cannot go on"):
+    with pytest.raises(StateMismatch, match="run out"):
         running.load_state_dict(state)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from elasticlib.errors import ElasticError
 from elasticlib.examples import train_text
 from elasticlib.examples.trace import survey
 
-SCRIPT = [sys.executable, "-m", "elasticlib.examples.train_text"]
 SAMPLES, BATCH = 206, 8  # 25 full steps an epoch, and one of 6 samples
 DONE = r"done: loss (\S+) steps (\d+) weights sha256 (\w{64})"
 
@@ -35,68 +33,33 @@ def flags(folder, **options):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-@contextmanager
-def ranks(folder, world, generation=1, **options):
-    """Processes of one generation; the store is this test's, so its port is nobody else's."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "ELASTICLIB_GENERATION": str(generation),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [*SCRIPT, *flags(folder, **options)],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate(timeout=100)
-
-
-def run(folder, world, generation=1, **options):
-    """Train to the end; what rank 0 says last: (loss, steps, hash of the weights)."""
-    with ranks(folder, world, generation, **options) as processes:
-        said = [process.communicate(timeout=90)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * world, said
-    return re.search(DONE, said[0]).groups()
+def train(arguments):
+    train_text.main(train_text.parse(arguments))
 
 
 @pytest.fixture
 def alone(monkeypatch, capfd):
-    """Trains in this process, without a launcher; gives what `run` does."""
+    """Trains in this process, without a launcher; gives what is said last: (loss, steps, hash of
+    the weights)."""
     monkeypatch.delenv("RANK", raising=False)
 
-    def train(folder, generation=1, **options):
+    def train_there(folder, generation=1, **options):
         monkeypatch.setenv("ELASTICLIB_GENERATION", str(generation))
-        train_text.main(train_text.parse(flags(folder, **options)))
+        train(flags(folder, **options))
         return re.search(DONE, capfd.readouterr().out).groups()
 
-    yield train
+    yield train_there
     if dist.is_initialized():  # it raised
         dist.destroy_process_group()
 
 
-@pytest.mark.long
-def test_ranks_with_less_than_others_or_nothing_change_no_gradient(tmp_path, alone):
+def test_ranks_with_less_than_others_or_nothing_change_no_gradient(ranks, tmp_path, alone):
     """Of 4 samples rank 0 of 3 has two, of the last 1 the others have none."""
     folders = [tmp_path / "one", tmp_path / "three"]
     for folder in folders:
         folder.mkdir()
     alone(folders[0], samples=9, global_batch=4)
-    run(folders[1], 3, samples=9, global_batch=4)
+    ranks.run(train, 3, flags(folders[1], samples=9, global_batch=4), launched=True)
     one, three = (CheckpointManager(folder / "checkpoints").load(3) for folder in folders)
     assert one["progress"]["loss"] == pytest.approx(three["progress"]["loss"], rel=1e-4)
     for weight, adam in one["optimizer"]["state"].items():

@@ -12,7 +12,7 @@ import pytest
 from jobs import Job, generation_of
 
 pytestmark = [
-    *(pytest.mark.faults, pytest.mark.long, pytest.mark.alone),
+    *(pytest.mark.faults, pytest.mark.release),
     # Whoever is that busy takes its time to begin, too.
     pytest.mark.timeout(600),
 ]

@@ -27,6 +27,7 @@ from jobs import (
     generation_of,
     until,
 )
+from processes import children
 
 pytestmark = pytest.mark.faults
 
@@ -250,19 +251,15 @@ exit 7
 """
 
 
-def _children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
 def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script, PYTHONPATH=WITHOUT_TORCH)
     until("the worker", (job.folder / "up").exists)
-    (first,) = _children(outside.pid)
+    (first,) = children(outside.pid)
     # All that is left below process 1 is the agent itself.
-    until("the orphans to be reaped", lambda: len(_children(first)) == 1, seconds=10.0)
+    until("the orphans to be reaped", lambda: len(children(first)) == 1)
     job.finish()
     assert outside.exit_code() == 1
     assert "exited with code 7" in outside.text
@@ -273,7 +270,7 @@ def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> N
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)
     job.settled(1)
-    (first,) = _children(outside.pid)
+    (first,) = children(outside.pid)
     os.kill(first, signal.SIGUSR2)
     assert outside.exit_code() == 75
     assert "DRAINED: received SIGUSR2" in outside.text

@@ -8,12 +8,10 @@ import re
 import signal
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH, Job, Node, alive, until
-
-from elasticlib.examples.demo import children
+from processes import children
 
 pytestmark = pytest.mark.faults
 
@@ -100,21 +98,18 @@ def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: 
     assert len(re.findall("was removed while this job runs", node.text)) == 1
 
 
-def guardian_of(agent: int) -> int:
-    """0 while it has none."""
-    for pid in children(agent):
-        if b"elasticlib.workers.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    return 0
+def guardian_of(agent: int, worker: int) -> int:
+    """The agent's other child, which clears up after it; 0 while it has none."""
+    return next((pid for pid in children(agent) if pid != worker and alive(pid)), 0)
 
 
 def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(job: Job) -> None:
     node = job.run("a", "--standalone", worker=("child",), PYTHONPATH=WITHOUT_TORCH)
     (place,) = job.settled(1)
     for _ in range(3):
-        killed = until("a guardian", lambda: guardian_of(node.pid))
+        killed = until("a guardian", lambda: guardian_of(node.pid, place["pid"]))
         os.kill(killed, signal.SIGKILL)
-        until("another", lambda killed=killed: guardian_of(node.pid) not in (0, killed))
+        until("another", lambda old=killed: guardian_of(node.pid, place["pid"]) not in (0, old))
     node.kill()
     # And nothing of it is left in the folder for temporary files, or in shared memory.
     job.gone()
@@ -123,14 +118,16 @@ def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(jo
 
 HOST = """
 import os, signal, sys
-from elasticlib.workers.guardian import Guardian
+from elasticlib import Command, LocalWorkers, Worker, WorkerGroup, WorkerSpec
 
-guardian = Guardian()
-guardian.add_folder(sys.argv[1])
+workers = LocalWorkers(os.environ)
+group = WorkerSpec(Command("sleep", ("600",))), (Worker(0, 0, 0, 1, 1),)
+workers.start(WorkerGroup(*group, "run", 1, 0, 1, "127.0.0.1", 1), lambda local_rank: None)
+assert os.listdir(os.environ["TMPDIR"])
 if os.fork() == 0:
     signal.pause()  # it has all that its parent had open
-if sys.argv[2] == "closes":
-    guardian.close()
+if sys.argv[1] == "closes":
+    workers.close()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -139,9 +136,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_fork_that_holds_the_pipe_keeps_no_guardian_waiting(job: Job, end: str) -> None:
     folder = job.folder / "a folder\nof two lines"
     folder.mkdir()
-    host = job.start("host", sys.executable, "-c", HOST, str(folder), end)
-    assert host.exit_code() == -signal.SIGKILL
-    until("the folder to be gone", lambda: not folder.exists())
+    host = job.start("host", sys.executable, "-c", HOST, end, TMPDIR=str(folder))
+    assert host.exit_code() == -signal.SIGKILL, host.text
+    until("what was in the folder to be gone", lambda: not os.listdir(folder))
     (fork,) = until("the fork alone", lambda: len(job.processes()) == 1 and job.processes())
     os.kill(fork, signal.SIGKILL)
 

@@ -147,7 +147,7 @@ def test_a12_a_host_whose_clock_is_a_minute_off_is_a_host_like_any_other(
     places = cluster.job.settled(2)
     check_one_world(places)
     # Long enough for each to have found the other silent, had it believed its clock.
-    time.sleep(1.5 * LEASE)
+    cluster.job.check_unchanged(places, 1.5 * LEASE)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     assert not cluster.job.places(generation_of(places) + 1)

@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import signal
 import sys
-import tempfile
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of, until
+from jobs import PATIENT, PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of, until
 from processes import name_of
-
-from elasticlib.launch.commands import main
 
 pytestmark = pytest.mark.faults
 
 STEPS = str(PROGRAMS / "context_worker.py")
 SHORT = ("--rdzv-conf", "last_call_timeout=0.3")
-PATIENT = ("--timeout", "30")
-"""Of a question that all answer, which is over as soon as they have."""
 SPAWN = ("--start-method", "spawn", *SHORT)
-
-
-def told(job: Job, *arguments: str, code: int | None = 0) -> tuple[str, str]:
-    """What an `elasticlib` command says, on stdout and on stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        # Where the job's own processes keep their records.
-        patch.setattr(tempfile, "tempdir", str(job.shortcut))
-        try:
-            found = main(arguments)
-        except SystemExit as error:
-            found = int(error.code or 0)
-    assert code in (None, found), (found, out.getvalue(), err.getvalue())
-    return out.getvalue(), err.getvalue()
-
-
-def status(job: Job, *arguments: str, code: int | None = 0) -> dict[str, Any]:
-    out, _ = told(job, "status", "--json", *PATIENT, *arguments, code=code)
-    found: dict[str, Any] = json.loads(out)
-    return found
 
 
 def at_work(job: Job, *arguments: str) -> dict[str, Any]:
     """The status once all workers are told of: one may be at work before its agent says so."""
 
     def look() -> dict[str, Any] | None:
-        found = status(job, *arguments)
+        found = job.status(*arguments)
         begun = sum(len(node["workers"]) for node in found["nodes"])
         return found if begun == found["world"] else None
 
@@ -88,7 +57,7 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
         f"pid {place['pid']}" for place in places
     }
     # By the job's name, as this machine remembers it, and its steps go on.
-    again = until("steps", lambda: _past(found["step"] or 0, status(job, "the job")))
+    again = until("steps", lambda: _past(found["step"] or 0, job.status("the job")))
     assert again["per_second"] > 0
     if backend == "tcp":
         os.kill(nodes[1].pid, signal.SIGSTOP)
@@ -98,12 +67,12 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
         os.kill(nodes[1].pid, signal.SIGCONT)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
-    over = status(job, "the job")
+    over = job.status("the job")
     assert (over["state"], over["exit_code"]) == ("SUCCEEDED", 0)
 
 
 def _answered_by(up: list[bool], job: Job) -> dict[str, Any] | None:
-    found = status(job, "--timeout", "0.5", "the job", code=None)
+    found = job.status("--timeout", "0.5", "the job", code=None)
     return found if [node["answers"] for node in found["nodes"]] == up else None
 
 
@@ -128,22 +97,22 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
     known = ("--secret-file", str(secret), meet[3])
     waits = until("a node", lambda: _waits(job, *known))
     assert waits["nodes"][0]["state"] == "RENDEZVOUS"
-    _, refused = told(job, "status", *PATIENT, meet[3], code=4)
+    _, refused = job.ask("status", *PATIENT, meet[3], code=4)
     assert "secret" in refused
     nodes.append(job.run("b", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="b"))
     first = job.settled(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
     second = job.settled(2, after=generation_of(first))
-    again = status(job, "job")
+    again = job.status("job")
     assert (again["restarts"], again["generation"]) == (1, 2)
     assert "SIGKILL" in again["reason"]
     os.kill(second[0]["pid"], signal.SIGKILL)
     assert [node.exit_code() for node in nodes] == [1, 1]
-    assert status(job, "job", code=1)["state"] == "FAILED"
+    assert job.status("job", code=1)["state"] == "FAILED"
 
 
 def _waits(job: Job, *place: str) -> dict[str, Any] | None:
-    out, _ = told(job, "status", "--json", *PATIENT, *place, code=None)
+    out, _ = job.ask("status", "--json", *PATIENT, *place, code=None)
     found: dict[str, Any] | None = json.loads(out) if out else None
     return found if found and found["state"] == "WAITING" else None
 
@@ -154,7 +123,7 @@ def stacks(job: Job, *patterns: str, ranks: tuple[str, ...] = ()) -> str:
 
     def look() -> bool:
         nonlocal shown
-        shown, _ = told(job, "stacks", *PATIENT, *ranks)
+        shown, _ = job.ask("stacks", *PATIENT, *ranks)
         return all(re.search(pattern, shown) for pattern in patterns)
 
     try:
@@ -203,8 +172,8 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     os.kill(worker, signal.SIGCONT)
     node.signal(signal.SIGTERM)
     node.exit_code()
-    assert status(job, code=5)["state"] == "STOPPED"
-    assert "is over (STOPPED): no worker of it is left" in told(job, "stacks", code=4)[1]
+    assert job.status(code=5)["state"] == "STOPPED"
+    assert "is over (STOPPED): no worker of it is left" in job.ask("stacks", code=4)[1]
 
 
 BECOMES = """
@@ -227,7 +196,7 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
 
     until("the worker to be another program", became)
     stacks(job, "has become another program")
-    assert status(job)["state"] == "RUNNING"
+    assert job.status()["state"] == "RUNNING"
     node.signal(signal.SIGTERM)
     node.exit_code()
 
@@ -263,4 +232,4 @@ def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
 def test_what_cannot_be_told_is_a_sentence(
     job: Job, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
-    assert says in told(job, "status", *arguments, code=code)[1]
+    assert says in job.ask("status", *arguments, code=code)[1]

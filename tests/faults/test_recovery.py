@@ -11,8 +11,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from footprint import footprint
 from jobs import PROGRAMS, Job, Node, alive, generation_of, left_in, until
+from processes import footprint
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -47,7 +47,7 @@ def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
         return not any(more > MAPPINGS * ("mappings" in what) for what, more in grown.items())
 
     try:
-        until("the agents to hold no more than before", back_to_before, seconds=10.0)
+        until("the agents to hold no more than before", back_to_before)
     except AssertionError as error:
         raise AssertionError(f"{error}; they hold {grown} more") from None
     job.finish()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -150,12 +149,12 @@ def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> N
     paused = job.processes()
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(4.0)
+    job.check_unchanged(before, 4.0)
     workers = {place["pid"] for place in before}
     for pid in paused - workers:
         os.kill(pid, signal.SIGCONT)
-    # The agents have looked before any worker makes a step.
-    time.sleep(0.5)
+    # The agents are at work again before any worker makes a step.
+    assert len(job.status()["nodes"]) == 2
     for pid in workers:
         os.kill(pid, signal.SIGCONT)
     goes_on(job)

@@ -7,16 +7,15 @@ import sys
 import time
 
 import pytest
-from etcd_hosts import at_members, three_members
 from etcd_server import needs_etcd
-from hosts import PORT, Cluster, Host
-from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+from hosts import PORT, Cluster, Host, at_members, three_members
+from jobs import BOUND, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
 
 pytestmark = pytest.mark.faults
 
 QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_call_timeout=0.3")
 LEASE = 1.0
-SOON = 20.0
+SOON = BOUND
 REMOTE = ["tcp", pytest.param("etcd", marks=needs_etcd)]
 
 
@@ -25,23 +24,9 @@ def at(*hosts: Host) -> tuple[str, ...]:
     return ("--rdzv-endpoint", ",".join(f"{host.address}:{PORT}" for host in hosts), *QUICK)
 
 
-def work_on(job: Job, places: list[dict[str, object]], seconds: float) -> None:
-    """These workers run for so long, and nobody starts others."""
-    said = set(job.folder.glob("place.*.json"))
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert all(alive(int(str(place["pid"]))) for place in places), _logs(job)
-        time.sleep(0.05)
-    assert set(job.folder.glob("place.*.json")) == said, _logs(job)
-
-
 def end_well(job: Job, nodes: list[Node]) -> None:
     job.finish()
-    assert [node.exit_code() for node in nodes] == [0] * len(nodes), _logs(job)
-
-
-def _logs(job: Job) -> str:
-    return "\n".join(f"-- {node.name}\n{node.text}" for node in job.nodes)
+    assert [node.exit_code() for node in nodes] == [0] * len(nodes), job.logs
 
 
 def _others(places: list[dict[str, object]], host: Host) -> list[dict[str, object]]:
@@ -65,7 +50,7 @@ def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_bac
         agents[0].kill()
     else:
         first.power_off()
-    work_on(cluster.job, _others(before, first), 3 * LEASE)
+    cluster.job.check_unchanged(_others(before, first), 3 * LEASE)
     if how == "without power":
         first.power_on()
     again = first.run(*flags)
@@ -99,9 +84,9 @@ def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None
     endpoint, agents = _two_agents(job)
     before = job.settled(2, seconds=SOON)
     job.nodes[0].kill()
-    work_on(job, before, 2 * LEASE)
+    job.check_unchanged(before, 2 * LEASE)
     _store_process(job, endpoint)
-    work_on(job, before, 4 * LEASE)
+    job.check_unchanged(before, 4 * LEASE)
     end_well(job, agents)
 
 
@@ -111,7 +96,7 @@ def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job
     job.nodes[0].kill()
     dead = agents.pop([agent.name for agent in agents].index(before[0]["node"]))
     dead.kill()
-    work_on(job, before[1:], 2 * LEASE)
+    job.check_unchanged(before[1:], 2 * LEASE)
     _store_process(job, endpoint)
     (after,) = job.settled(1, after=generation_of(before), seconds=SOON)
     assert after["node"] == before[1]["node"]
@@ -125,8 +110,8 @@ def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
     before = job.settled(2, seconds=SOON)
     job.nodes[0].kill()
     lost_at = time.monotonic()
-    work_on(job, before, 2.0)
-    assert [agent.exit_code(SOON) for agent in agents] == [1, 1], _logs(job)
+    job.check_unchanged(before, 2.0)
+    assert [agent.exit_code(SOON) for agent in agents] == [1, 1], job.logs
     assert 2.5 < time.monotonic() - lost_at < 15.0
     for agent in agents:
         errors = [line for line in agent.text.splitlines() if line.startswith("elasticrun:")]
@@ -149,12 +134,12 @@ def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backen
     store.link_down()
     other.link_down()
     # Longer than a connection lasts that nobody answers, so that all connect anew.
-    work_on(cluster.job, before, 6.0)
+    cluster.job.check_unchanged(before, 6.0)
     store.link_up()
     # Nobody is missed by who is back first, when all are back within a lease.
-    work_on(cluster.job, before, 0.5)
+    cluster.job.check_unchanged(before, 0.5)
     other.link_up()
-    work_on(cluster.job, before, 6.0)
+    cluster.job.check_unchanged(before, 6.0)
     end_well(cluster.job, agents)
 
 
@@ -219,7 +204,7 @@ def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) 
     cluster.check_reachable(without)
     assert {place["node"] for place in without} == {second.name, third.name}
     # The first still has the store that all met in, and sees the others' leases end.
-    time.sleep(3 * LEASE)
+    cluster.job.check_unchanged(without, 3 * LEASE)
     said = [place for g in range(2, 9) for place in cluster.job.places(generation_of(before) + g)]
     assert not said, "the cut-off part went on too"
     assert first.name not in {p["node"] for p in cluster.job.places(generation_of(without))}

@@ -13,10 +13,9 @@ from pathlib import Path
 import attrs
 import pytest
 from jobs import Job, Node, until
-from processes import workers_of
+from processes import children, workers_of
 
 from elasticlib import CheckpointManager
-from elasticlib.examples.demo import children
 from elasticlib.examples.drawn_shapes import SHAPES, draw_shapes
 from elasticlib.examples.image_folder import ImageFolder
 from elasticlib.examples.trace import survey

@@ -34,8 +34,7 @@ from manifests import (  # noqa: E402
 )
 
 from elasticlib.launch.arguments import Launch, read_launch  # noqa: E402
-from elasticlib.workers.ladder import Ladder  # noqa: E402
-from elasticlib.workers.spec import Module  # noqa: E402
+from elasticlib.workers.spec import Ladder, Module  # noqa: E402
 
 MODELS = {
     "Service": "V1Service",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from soak.campaign import Campaign, Fault, write
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.release]
 TESTS = Path(__file__).parent.parent
 FAULTS = (
     Fault(5, "kill", 1, {"delay_ms": 3}),

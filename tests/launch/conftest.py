@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,3 +23,11 @@ def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(socket, "getaddrinfo", debian)
     monkeypatch.setattr(tcp_place, "outward_address", lambda: "127.0.0.1")
     return "debian"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """A program that there is, as is asked of each command line."""
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)

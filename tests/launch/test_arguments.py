@@ -7,22 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
+from elasticlib import Command, Module, Script
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_flags, parse, read_launch
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elasticrun import command
 from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
-from elasticlib.stores.etcd_access import Member
-from elasticlib.workers.spec import Command, Module, Script
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.touch()
-    return str(path)
 
 
 def test_every_two_word_flag_has_both_spellings() -> None:
@@ -294,7 +287,10 @@ def test_etcd_is_found_by_all_of_torchs_spellings(script: str) -> None:
         flags = ["--rdzv-backend", backend, "--rdzv-id", "j", "--rdzv-conf", conf]
         place = parse([*flags, "--rdzv-endpoint", "h,[::1]:7", script])[0].etcd
         assert place is not None
-        assert place.members == (Member("https", "h", 2379), Member("https", "::1", 7))
+        assert [attrs.astuple(m) for m in place.members] == [
+            ("https", "h", 2379),
+            ("https", "::1", 7),
+        ]
         assert (place.cacert, place.cert, place.key, place.prefix) == ("a", "c", "k", "/p")
 
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticlib import Node
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, read_launch
 from elasticlib.launch.nodelist import MOST, expand_nodelist
 from elasticlib.launch.requeue import decide, find_requeue
 from elasticlib.launch.skypilot import read_skypilot
 from elasticlib.launch.slurm import PORTS, read_slurm, requeue_target
-from elasticlib.rendezvous.document import Node
 
 BATCH = {
     "SLURM_JOB_ID": "4711",
@@ -45,13 +45,6 @@ SKY = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     "SKYPILOT_TASK_ID": "sky-managed-2026-11-21-06-21-18-563597_job_1-0",
 }
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.touch()
-    return str(path)
 
 
 def launch(script: str, line: str, variables: Mapping[str, str]) -> Launch:
@@ -209,7 +202,6 @@ def compressed(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
     return f"[{','.join(texts)}]", numbers
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(WORDS, st.lists(NUMBERS, max_size=2)), min_size=1, max_size=3))
 def test_a_list_of_nodes_is_what_was_compressed(entries: list[tuple[str, list]]) -> None:
     texts, names = [], []

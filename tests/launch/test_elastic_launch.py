@@ -54,17 +54,11 @@ def test_a_functions_values_come_back_by_global_rank() -> None:
 def test_a_file_that_launches_when_its_worker_imports_it_is_told_of_the_guard(
     tmp_path: Path,
 ) -> None:
-    script, payload = tmp_path / "unguarded.py", tmp_path / "payload"
-    script.write_text("import elasticlib as e\ne.elastic_launch(e.LaunchConfig(), print)()\n")
-    work = pickle.dumps((print, ("called",)))
-    payload.write_bytes(pickle.dumps(({"init_main_from_path": str(script)}, work)))
-    worker = "import sys; from elasticlib.workers.function import main; main(*sys.argv[1:])"
+    script = tmp_path / "unguarded.py"
+    launch = "e.elastic_launch(e.LaunchConfig(max_restarts=0), work)()\n"
+    script.write_text(f"import elasticlib as e\ndef work(): print('called')\n{launch}")
     done = subprocess.run(
-        [sys.executable, "-c", worker, payload, tmp_path / "result"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "ConfigError: a worker imports the file of the function" in done.stderr

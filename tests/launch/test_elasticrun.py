@@ -14,7 +14,7 @@ from etcd_server import EtcdServer, needs_etcd
 from jobs import Job, check_one_world, until
 from ports import free_port
 
-from elasticlib.stores.etcd import EtcdStore
+from elasticlib import EtcdStore
 
 pytestmark = pytest.mark.faults
 
@@ -166,7 +166,7 @@ def test_a_late_joiner_to_a_finished_job_ends_with_success_and_says_so(job: Job)
     assert job.run("a", *flags).exit_code() == 0
     late = job.run("late", *flags)
     assert late.exit_code() == 0
-    assert "SUCCEEDED: 1 node done; nothing was run here" in late.text
+    assert re.search("SUCCEEDED: .*nothing was run here", late.text)
     assert "generation" not in late.text
 
 
@@ -189,7 +189,7 @@ def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
     job.settled(1)
     other = job.run("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
-    assert "max_nodes is 3 here and 2 there" in other.text
+    assert re.search(r"max_nodes\b.*\b3\b.*\b2\b", other.text)
     job.finish()
     assert first.exit_code() == 0
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticlib.launch.live import stacks_of
-from elasticlib.workers.beat import Beat
+from elasticlib.workers.interface import Beat
 
 
 def test_only_those_are_asked_whose_stacks_are_wanted() -> None:

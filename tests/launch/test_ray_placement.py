@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import attrs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.integrations.ray.placement import DEATHS, Needs, Placed, Plan, RayNode, decide
@@ -72,7 +72,6 @@ def test_too_few_for_too_long_is_given_up_and_says_what_there_was() -> None:
 STEP = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=5, max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(STEP, max_size=12), st.integers(1, 3), st.integers(0, 2))
 def test_whatever_the_cluster_does_one_agent_a_node_and_all_that_can_run_do_in_the_end(
     steps: list[list[tuple[bool, bool]]], most: int, small: int

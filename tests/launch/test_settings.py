@@ -14,13 +14,6 @@ from elasticlib.launch.arguments import Launch, build_flags, read_launch
 from elasticlib.launch.settings import Source
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.touch()
-    return str(path)
-
-
 def launch(script: str, line: str = "", **variables: str) -> Launch:
     return read_launch([*line.split(), script], variables)
 

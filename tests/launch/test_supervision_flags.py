@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
-from elasticlib.agent.hang import HangLimits
-from elasticlib.agent.options import AgentOptions
+from elasticlib import AgentOptions, Notice
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_flags, parse
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.supervision_flags import SupervisionOptions
-from elasticlib.workers.notice import DRAIN, RESIZE, Notice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").touch()
-    return str(tmp_path / "train.py")
 
 
 def read(line: str, script: str) -> SupervisionOptions:
@@ -103,19 +94,20 @@ def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, s
 
 
 @pytest.mark.parametrize(
-    ("line", "resize", "hang"),
+    ("line", "resize", "watched", "seconds"),
     [
-        ("", "at-step", None),
-        ("--resize at-checkpoint", "at-checkpoint", None),
-        ("--resize immediate --hang-timeout auto", "immediate", HangLimits()),
-        ("--hang_timeout 2.5", "at-step", HangLimits(seconds=2.5)),
+        ("", "at-step", False, None),
+        ("--resize at-checkpoint", "at-checkpoint", False, None),
+        ("--resize immediate --hang-timeout auto", "immediate", True, None),
+        ("--hang_timeout 2.5", "at-step", True, 2.5),
     ],
 )
 def test_resizes_and_hangs_are_read(
-    line: str, resize: str, hang: HangLimits | None, script: str
+    line: str, resize: str, watched: bool, seconds: float | None, script: str
 ) -> None:
     agent = read(line, script).agent
-    assert (agent.resize, agent.hang) == (resize, hang)
+    assert (agent.resize, agent.hang is not None) == (resize, watched)
+    assert getattr(agent.hang, "seconds", None) == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", "1e9"])
@@ -125,10 +117,10 @@ def test_a_silence_that_is_no_limit_is_refused(text: str, script: str) -> None:
 
 
 def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
-    assert AgentOptions(resize="immediate").notice(RESIZE) is None
-    assert AgentOptions(resize="at-step").notice(RESIZE) == Notice(RESIZE, 30.0)
-    assert AgentOptions(resize="at-checkpoint").notice(RESIZE) == Notice(RESIZE, 30.0, True)
-    assert AgentOptions(resize="immediate").notice(DRAIN) == Notice(DRAIN, 30.0)
+    assert AgentOptions(resize="immediate").notice("resize") is None
+    assert AgentOptions(resize="at-step").notice("resize") == Notice("resize", 30.0)
+    assert AgentOptions(resize="at-checkpoint").notice("resize") == Notice("resize", 30.0, True)
+    assert AgentOptions(resize="immediate").notice("drain") == Notice("drain", 30.0)
     with pytest.raises(ConfigError, match="resize is one of immediate, at-step, at-checkpoint"):
         AgentOptions(resize="later")
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from elasticlib.launch.config import LaunchConfig
+from elasticlib import LaunchConfig, TcpStore, TcpStoreServer
 from elasticlib.launch.tcp_place import TcpMeetingPlace, is_ours, outward_address, resolve
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
 
 
 class WithoutIPv6(socket.socket):

@@ -18,10 +18,10 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from elasticlib import AgentOptions, LaunchConfig, SupervisionOptions, elastic_launch
 from elasticlib.errors import ConfigError
+from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import _processors
 from elasticlib.launch.torch_fields import ours
-from elasticlib.workers.streams import StreamChoice, Streams
 
 # On this machine no worker could be bound, so these never go further than the config.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)
@@ -75,11 +75,10 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     mine = ours(theirs, LaunchConfig)
     assert (mine.min_nodes, mine.max_nodes, mine.nproc_per_node) == (2, 4, 8)
     assert (mine.run_id, mine.role, mine.max_restarts) == ("job", "trainer", 9)
-    assert (mine.log_dir, mine.redirects) == (
-        str(tmp_path),
-        StreamChoice(by_rank={1: Streams.OUT}),
-    )
-    assert (mine.tee, mine.local_ranks_filter) == (StreamChoice(Streams.ALL), frozenset({0, 1}))
+    said = "--nproc-per-node 2 --redirects 1:1 --tee 3"
+    flags = read_launch([*said.split(), __file__], {}).config
+    assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
+    assert mine.local_ranks_filter == frozenset({0, 1})
     assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
     assert mine.supervision.agent.signals == (signal.SIGTERM, signal.SIGUSR2)
     assert mine.supervision.agent.drain_signals == ()
@@ -175,7 +174,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
         (
             {
                 "logs_specs": DefaultLogsSpecs("/", redirects=Std.OUT),
-                "redirects": StreamChoice(Streams.ERR),
+                "redirects": read_launch(["--redirects", "2", __file__], {}).config.redirects,
             },
             "logs_specs says redirects=.*: say it in one of them",
         ),

@@ -52,13 +52,6 @@ def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
     assert told[0] == told[1] or told == OTHER_DEFAULTS[dest]
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.touch()
-    return str(path)
-
-
 VALUES = {
     "nnodes": "1:3",
     "nproc_per_node": "2",

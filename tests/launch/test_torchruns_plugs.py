@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,10 @@ from distributions import install, path_with
 from jobs import PROGRAMS
 from torch.distributed.elastic.events import Event, EventSource
 
+from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.logs_specs import open_logs_specs
-from elasticlib.workers.logs import ask
-from elasticlib.workers.output_plan import OutputPlan
-from elasticlib.workers.streams import StreamChoice, Streams
 
 SPECS = '''
 import os
@@ -118,7 +117,10 @@ def test_logs_specs_of_torchrun_and_timers_of_torch_work_as_they_are(
     assert (logs / "loss").read_text() == shown * 2
 
 
-NOTHING = {"redirects": StreamChoice(), "tee": StreamChoice(), "log_dir": None, "ranks": None}
+def output() -> dict[str, object]:
+    """Of a launch that says nothing of its output."""
+    plain = LaunchConfig()
+    return {"redirects": plain.redirects, "tee": plain.tee, "log_dir": None, "ranks": None}
 
 
 @pytest.mark.usefixtures("installed")
@@ -134,7 +136,7 @@ def test_specs_that_cannot_be_had_are_refused_with_whose_fault_it_is(
     name: str, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        open_logs_specs(name, **NOTHING)
+        open_logs_specs(name, **output())
 
 
 @pytest.mark.usefixtures("installed")
@@ -142,7 +144,7 @@ def test_specs_are_known_by_name_before_anything_is_imported() -> None:
     assert read_launch(["--logs-specs", "flat", __file__], {}).config.logs_specs == "flat"
     with pytest.raises(ConfigError, match="broken, default, flat, function, none; got 'mine'"):
         read_launch(["--logs-specs", "mine", __file__], {})
-    assert open_logs_specs("default", **NOTHING) is None
+    assert open_logs_specs("default", **output()) is None
 
 
 def reify(**said: object) -> object:
@@ -152,7 +154,12 @@ def reify(**said: object) -> object:
     return SimpleNamespace(reify=lambda _: answer)
 
 
-PLAN = OutputPlan()
+def launched(specs: object, *command: str) -> ChildFailedError:
+    """What comes of a job of one worker whose output goes as `specs` say."""
+    config = LaunchConfig(logs_specs=specs, max_restarts=0)
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config, command[0])(*command[1:])
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -164,20 +171,28 @@ PLAN = OutputPlan()
     ],
 )
 def test_specs_that_make_no_sense_are_refused(said: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"--logs-specs SimpleNamespace: .*{sentence}"):
-        ask(reify(**said), {0: {"TORCHELASTIC_ERROR_FILE": "/own"}}, PLAN)
+    failed = launched(reify(**said), "true")
+    assert re.search(f"--logs-specs SimpleNamespace: .*{sentence}", str(failed))
+    assert not failed.failures
 
 
-def test_devnull_is_nowhere_and_the_agent_still_hears_of_a_failure() -> None:
-    environments = {0: {"TORCHELASTIC_ERROR_FILE": "/own"}}
+def test_devnull_is_nowhere_and_the_agent_still_hears_of_a_failure(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     nowhere = {0: "/dev/null"}
     specs = reify(stdouts=nowhere, tee_stdouts=nowhere, error_files=nowhere)
-    (place,) = ask(specs, environments, PLAN).values()
-    assert (place.error_file, environments[0]["TORCHELASTIC_ERROR_FILE"]) == ("/own", "/own")
-    assert (dict(place.files), place.tee, place.shown) == ({}, Streams.NONE, Streams.ERR)
+    write = 'echo out; echo err >&2; [ "$TORCHELASTIC_ERROR_FILE" != /dev/null ] && exit 3'
+    _, failure = launched(specs, "sh", "-c", write).get_first_failure()
+    assert (failure.exitcode, failure.tail) == (3, "err")
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err.splitlines()[0]) == ("", "err")
 
 
-def test_a_relative_error_file_is_one_for_a_worker_that_goes_elsewhere() -> None:
-    environment = {"TORCHELASTIC_ERROR_FILE": "/own"}
-    places = ask(reify(error_files={0: "e.json"}), {0: environment}, PLAN)[0]
-    assert places.error_file == environment["TORCHELASTIC_ERROR_FILE"] == os.path.abspath("e.json")
+def test_a_relative_error_file_is_one_for_a_worker_that_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = """cd /; echo '{"message": "told"}' > "$TORCHELASTIC_ERROR_FILE"; exit 1"""
+    _, failure = launched(reify(error_files={0: "e.json"}), "sh", "-c", written).get_first_failure()
+    assert Path(failure.error_file) == tmp_path / "e.json"
+    assert failure.message == "told"

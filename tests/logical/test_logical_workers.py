@@ -6,21 +6,18 @@ What one process can show (semantics and refusals) is shown in this one, without
 from __future__ import annotations
 
 import copy
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
+from logical_training import train_or_be_refused
 from torch import nn
 
 from elasticlib import LogicalWorkers
 from elasticlib.errors import ConfigError, NotReproducible, StateMismatch
 from elasticlib.logical.seeds import seed_of
 
-PROGRAM = str(Path(__file__).parent.parent / "programs" / "logical_training.py")
 LAST = 5
 WORLDS = [3, 5, 1, 4, 2]
 
@@ -40,9 +37,9 @@ JOBS = {
     "a group in a larger world": [{"world": 3, "until": LAST, "members": [1, 2]}],
 }
 ASTRAY = {
-    "weights": r"ranks 0 and 2 differ: weights is \w+ and \w+ \(load the same checkpoint",
-    "threads": r"ranks 0 and 2 differ: threads is 1 and 2 \(call torch.set_num_threads\(1\)",
-    "parallel": "the model is a DistributedDataParallel, .* pass the model that it wraps",
+    "weights": r"ranks 0 and 2 .*weights is \w+ and \w+ .*load the same checkpoint",
+    "threads": r"ranks 0 and 2 .*threads is 1 and 2 .*torch.set_num_threads\(1\)",
+    "parallel": ".*DistributedDataParallel",
 }
 """What is wrong with the ranks, and what each of them says."""
 
@@ -52,19 +49,26 @@ WRONG = {what: [{"world": 3, "until": 1, "astray": what}] for what in ASTRAY}
 pytestmark = pytest.mark.timeout(300)
 
 
+def train_in_turn(ranks, folder, segments):
+    """What all ranks say in the last of these segments."""
+    folder.mkdir()
+    for segment in segments:
+        ends = ranks.ends(train_or_be_refused, segment["world"], folder, segment)
+        if "killed" in segment:
+            assert ends[0].status == -signal.SIGKILL, ends
+        else:
+            assert not any(end.error for end in ends), ends
+    told = [ends[rank].value for rank in segment.get("members", range(segment["world"]))]
+    assert all(one == told[0] for one in told), told
+    return told[0]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(ranks, tmp_path_factory):
     """Of each job the digests of the weights after each step, and of the optimizer at last."""
-    done = subprocess.run(
-        [sys.executable, PROGRAM, str(tmp_path_factory.mktemp("trained"))],
-        input=json.dumps(JOBS | WRONG),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    folder = tmp_path_factory.mktemp("trained")
+    jobs = (JOBS | WRONG).items()
+    return {name: train_in_turn(ranks, folder / name, segments) for name, segments in jobs}
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "world 1"])
@@ -219,11 +223,11 @@ def test_a_step_left_in_the_middle_may_be_begun_again():
         loss_of(model, x).backward()
         if worker.index == 5:
             break
-    with pytest.raises(NotReproducible, match="reduce comes once in each step, after the whole"):
+    with pytest.raises(NotReproducible, match="reduce"):
         logical.reduce()
     run_step(logical, x)
     assert torch.equal(model.weight.grad, grad)
-    with pytest.raises(NotReproducible, match="reduce comes once in each step"):
+    with pytest.raises(NotReproducible, match="reduce"):
         logical.reduce()
 
 
@@ -231,7 +235,7 @@ def test_a_step_that_was_not_reduced_is_not_forgotten():
     logical = LogicalWorkers(nn.Linear(3, 3), 2)
     for _ in logical.step(4):
         pass
-    with pytest.raises(NotReproducible, match="step 5 begins, and step 4 was begun but not red"):
+    with pytest.raises(NotReproducible, match=r"step 5 .*step 4 "):
         next(logical.step(5))
 
 
@@ -319,9 +323,9 @@ def test_a_lazy_parameter_is_refused_by_name():
 
 def test_counts_that_cannot_be_are_refused():
     for settings in ({"count": 0}, {"count": 2, "bucket_bytes": 0}):
-        with pytest.raises(ConfigError, match="need count and bucket_bytes >= 1"):
+        with pytest.raises(ConfigError, match="count and bucket_bytes"):
             LogicalWorkers(nn.Linear(1, 1), **settings)
-    with pytest.raises(ConfigError, match="need step >= 0, got -1"):
+    with pytest.raises(ConfigError, match=r"step.*got -1"):
         next(LogicalWorkers(nn.Linear(1, 1), 2).step(-1))
 
 
@@ -330,9 +334,9 @@ def test_a_step_that_is_a_tensor_seeds_as_its_number_and_what_is_no_integer_is_r
     assert next(logical.step(torch.tensor(3))).seed == seed_of(1, 3, 0, "model")
     LogicalWorkers(nn.Linear(1, 1), 2, seed=1).load_state_dict(logical.state_dict())
     for settings in ({"count": 2.0}, {"count": 2, "seed": 0.0}):
-        with pytest.raises(ConfigError, match="must be an integer"):
+        with pytest.raises(ConfigError, match="integer"):
             LogicalWorkers(nn.Linear(1, 1), **settings)
-    with pytest.raises(ConfigError, match=r"step is 4\.0, must be an integer"):
+    with pytest.raises(ConfigError, match=r"step is 4\.0"):
         next(logical.step(4.0))
 
 
@@ -341,12 +345,12 @@ def test_a_state_of_other_settings_or_another_machine_is_refused():
     logical = LogicalWorkers(model, 4, seed=1)
     state = logical.state_dict()
     logical.load_state_dict(state)
-    with pytest.raises(StateMismatch, match=r"count is 8 and 4: other weights would follow"):
+    with pytest.raises(StateMismatch, match="count is 8 and 4"):
         LogicalWorkers(model, 8, seed=1).load_state_dict(state)
     with pytest.raises(StateMismatch, match="seed is 2 and 1"):
         LogicalWorkers(model, 4, seed=2).load_state_dict(state, accept_other_conditions=True)
     threads = torch.get_num_threads()
     state["conditions"]["threads"] = threads + 1
-    with pytest.raises(StateMismatch, match=rf"threads is {threads} and .*set_num_threads\(1\)"):
+    with pytest.raises(StateMismatch, match=rf"threads is {threads} and .*set_num_threads"):
         logical.load_state_dict(state)
     logical.load_state_dict(state, accept_other_conditions=True)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 from pages import blocks_of, by_name
+from ranks import Ranks
 
 from elasticlib import load_checkpoint
 
 TEXT, BLOCKS = blocks_of("same_weights.md")
 (COMMANDS,) = (code.strip().splitlines() for kind, code in BLOCKS if kind == "sh")
 FILES = by_name([code for kind, code in BLOCKS if kind == "python"])
-RANKS = str(Path(__file__).parent.parent / "programs" / "logical_training.py")
 
 
 def equal(one: object, other: object) -> bool:
@@ -29,14 +28,19 @@ def equal(one: object, other: object) -> bool:
     return one == other
 
 
-def segment(command: str, program: Path) -> dict[str, Any]:
-    """What a command line of the page asks for."""
+def world_and_arguments(command: str) -> tuple[int, list[str]]:
+    """What a command line of the page asks for; a world of 0 without a launcher."""
     found = re.fullmatch(r"elasticrun --nproc-per-node (\d) train.py (.*)", command)
     alone = re.fullmatch(r"python train.py (.*)", command)
     if found is None:
         assert alone is not None, command
-        return {"world": 0, "program": str(program), "args": alone[1].split()}
-    return {"world": int(found[1]), "program": str(program), "args": found[2].split()}
+        return 0, alone[1].split()
+    return int(found[1]), found[2].split()
+
+
+def run_program(program: Path, arguments: list[str]) -> None:
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")
 
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
@@ -44,24 +48,19 @@ def test_every_block_of_the_page_is_known_to_a_test() -> None:
     assert len(BLOCKS) == 2
 
 
-def test_the_pages_program_ends_alike_with_a_resize_and_without(tmp_path: Path) -> None:
+def test_the_pages_program_ends_alike_with_a_resize_and_without(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "train.py"
     program.write_text(FILES["train.py"])
     (alone,) = re.findall(r"^`(python train.py .*?)`", TEXT, re.MULTILINE)
-    jobs = {"job": [segment(command, program) for command in (*COMMANDS, alone)]}
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    subprocess.run(
-        [sys.executable, RANKS, str(folder)],
-        input=json.dumps(jobs),
-        text=True,
-        timeout=110,
-        check=True,
-    )
+    monkeypatch.chdir(tmp_path)
+    for command in (*COMMANDS, alone):
+        world, arguments = world_and_arguments(command)
+        ranks.run(run_program, max(1, world), program, arguments, backend="", launched=world > 0)
     resized, undisturbed = (
-        load_checkpoint(folder / "job" / name / "step-10.pt")
-        for name in ("checkpoints", "elsewhere")
+        load_checkpoint(tmp_path / name / "step-10.pt") for name in ("checkpoints", "elsewhere")
     )
     assert equal(resized, undisturbed)
     assert undisturbed["sampler"]["epoch"] == 1
-    assert not equal(resized, load_checkpoint(folder / "job" / "checkpoints" / "step-9.pt"))
+    assert not equal(resized, load_checkpoint(tmp_path / "checkpoints" / "step-9.pt"))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
@@ -51,7 +51,6 @@ def test_the_additions_are_the_same_whatever_the_world(count, world):
     assert by_ranks(count, world) == [(range(count), in_one_place(0, count))]
 
 
-@settings(deadline=None)
 @given(counts_and_worlds)
 def test_the_additions_are_the_same_for_many_logical_workers_too(case):
     assert by_ranks(*case) == [(range(case[0]), in_one_place(0, case[0]))]
@@ -76,7 +75,6 @@ def test_powers_of_two_send_as_much_as_a_ring_all_reduce(world):
         assert gradients_sent(8, world, rank) == 2 * (world - 1) / world
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_shares_cover_everything_in_order_and_differ_by_one_at_most(total, parts):
     shares = [share(total, parts, index) for index in range(parts)]
@@ -86,7 +84,6 @@ def test_shares_cover_everything_in_order_and_differ_by_one_at_most(total, parts
     assert sizes[0] - sizes[-1] <= 1
 
 
-@settings(deadline=None)
 @given(counts_and_worlds, st.integers(0, 1000))
 def test_a_ranks_samples_are_its_logical_workers_whatever_the_world(case, batch):
     count, world = case
@@ -99,10 +96,10 @@ def test_a_ranks_samples_are_its_logical_workers_whatever_the_world(case, batch)
 
 
 def test_more_ranks_than_logical_workers_are_refused():
-    with pytest.raises(ConfigError, match="got 5 and 4: a rank without a logical worker"):
+    with pytest.raises(ConfigError, match="got 5 and 4"):
         workers_of(4, 5, 0)
     for wrong in [(-1, 2, 0), (3, 2, 2), (3, 2, -1), (3, 0, 0)]:
-        with pytest.raises(ConfigError, match="need total >= 0 and 0 <= index < parts"):
+        with pytest.raises(ConfigError, match=r"total.* index"):
             share(*wrong)
 
 
@@ -118,7 +115,7 @@ def test_seeds_differ_in_each_of_what_they_are_for_and_stay_the_same_for_ever():
     assert all(0 <= seed < 2**63 for seed in everything)
     # Written down: a checkpoint of today is to be continued with the random numbers of today.
     assert seed_of(0, 0, 0, "model") == 1133652586245721400
-    with pytest.raises(ConfigError, match="need step >= 0, got -1"):
+    with pytest.raises(ConfigError, match=r"step.*got -1"):
         seed_of(0, -1, 0, "model")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from told_runs import Agent
 
@@ -66,7 +66,6 @@ def holds(history: History) -> None:
     assert {stay.generation for stay in history.stays} == set(numbers)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_any_events_make_a_history(seed: int, ordered: bool) -> None:
     random = Random(seed)
@@ -90,7 +89,6 @@ LINES = (tell(Agent("n1"), 0, 0.0), tell(Agent("n2", ahead=60.0, booted=-9.0), 1
 CUT = st.integers(0, len(LINES[0]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(CUT, CUT, CUT, CUT, st.randoms(use_true_random=False))
 def test_any_cut_and_any_mixture_of_a_runs_events_makes_a_history(
     head: int, tail: int, other_head: int, other_tail: int, random: Random

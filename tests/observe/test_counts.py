@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.observe.counts import BUCKETS, Counts, Durations, counted
@@ -103,7 +103,6 @@ def test_restarts_that_are_earned_back_stay_counted() -> None:
     assert counts.restarts == 3
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1000), max_size=30))
 def test_a_histogram_holds_each_duration_in_all_buckets_that_are_wide_enough(
     seconds: list[float],
@@ -119,7 +118,6 @@ def test_a_histogram_holds_each_duration_in_all_buckets_that_are_wide_enough(
 FACTS = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text(max_size=3))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(

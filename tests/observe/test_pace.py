@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elasticlib.observe.event import KINDS
 from elasticlib.observe.pace import Known, Look, beginnings, progress
-from elasticlib.workers.beat import Beat, TakenUp
+from elasticlib.workers.interface import Beat
 
 
 def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Beat:
@@ -130,7 +131,7 @@ def test_training_begins_with_the_first_step_of_the_last_worker(
 
 
 def restored(source: str, began: float, ended: float, times: int = 1) -> Beat:
-    state = TakenUp(step=40, source=source, began=began, ended=ended)
+    state: Any = SimpleNamespace(step=40, source=source, began=began, ended=ended)
     return Beat(attached=True, restored=state, restores=times)
 
 

@@ -7,7 +7,7 @@ import json
 import zlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.observe.history import JobState
@@ -56,19 +56,16 @@ TEXTS = st.dictionaries(COUNTS, st.text(max_size=50), max_size=4)
 STACKS = st.builds(Stacks, TEXTS, st.lists(COUNTS, max_size=3).map(tuple), TEXTS)
 
 
-@settings(deadline=None)
 @given(QUESTIONS)
 def test_a_question_is_read_as_it_was_asked(question: Question) -> None:
     assert decode_question(encode_question(question)) == question
 
 
-@settings(deadline=None)
 @given(ANSWERS)
 def test_an_answer_is_read_as_it_was_given(answer: Answer) -> None:
     assert decode_answer(encode_answer(answer)) == answer
 
 
-@settings(deadline=None)
 @given(STACKS)
 def test_stacks_are_read_as_they_were_written(stacks: Stacks) -> None:
     assert decode_stacks(encode_stacks(stacks)) == stacks
@@ -79,7 +76,6 @@ WRONG = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(ANSWERS, STACKS, QUESTIONS, st.data())
 def test_what_is_not_whole_is_refused_and_nothing_else_happens(
     answer: Answer, stacks: Stacks, question: Question, data: st.DataObject

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import attrs
 import histories
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.observe.history import (
@@ -196,7 +196,6 @@ histories_of_any_kind = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(histories_of_any_kind)
 def test_whatever_a_history_holds_its_page_is_sound(history: History) -> None:
     for number in read(history).numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticlib.observe.page.markup import element
@@ -34,7 +34,6 @@ labels = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(labels, st.integers(0, 2000))
 def test_labels_that_are_shown_never_cover_each_other_at_any_width(
     wanted: list[Label], wider: int
@@ -46,7 +45,6 @@ def test_labels_that_are_shown_never_cover_each_other_at_any_width(
         assert all(one[1] <= other[0] for one, other in pairwise(ends))
 
 
-@settings(max_examples=40, deadline=None)
 @given(labels)
 def test_a_label_turned_inward_stays_within_the_narrowest_drawing(wanted: list[Label]) -> None:
     for label in wanted:
@@ -54,7 +52,6 @@ def test_a_label_turned_inward_stays_within_the_narrowest_drawing(wanted: list[L
         assert left >= 0 or right <= WIDTHS[0]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), max_size=100),
     st.integers(8, 60),
@@ -73,7 +70,6 @@ def test_thinning_keeps_the_ends_and_the_extremes(
             assert extreme(y for _, y in kept) == extreme(y for _, y in points)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.floats(1e-3, 1e9))
 def test_ticks_of_time_are_round_few_and_within(seconds: float) -> None:
     ticks = time_ticks(seconds)
@@ -82,7 +78,6 @@ def test_ticks_of_time_are_round_few_and_within(seconds: float) -> None:
     assert all(at <= seconds * (1 + 1e-9) for at, _ in ticks)
 
 
-@settings(max_examples=40, deadline=None)
 @example(0.0, 1e-310)
 @example(1e16, 2.0)
 @example(-1.7e308, 1.7e308)
@@ -94,7 +89,6 @@ def test_ticks_of_values_are_few_and_within(low: float, more: float) -> None:
     assert all(low - more * 1e-6 <= tick <= high + more * 1e-6 for tick in ticks)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.floats(allow_nan=False), st.floats(0, 1e9), st.floats(0, 1e9))
 def test_every_value_has_a_place_within_the_drawing(
     value: float, first: float, more: float

@@ -7,7 +7,7 @@ from typing import Any
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import JobState
 from elasticlib.observe.standing import NodeStanding, after, seen
-from elasticlib.workers.beat import Beat
+from elasticlib.workers.interface import Beat
 
 
 def told(*events: tuple[str, dict[str, Any]]) -> list[NodeStanding]:

@@ -12,7 +12,14 @@ from elasticlib.observe.history import JobState
 from elasticlib.observe.question import Answer, Stacks
 from elasticlib.observe.same_stacks import grouped, told
 from elasticlib.observe.standing import NodeStanding, WorkerStanding
-from elasticlib.observe.status import JobStatus, JobView, NodeStatus, status_of, status_of_records
+from elasticlib.observe.status import (
+    JobStatus,
+    JobView,
+    NodeStatus,
+    Note,
+    status_of,
+    status_of_records,
+)
 from elasticlib.observe.status_words import (
     EXIT_CODES,
     FIELDS,
@@ -27,7 +34,6 @@ from elasticlib.observe.status_words import (
     rank_table,
     spans,
 )
-from elasticlib.rendezvous.codec import Note
 from elasticlib.rendezvous.document import (
     Document,
     Failure,

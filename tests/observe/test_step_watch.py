@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 from jobs import until
 
+from elasticlib import Context
 from elasticlib.clock import monotonic
 from elasticlib.observe.interface import Journal
 from elasticlib.observe.step_watch import StepWatch
-from elasticlib.workers.beat import Beat
 from elasticlib.workers.channel import Channel
-from elasticlib.workers.channels import Channels
-from elasticlib.workers.context import Context
-from elasticlib.workers.interface import Workers
+from elasticlib.workers.interface import Beat, Workers
 
 
 class Kept(Journal):
@@ -33,43 +33,58 @@ class Kept(Journal):
         return [(generation, facts) for told, generation, facts in self.told if told == kind]
 
 
+class Trained:
+    """A worker of the group, which tells of its steps what a script does."""
+
+    def __init__(self) -> None:
+        self.beat = Beat(attached=True)
+
+    def step(self, step: int, *, samples: float = 0.0) -> None:
+        now, old = monotonic(), self.beat
+        first = {} if old.steps else {"first_step": step, "first_at": now}
+        self.beat = attrs.evolve(
+            old,
+            **{"step": step, "steps": old.steps + 1, "at": now, "alive": now, **first},
+            samples=old.samples + samples,
+        )
+
+    def restored(self, step: int, *, source: str, seconds: float) -> None:
+        ended = monotonic()
+        state: Any = SimpleNamespace(step=step, source=source, began=ended - seconds, ended=ended)
+        self.beat = attrs.evolve(self.beat, restored=state, restores=self.beat.restores + 1)
+
+
 class Group(Workers):
-    """Workers of one node by their channels alone; this test is each of them."""
+    """Workers of one node by what they tell of their steps alone; this test is each of them."""
 
     tell_steps = True
     start = collect = running = terminate = kill = close = None
 
     def __init__(self) -> None:
-        self.channels = Channels()
+        self.now: dict[int, Trained] = {}
+        self.last: dict[int, Trained] = {}
 
-    def begin(self, watch: Journal, generation: int, count: int) -> list[Context]:
+    def begin(self, watch: Journal, generation: int, count: int) -> list[Trained]:
         watch.tell("generation.began", generation=generation)
-        self.channels.begin()
-        found = []
-        for local in range(count):
-            channel = Channel(self.channels.open(local))
-            channel.own(1)
-            found.append(Context(channel))
+        self.now = {local: Trained() for local in range(count)}
+        self.last = dict(self.now)
         for local in range(count):
             watch.tell("worker.began", generation=generation, rank=local)
-        return found
+        return list(self.now.values())
 
     def end(self) -> None:
-        for local in self.beats():
-            self.channels.close(local)
+        self.now = {}
 
     def beats(self) -> Mapping[int, Beat]:
-        return self.channels.beats()
+        return {local: worker.beat for local, worker in self.now.items()}
 
     def last_beats(self) -> Mapping[int, Beat]:
-        return self.channels.last_beats()
+        return {local: worker.beat for local, worker in self.last.items()}
 
 
 @pytest.fixture
-def group() -> Iterator[Group]:
-    group = Group()
-    yield group
-    group.channels.close_all()
+def group() -> Group:
+    return Group()
 
 
 def test_the_last_step_of_each_generation_is_told_before_the_next(group: Group) -> None:
@@ -129,18 +144,30 @@ def test_a_look_that_fails_is_felt_by_nobody(caplog: pytest.LogCaptureFixture) -
     watch = StepWatch(broken, journal)
     broken.begin(watch, 1, 1)
     watch.tell("run.ended")
-    broken.channels.close_all()
     assert journal.told[-1][0] == "run.ended"
     assert "could not be looked at" in caplog.text
 
 
-def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core(
-    group: Group,
-) -> None:
+class Shared(Group):
+    """Eight workers, and the memory that each of them shares with its agent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels = [Channel.made() for _ in range(8)]
+
+    def beats(self) -> Mapping[int, Beat]:
+        return {local: channel.beat() for local, channel in enumerate(self.channels)}
+
+
+def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
+    group = Shared()
     watch = StepWatch(group, Kept())
-    for worker in group.begin(watch, 1, 8):
-        worker.restored(1)
+    group.begin(watch, 1, 8)
+    for channel in group.channels:
+        Context(channel).restored(1)
     assert processor_seconds(lambda: watch._look(final=False), 200) < 1e-3
+    for channel in group.channels:
+        channel.close()
 
 
 def processor_seconds(call: Callable[[], object], calls: int) -> float:

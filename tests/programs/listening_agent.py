@@ -9,11 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+from elasticlib import LocalWorkers, Notice, Workers
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
-from elasticlib.workers.interface import Workers
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.notice import Notice
 
 
 class Listening(LocalWorkers, Workers):

@@ -26,7 +26,7 @@ from typing import Any
 from elasticlib.rendezvous.document import Limits, Node
 from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
 from elasticlib.rendezvous.timing import Timing
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.testing.rendezvous_over_store import Listener
 
 BOUND = 900.0

@@ -26,8 +26,8 @@ from elasticlib.rendezvous.keys import Keys
 from elasticlib.rendezvous.ranks import deal_shards
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 1) for n in range(3))
 KEYS = Keys("job")

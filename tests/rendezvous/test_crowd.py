@@ -59,8 +59,7 @@ def test_a_job_in_several_processes_settles_and_resizes_and_ends(port: int) -> N
         play(few, 24, 4)
 
 
-@pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -70,8 +69,7 @@ def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
         print(play(many, NODES, 100))
 
 
-@pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_every_promise_holds_for_twenty_thousand_simulated_nodes() -> None:
     """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""

@@ -16,10 +16,10 @@ from elasticlib.rendezvous.document import Limits, Node
 from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
 from elasticlib.rendezvous.keys import Keys
 from elasticlib.rendezvous.timing import Timing
+from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
-from elasticlib.stores.moving import MovingStore, Place
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.rendezvous_over_store import Listener
 
 RUN = "run"

@@ -15,8 +15,8 @@ from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract
 from elasticlib.testing.rendezvous_over_store import Listener
 

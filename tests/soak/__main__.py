@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from elasticlib.workers.enter import die_with
+from elasticlib.workers.bootstrap import die_with
 
 from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
 from .nodes import SoakFailed

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import pytest
 
 from elasticlib.errors import StoreUnavailable
+from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
-from elasticlib.stores.moving import MovingStore, Place
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 JOB = "moving"
 PATIENCE = 3.0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,16 +76,9 @@ def test_what_cannot_work_is_refused(
         EtcdStore(endpoints, **options)
 
 
-def test_without_its_library_the_extra_is_named() -> None:
-    code = (
-        "import sys; sys.modules['etcd3gw'] = None\n"
-        "import elasticlib\n"
-        "try: elasticlib.EtcdStore('a')\n"
-        "except elasticlib.ElasticError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert "EtcdStore needs etcd3gw: install the extra" in done.stdout, done.stderr
-    assert "elasticlib[etcd]" in done.stdout
+def test_certificates_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"the certificates of {tmp_path}/ca.pem: .*No such"):
+        EtcdStore("a", ca_cert=f"{tmp_path}/ca.pem")
 
 
 def test_stores_of_different_prefixes_do_not_see_each_other(etcd: EtcdServer, room: str) -> None:

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
-from elasticlib.stores.file import FileStore
-from elasticlib.stores.file_format import REMEMBERED, Changes, file_name, may_be_under
+from elasticlib.stores.file import REMEMBERED, Changes, FileStore, file_name, may_be_under
 
 # Kills itself before its Nth operation on a file of the folder, so each boundary is met.
 CRASHING = """

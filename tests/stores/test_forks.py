@@ -11,15 +11,15 @@ from contextlib import contextmanager
 import pytest
 
 from elasticlib.errors import StoreUnavailable
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
-from elasticlib.stores.wire import PROTOCOL, Frame, encode
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import said
 
 BEGIN = """
 import os, sys, threading, traceback
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.stores.tcp_client import TcpStore
 
 host, port = sys.argv[1], int(sys.argv[2])
 

@@ -21,11 +21,17 @@ from jobs import until
 from test_wire import frames, raw
 
 from elasticlib.clock import monotonic
-from elasticlib.stores.admission import HANDSHAKE_BYTES
 from elasticlib.stores.secret import Exchange, Role, prove
-from elasticlib.stores.server import ServerLimits, TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
-from elasticlib.stores.wire import PROTOCOL, SCHEMA, Frame, FrameReader, encode
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_protocol import (
+    HANDSHAKE_BYTES,
+    PROTOCOL,
+    SCHEMA,
+    Frame,
+    FrameReader,
+    encode,
+)
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 from elasticlib.testing.store_process import said
 
 SECRET = b"a secret of the job"
@@ -59,15 +65,15 @@ def nested(draw: st.DrawFn) -> bytes:
 HUGE = st.tuples(
     st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.binary(max_size=3000)
 ).map(lambda huge: struct.pack(">II", *huge[:2]) + huge[2])
-LONG_WAIT = st.floats(0, 1e9).map(
-    lambda timeout: raw({"op": "wait", "id": 1, "prefix": "a", "after": 10**6, "timeout": timeout})
+WATCH = st.integers(0, 2**64).map(
+    lambda after: raw({"op": "watch", "id": 1, "prefix": "a", "after": after, "listing": True})
 )
 ATTACKS = st.one_of(
     st.binary(max_size=300),
     HUGE,
     mistyped(),
     nested(),
-    LONG_WAIT,
+    WATCH,
     frames().map(encode),
     st.tuples(frames().map(encode), st.integers(0, 200)).map(lambda cut: cut[0][: cut[1]]),
 )
@@ -154,7 +160,7 @@ def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
                 if not known:
                     stack.callback(read_to_the_end, connection)
             good.refresh("lease", version)
-        assert server.wait_alone([good.label], 10.0)
+        until("strangers to be gone", lambda: server.labels == (good.label,), 10.0)
         until("no connection of a stranger to be held", lambda: descriptors() <= before, 10.0)
         good.refresh("lease", version)
         with TcpStore(server.host, server.port, secret=secret, timeout=10.0) as another:
@@ -201,7 +207,7 @@ def test_a_known_clients_half_frame_is_not_held_against_it_nor_against_others() 
         spend(2 * LIMITS.handshake_seconds)
         good.set("key", b"")
         slow.sendall(whole[-1:])
-        assert answered(slow).op == "entry"
+        assert answered(slow).op == "listing"
 
 
 def test_strangers_make_way_at_the_limit_of_connections() -> None:
@@ -221,15 +227,15 @@ def test_the_longest_prefix_to_wait_for_is_that_of_a_key() -> None:
         TcpStoreServer("127.0.0.1", 0) as server,
         stranger(server, None, known=True) as connection,
     ):
-        fields = {"prefix": "x" * 1025, "after": 0, "timeout": 100.0}
-        connection.sendall(encode(Frame("wait", 1, fields)))
+        fields = {"prefix": "x" * 1025, "after": 0, "listing": False}
+        connection.sendall(encode(Frame("watch", 1, fields)))
         refused = answered(connection)
         assert "a prefix to wait for is at most 1024 long, got 1025" in refused.fields["message"]
 
 
 SERVE = """
 import resource, sys
-from elasticlib.stores.server import TcpStoreServer
+from elasticlib.stores.tcp_server import TcpStoreServer
 limit, before = map(int, sys.argv[1].split())
 if before:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, before))

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import LeaseLost, StoreRefused
-from elasticlib.stores.leases import LeaseClock
-from elasticlib.stores.state import ABSENT, KeySpace, Lease, Limits
+from elasticlib.stores.keyspace import ABSENT, KeySpace, Lease, LeaseClock, Limits
 
 SMALL = Limits(value_bytes=10, total_bytes=40, keys=4, journal=5)
 
@@ -77,11 +76,11 @@ def test_a_departed_owners_leases_end_and_nobody_elses() -> None:
     space.put("was mine", b"", None, 0.0)
     space.put("yours", b"", Lease(2, 10.0), 0.0)
     version = space.version
-    space.end_leases_of(1)
+    space.depart(1)
     assert [e.key for e in space.list("").entries] == ["was mine", "yours"]
     assert space.version == version + 1
     assert space.changed("mine", version)
-    space.end_leases_of(1)
+    space.depart(1)
     assert space.version == version + 1
 
 

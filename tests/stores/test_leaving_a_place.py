@@ -11,9 +11,9 @@ from jobs import until
 from places import JOB, PATIENCE, World, is_closed
 
 from elasticlib.errors import StoreUnavailable
-from elasticlib.stores.moving import Place
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.failover import Place
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 
 def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) -> None:

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from elasticlib.errors import LeaseLost, StoreRefused, StoreUnavailable
+from elasticlib.stores.keyspace import Limits
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.stores.state import Limits
 
 
 class Clock:

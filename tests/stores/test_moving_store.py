@@ -14,10 +14,10 @@ from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answer
 from elasticlib.errors import ConfigError, RendezvousMismatch, StoreRefused, StoreUnavailable
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.tcp_place import TcpMeetingPlace
+from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
-from elasticlib.stores.moving import MovingStore, Place
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import ClientRecipe, StoreContract
 
 # -- the contract ------------------------------------------------------------------------------

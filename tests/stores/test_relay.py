@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticlib.stores.relay import Relay
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
 HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
 BOUND = 30.0
@@ -37,15 +36,9 @@ class Upstream:
 
 
 @pytest.fixture
-def relay() -> Iterator[Relay]:
-    relay = Relay(most=2)
-    yield relay
-    relay.close()
-
-
-@pytest.fixture
-def server(relay: Relay) -> Iterator[TcpStoreServer]:
-    with TcpStoreServer("127.0.0.1", 0, secret=SECRET, relay=relay) as server:
+def server() -> Iterator[TcpStoreServer]:
+    limits = ServerLimits(torch_links=2)
+    with TcpStoreServer("127.0.0.1", 0, secret=SECRET, limits=limits) as server:
         yield server
 
 
@@ -77,9 +70,9 @@ def is_cut_off(client: socket.socket) -> bool:
 
 
 def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
-    server: TcpStoreServer, relay: Relay, upstream: Upstream
+    server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    relay.lead_to("127.0.0.1", upstream.port)
+    server.lead_torch_to(("127.0.0.1", upstream.port))
     sent = hashlib.sha256(b"x").digest() * 250_000
     with come(server) as client, upstream.client() as other:
         assert read(other, len(HELLO)) == HELLO
@@ -92,9 +85,9 @@ def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
 
 
 def test_the_end_of_one_side_is_the_others_after_its_last_words(
-    server: TcpStoreServer, relay: Relay, upstream: Upstream
+    server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    relay.lead_to("127.0.0.1", upstream.port)
+    server.lead_torch_to(("127.0.0.1", upstream.port))
     client = come(server, b"last words")
     client.close()
     with upstream.client() as other:
@@ -105,25 +98,25 @@ def test_the_end_of_one_side_is_the_others_after_its_last_words(
 
 
 def test_who_comes_is_led_to_the_store_of_now_and_cut_off_where_there_is_none(
-    server: TcpStoreServer, relay: Relay, upstream: Upstream
+    server: TcpStoreServer, upstream: Upstream
 ) -> None:
     with come(server) as early:
         assert is_cut_off(early)
     newer = Upstream()
-    relay.lead_to("127.0.0.1", upstream.port)
-    relay.lead_to("127.0.0.1", newer.port)
+    server.lead_torch_to(("127.0.0.1", upstream.port))
+    server.lead_torch_to(("127.0.0.1", newer.port))
     with come(server), newer.client() as other:
         assert read(other, len(HELLO)) == HELLO
-    relay.lead_nowhere()
+    server.lead_torch_to(None)
     with come(server) as late:
         assert is_cut_off(late)
     newer.close()
 
 
 def test_strangers_cost_links_up_to_a_bound_and_the_nodes_nothing(
-    server: TcpStoreServer, relay: Relay, upstream: Upstream
+    server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    relay.lead_to("127.0.0.1", upstream.port)
+    server.lead_torch_to(("127.0.0.1", upstream.port))
     held = [(come(server), upstream.client()) for _ in range(2)]
     with come(server) as third:
         assert is_cut_off(third)

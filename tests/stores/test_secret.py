@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.stores.secret import NONCE_BYTES, Exchange, Role, prove, proves
-from elasticlib.stores.server import ServerLimits, TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
-from elasticlib.stores.wire import PROTOCOL, Frame, FrameReader, encode
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
 SECRET = b"correct horse battery staple"
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
@@ -196,7 +196,9 @@ def test_no_operation_is_heard_before_the_proof(server: TcpStoreServer, begin: l
     with dial(server) as connection:
         for frame in begin:
             assert ask(connection, frame).op == "challenge"
-        refused = ask(connection, Frame("set", 3, {"key": "a", "ttl": None}, b"x"))
+        refused = ask(
+            connection, Frame("write", 3, {"key": "a", "ttl": None, "expected": None}, b"x")
+        )
         assert refused.op == "error"
     with TcpStore(server.host, server.port, secret=SECRET) as store:
         assert store.get("a") is None

@@ -15,9 +15,10 @@ from test_fuzz import HELLO, MIB, answered, peak, served, stranger
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRefused
-from elasticlib.stores.server import ServerLimits, TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
-from elasticlib.stores.wire import Frame, FrameReader, encode
+from elasticlib.stores.keyspace import Limits
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_protocol import Frame, FrameReader, encode
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
 BOUND = 400 * MIB
 """Of the whole process, whatever is asked of it and left unread."""
@@ -72,7 +73,7 @@ ATTACKS: dict[str, Attack] = {
     "lists of one client": pipelined("list", {"prefix": "big"}, 1, 300),
     "a get of each of many clients": pipelined("get", {"key": "big/0"}, 300, 3),
     "lost races of many clients": pipelined(
-        "compare_set", {"key": "big/0", "ttl": None, "expected": 7}, 300, 3
+        "write", {"key": "big/0", "ttl": None, "expected": 7}, 300, 3
     ),
     "halves of long frames": half_frames,
 }
@@ -133,7 +134,7 @@ def test_all_clients_together_have_so_many_waits_and_one_more_is_refused() -> No
         for n in range(1, 101)
     )
     with (
-        TcpStoreServer("127.0.0.1", 0, limits=ServerLimits(waits=250)) as server,
+        TcpStoreServer("127.0.0.1", 0, limits=ServerLimits(Limits(watches=250))) as server,
         TcpStore(server.host, server.port, timeout=60.0) as good,
         ExitStack() as stack,
     ):
@@ -188,7 +189,9 @@ def test_who_never_reads_is_cut_and_its_leases_end() -> None:
     limits = ServerLimits(unsent_bytes=100_000, unread_seconds=1.0)
     with small(limits) as (server, good), ExitStack() as stack:
         connection = attacker(server.port, stack)
-        connection.sendall(encode(Frame("set", 1, {"key": "lease", "ttl": 1000.0})))
+        connection.sendall(
+            encode(Frame("write", 1, {"key": "lease", "ttl": 1000.0, "expected": None}))
+        )
         assert good.wait("lease", after=1, timeout=20.0)
         taken = good.list("lease").version
         requests = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(2, 2000))
@@ -261,11 +264,13 @@ def test_a_value_that_comes_slowly_is_taken_and_one_that_never_ends_is_not() -> 
     limits = ServerLimits(unread_seconds=2.0)
     with small(limits) as (server, good), ExitStack() as stack:
         slow, stuck = attacker(server.port, stack), attacker(server.port, stack)
-        whole = encode(Frame("set", 1, {"key": "slow", "ttl": None}, b"x" * MIB))
+        whole = encode(
+            Frame("write", 1, {"key": "slow", "ttl": None, "expected": None}, b"x" * MIB)
+        )
         slow.sendall(whole[: MIB // 2])
         stuck.sendall(whole[: MIB // 2])
         slow.sendall(whole[MIB // 2 :])
-        assert answered(slow).op == "written"
+        assert answered(slow).op == "answer"
         with suppress(ConnectionError):
             assert stuck.recv(100) == b""
         assert good.get("slow") is not None

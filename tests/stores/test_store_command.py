@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from elasticlib.errors import StoreRefused
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import said
 
 COMMAND = [sys.executable, "-m", "elasticlib.launch.commands"]

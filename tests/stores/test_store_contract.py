@@ -10,8 +10,8 @@ import pytest
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.stores.server import TcpStoreServer
-from elasticlib.stores.tcp import TcpStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import ClientRecipe, StoreContract
 
 
@@ -36,6 +36,15 @@ class TestFileStore(StoreContract):
         )
 
 
+class TestHostedStore(StoreContract):
+    """In the process that serves it, beside a client that comes by a connection."""
+
+    @pytest.fixture
+    def make_store(self) -> Iterator[Callable[[], Store]]:
+        with TcpStoreServer("127.0.0.1", 0) as server:
+            yield server.client
+
+
 class TestTcpStore(StoreContract):
     host = "127.0.0.1"
 
@@ -51,7 +60,7 @@ class TestTcpStore(StoreContract):
     @pytest.fixture
     def client_recipe(self, server: TcpStoreServer) -> ClientRecipe:
         return ClientRecipe(
-            "elasticlib.stores.tcp:TcpStore",
+            "elasticlib.stores.tcp_client:TcpStore",
             (server.host, server.port),
             {"job": "contract", "timeout": self.patience},
         )

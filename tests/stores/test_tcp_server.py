@@ -16,14 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
 from elasticlib.stores.interface import Entry
-from elasticlib.stores.server import ServerLimits, TcpStoreServer
-from elasticlib.stores.state import Limits
-from elasticlib.stores.tcp import TcpStore
-from elasticlib.stores.wire import PROTOCOL, Frame, FrameReader, encode
+from elasticlib.stores.keyspace import Limits
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode, read_listing
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 from elasticlib.testing.store_process import ClientRecipe, said
 
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
@@ -113,13 +114,13 @@ def test_an_answer_sent_as_an_operation_is_refused_and_the_connection_stays(
     server: TcpStoreServer,
 ) -> None:
     with dial(server) as connection:
-        connection.sendall(encode(HELLO) + encode(Frame("absent", 1)))
+        connection.sendall(encode(HELLO) + encode(Frame("answer", 1, {"yes": True, "version": 1})))
         connection.sendall(encode(Frame("get", 2, {"key": "a"})))
         reader, frames = FrameReader(), list[Frame]()
         while len(frames) < 3:
             frames += reader.feed(connection.recv(1000))
-    assert [frame.op for frame in frames] == ["welcome", "error", "absent"]
-    assert frames[1].fields["message"] == "absent is no operation here"
+    assert [frame.op for frame in frames] == ["welcome", "error", "listing"]
+    assert frames[1].fields["message"] == "answer is no operation here"
 
 
 def test_who_leaves_its_answers_unread_is_dropped_and_its_leases_end(
@@ -131,7 +132,7 @@ def test_who_leaves_its_answers_unread_is_dropped_and_its_leases_end(
         dial(server) as connection,
     ):
         other.set("key", b"x" * 60_000)
-        lease = Frame("set", 1, {"key": "lease", "ttl": 1000.0})
+        lease = Frame("write", 1, {"key": "lease", "ttl": 1000.0, "expected": None})
         connection.sendall(encode(HELLO) + encode(lease))
         assert other.wait("lease", after=1, timeout=10.0)
         # It waits already, so nothing but the end of the lease makes the server tell it.
@@ -207,22 +208,19 @@ def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None
             waiting.result()
 
 
-def test_it_can_be_waited_for_until_only_its_own_clients_remain(server: TcpStoreServer) -> None:
+def test_it_knows_who_is_connected_and_who_has_gone(server: TcpStoreServer) -> None:
     with TcpStore(server.host, server.port) as own, TcpStore(server.host, server.port) as other:
         own.connect()
-        assert server.wait_alone([own.label], 0.0)
+        assert server.labels == (own.label,)
         other.connect()
         assert sorted(server.labels) == sorted([own.label, other.label])
-        assert not server.wait_alone([own.label], 0.05)
-        with ThreadPoolExecutor(1) as pool:
-            alone = pool.submit(server.wait_alone, [own.label], 20.0)
-            other.close()
-            assert alone.result(10.0) is True
+        other.close()
+        until("the other to be gone", lambda: server.labels == (own.label,))
         assert server.clients == 1
 
 
 def test_a_killed_owners_lease_ends_at_once_however_long_its_ttl(server: TcpStoreServer) -> None:
-    recipe = ClientRecipe("elasticlib.stores.tcp:TcpStore", (server.host, server.port))
+    recipe = ClientRecipe("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
     with (
         TcpStore(server.host, server.port) as watcher,
         recipe.start("hold", "lease", "1000") as owner,
@@ -237,7 +235,7 @@ def test_a_killed_owners_lease_ends_at_once_however_long_its_ttl(server: TcpStor
 def test_a_stopped_clients_lease_ends_though_its_connection_stands(
     server: TcpStoreServer,
 ) -> None:
-    recipe = ClientRecipe("elasticlib.stores.tcp:TcpStore", (server.host, server.port))
+    recipe = ClientRecipe("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
     with (
         TcpStore(server.host, server.port) as watcher,
         recipe.start("hold", "lease", "1") as owner,
@@ -323,7 +321,11 @@ class Raw:
     """A client that asks when it wants to, and in words of its own."""
 
     def __init__(self, server: TcpStoreServer) -> None:
-        self._connection = dial(server)
+        self._connection = socket.socket()
+        # Little fits between the two.
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        self._connection.settimeout(20.0)
+        self._connection.connect((server.host, server.port))
         self._reader = FrameReader()
         self.ask(HELLO)
 
@@ -335,12 +337,20 @@ class Raw:
         (answer,) = frames
         return answer
 
-    def begin(self) -> int:
-        """List all, and read the first page alone; the number under which the rest waits."""
-        return int(self.ask(Frame("list", 1, {"prefix": ""})).fields["rest"])
+    def begin(self) -> None:
+        """List all, and read nothing of it."""
+        self._connection.sendall(encode(Frame("list", 1, {"prefix": ""})))
 
-    def rest(self, number: int) -> Frame:
-        return self.ask(Frame("rest", 2, {"number": number}))
+    def pages(self) -> list[Frame]:
+        """The whole of what was begun."""
+        frames: list[Frame] = []
+        while not frames or frames[-1].fields["more"]:
+            frames += self._reader.feed(self._connection.recv(65536))
+        return frames
+
+    def look(self) -> None:
+        """Until the first of what is sent to it has arrived."""
+        assert self._connection.recv(1, socket.MSG_PEEK)
 
     def __enter__(self) -> Raw:
         return self
@@ -349,37 +359,35 @@ class Raw:
         self._connection.close()
 
 
-def test_what_is_left_of_a_listing_is_of_its_moment_and_waits_for_its_own_client_alone(
-    server: TcpStoreServer,
-) -> None:
-    with TcpStore(server.host, server.port) as store, Raw(server) as one, Raw(server) as other:
-        for number in range(8):
-            store.set(f"key/{number}", b"before" + b"x" * 20_000)
-        rest = one.begin()
-        store.set("key/7", b"after")
-        store.delete("key/6")
-        assert other.rest(rest).op == "absent"
-        found: list[str] = []
-        values = b""
-        while rest is not None:
-            page = one.rest(rest)
-            found += [key for key, _, _ in page.fields["rows"]]
-            values += page.value
-            rest = page.fields["rest"]
-        assert found[-2:] == ["key/6", "key/7"]
-        assert values.count(b"before") == len(found)
-        assert one.rest(1).op == "absent"
+def test_what_is_left_of_a_listing_is_of_its_moment(server: TcpStoreServer) -> None:
+    with TcpStore(server.host, server.port, timeout=20.0) as store, Raw(server) as slow:
+        for number in range(400):
+            store.set(f"key/{number:03}", b"before" + b"x" * 20_000)
+        before = store.list("")
+        slow.begin()
+        # More than fits between the two, and the first of it has arrived.
+        slow.look()
+        store.set("key/399", b"after")
+        store.delete("key/398")
+        pages = slow.pages()
+        assert len(pages) > 100
+        found = tuple(entry for page in pages for entry in read_listing(page).entries)
+        assert found == before.entries
+        assert {page.fields["version"] for page in pages} == {before.version}
 
 
-def test_what_is_left_of_listings_is_bounded_and_whoever_lists_is_not_refused() -> None:
-    limits = ServerLimits(Limits(total_bytes=400_000), frame_bytes=64 * 1024)
+def test_what_is_left_of_listings_is_bounded_and_whoever_lists_gets_it() -> None:
+    limits = ServerLimits(Limits(total_bytes=9_000_000), frame_bytes=64 * 1024, crowded_seconds=0.5)
     with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, ExitStack() as stack:
-        store = stack.enter_context(TcpStore(server.host, server.port))
-        for number in range(15):
-            store.set(f"key/{number:02}", b"x" * 20_000)
+        store = stack.enter_context(TcpStore(server.host, server.port, timeout=60.0))
+        for number in range(400):
+            store.set(f"key/{number:03}", b"x" * 20_000)
         readers = [stack.enter_context(Raw(server)) for _ in range(5)]
-        rests = [reader.begin() for reader in readers]
-        assert len(store.list("").entries) == 15
-        # Each keeps 240 kB, and all of them together 400 kB: the first are forgotten.
-        kinds = [reader.rest(rest).op for reader, rest in zip(readers, rests, strict=True)]
-        assert kinds[:4] == ["absent"] * 4
+        for reader in readers:
+            reader.begin()
+            reader.look()
+        # Two of them have more to read than all may leave; they are cut, and the others served.
+        assert len(store.list("").entries) == 400
+        with stack.enter_context(Raw(server)) as another:
+            another.begin()
+            assert sum(len(page.fields["rows"]) for page in another.pages()) == 400

@@ -14,15 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
+from elasticlib.agent.stop import Need, agreed, decode_need, encode_need
 from elasticlib.clock import monotonic
 from elasticlib.held_folder import is_held
-from elasticlib.workers.beat import TakenUp
-from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel
-from elasticlib.workers.channels import Channels
+from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
-from elasticlib.workers.notice import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
-from elasticlib.workers.shared_folder import SharedFolder
+from elasticlib.workers.folders import SharedFolder
+from elasticlib.workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
+from elasticlib.workers.session import Guardian
 
 
 @pytest.fixture
@@ -281,10 +280,11 @@ def channels() -> Iterator[Channels]:
 
 
 def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
-    memory = SharedFolder(lambda _: None, lambda _: None)
+    memory = SharedFolder(guardian := Guardian())
     folder = memory.era(0).parent
     assert is_held(folder)
     memory.remove()
+    guardian.close()
     assert not folder.exists()
 
 

@@ -13,11 +13,11 @@ import attrs
 import pytest
 from test_local import Run, shell
 
-from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.lines import TAIL_BYTES, TAIL_LINES
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES
 from elasticlib.workers.spec import Function, Script
 
-START = Path(__file__).parents[2] / "elasticlib" / "workers" / "start.py"
+BOOTSTRAP = Path(__file__).parents[2] / "elasticlib" / "workers" / "bootstrap.py"
 
 THREAD = """
 import os, sys, threading
@@ -130,7 +130,7 @@ def test_a_script_shows_on_its_streams_what_it_would_without_us(tmp_path: Path) 
     ours = [
         sys.executable,
         "-u",
-        str(START),
+        str(BOOTSTRAP),
         str(tmp_path / "error.json"),
         "script",
         str(script),

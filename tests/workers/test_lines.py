@@ -5,35 +5,35 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.workers.lines import LONGEST, TAIL_BYTES, TAIL_LINES, Lines, Tail
+from elasticlib.workers.output import LONGEST_LINE, TAIL_BYTES, TAIL_LINES, Lines, Tail
 
 pieces = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b""]), max_size=30)
 
 
 @given(pieces)
 def test_what_is_shown_does_not_depend_on_where_chunks_end(chunks: list[bytes]) -> None:
-    piecewise, whole = Lines(b"> "), Lines(b"> ")
-    shown = b"".join(piecewise.feed(chunk) for chunk in chunks) + piecewise.rest()
-    assert shown == whole.feed(b"".join(chunks)) + whole.rest()
+    piecewise, whole = Lines(), Lines()
+    shown = [line for chunk in chunks for line in piecewise.cut(chunk)] + piecewise.rest()
+    assert shown == whole.cut(b"".join(chunks)) + whole.rest()
 
 
 @given(pieces)
 def test_no_byte_of_a_stream_that_ends_its_line_is_lost(chunks: list[bytes]) -> None:
-    lines = Lines(b"")
+    lines = Lines()
     text = b"".join(chunks) + b"end\n"
-    assert lines.feed(text) + lines.rest() == text
+    assert b"".join(lines.cut(text) + lines.rest()) == text
 
 
 def test_a_progress_bar_is_shown_as_it_moves() -> None:
-    lines = Lines(b"[0]:")
-    assert lines.feed(b"10%\r20%") == b"[0]:10%\r"
-    assert lines.feed(b"\r30%\n") == b"[0]:20%\r[0]:30%\n"
+    lines = Lines()
+    assert lines.cut(b"10%\r20%") == [b"10%\r"]
+    assert lines.cut(b"\r30%\n") == [b"20%\r", b"30%\n"]
 
 
 def test_a_line_without_an_end_is_cut_before_it_grows_for_ever() -> None:
-    lines = Lines(b"")
-    shown = b"".join(lines.feed(b"x" * 1000) for _ in range(1000))
-    assert len(shown) >= 1_000_000 - LONGEST - 1000
+    lines = Lines()
+    shown = b"".join(line for _ in range(1000) for line in lines.cut(b"x" * 1000))
+    assert len(shown) >= 1_000_000 - LONGEST_LINE - 1000
 
 
 @given(pieces)

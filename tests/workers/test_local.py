@@ -20,10 +20,10 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import session
-from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.guardian import Guardian
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.output_plan import OutputPlan
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.processes import LocalWorkers
+from elasticlib.workers.session import Guardian
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -34,7 +34,6 @@ from elasticlib.workers.spec import (
     WorkerSpec,
     deal_ranks,
 )
-from elasticlib.workers.streams import parse_streams
 
 
 class Run:
@@ -144,9 +143,11 @@ class MadeWhereItIsRead:
         return thread_name, ()
 
 
-def test_a_value_is_read_by_who_sees_the_end_and_not_by_who_collects(run: Run) -> None:
+def test_a_value_is_read_off_the_loop_and_not_by_who_collects(
+    run: Run,
+) -> None:
     run.start(Function(MadeWhereItIsRead))
-    assert run.end().value == "worker-0-end"
+    assert run.end().value == "worker-0-value"
 
 
 def test_a_functions_exception_comes_back_with_its_traceback(run: Run) -> None:
@@ -260,11 +261,11 @@ def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
 def test_a_guardian_that_stands_still_blocks_nobody_who_tells_it_more(tmp_path: Path) -> None:
     (folder := tmp_path / "temporary").mkdir()
     guardian = Guardian(patience=30.0)
-    guardian.add_folder(str(folder))
+    guardian.add(str(folder))
     assert guardian._process is not None
     guardian._process.send_signal(signal.SIGSTOP)
     for number in range(5000):  # more than a pipe takes
-        guardian.add_folder(str(tmp_path / f"none {number}"))
+        guardian.add(str(tmp_path / f"none {number}"))
     guardian.close()
     assert not folder.exists()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticlib.workers.memory import counters, killed_for_memory, oom_kills, parse
+from elasticlib.workers.cpu import counters, killed_for_memory, oom_kills, parse
 
 V1 = "9:name=systemd:/\n4:memory:/job/7\n1:cpu:/\n0::/\n"
 V2 = "0::/job/7\n"

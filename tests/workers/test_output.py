@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +19,11 @@ from elasticlib.launch.arguments import parse
 from elasticlib.launch.output_flags import split_at_commas
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.output import Output
-from elasticlib.workers.output_plan import OutputPlan
-from elasticlib.workers.places import Places
+from elasticlib.workers.loop import Loop
+from elasticlib.workers.output import TURNS, Output, Writers, end_within
+from elasticlib.workers.output_plan import OutputPlan, Places, parse_streams
+from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Script, deal_ranks
-from elasticlib.workers.streams import parse_streams
-from elasticlib.workers.turns import TURNS, end_within
 
 MEGABYTES = 200
 ROOM_KB = 100_000
@@ -78,7 +75,10 @@ def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
     worker = deal_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
-    output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json"))).open()
+    loop, writers = Loop(), Writers()
+    loop.start()
+    output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json")))
+    output.open(writers)
     stays = "echo last words >&2; sleep 600 & echo $!"
     with subprocess.Popen(
         ["sh", "-c", stays], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -87,14 +87,14 @@ def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
         daemon = int(process.stdout.readline())
         process.stdout.close()
         process.wait(30)
-        process.stdout = None
-        output.attach(process)
+        output.attach(None, process.stderr, loop, writers)
         try:
             assert not output.close(1e6)
             assert output.tail() == "last words"
         finally:
             os.kill(daemon, signal.SIGKILL)
         until("its end", lambda: output.close(0.5))
+    loop.close(writers.close)
 
 
 def kept_and_shown(
@@ -140,19 +140,19 @@ def test_warm_workers_output_goes_where_cold_ones_does_whatever_the_flags(
     assert b"out 1" in b"".join([*found[0][0].values(), *found[0][1]])
 
 
-class Late(threading.Thread):
+class Late:
     """Ends after so many turns, in any of which the machine may have stood still."""
 
+    held = False
+
     def __init__(self, ends_after: int) -> None:
-        super().__init__()
         self.ends_after = ends_after
         self.turns: list[float] = []
 
     def is_alive(self) -> bool:
         return len(self.turns) < self.ends_after
 
-    def join(self, timeout: float | None = None) -> None:
-        assert timeout is not None
+    def join(self, timeout: float) -> None:
         self.turns.append(timeout)
 
 

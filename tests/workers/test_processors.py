@@ -10,8 +10,8 @@ import pytest
 from test_local import Run
 
 from elasticlib.errors import ConfigError
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.processors import BINDINGS, Machine, bindings, count_cores
+from elasticlib.workers.cpu import BINDINGS, Machine, bindings, count_cores
+from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Function
 
 EIGHT = frozenset(range(8))

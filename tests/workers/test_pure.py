@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import FailureKind, Node
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.blame import failure_kind
-from elasticlib.workers.exits import WorkerExit, failure_record, read_failure
-from elasticlib.workers.ladder import Ladder, Rung
-from elasticlib.workers.notice import Notice
+from elasticlib.workers.exit import WorkerExit, classify
+from elasticlib.workers.messages import Notice, failure_record, read_failure, read_record
+from elasticlib.workers.output_plan import Streams, parse_streams
 from elasticlib.workers.spec import (
     Entrypoint,
+    Ladder,
+    Rung,
     Script,
     WorkerGroup,
     WorkerSpec,
@@ -26,7 +27,6 @@ from elasticlib.workers.spec import (
     with_local_rank,
     worker_environment,
 )
-from elasticlib.workers.streams import Streams, parse_streams
 
 SCRIPT = Script("/w/train.py")
 
@@ -211,12 +211,12 @@ def test_an_error_file_has_torchs_shape() -> None:
             "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1700000000"},
         }
     }
-    assert read_failure(record) == ("ValueError: no", "Traceback ...")
+    assert read_failure(read_record(record)) == ("ValueError: no", "Traceback ...")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"message": 1}', b'{"x": {}}', b"\xff"])
 def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
-    assert read_failure(data) == ("", "")
+    assert read_failure(read_record(data)) == ("", "")
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 400))
@@ -258,7 +258,7 @@ def kind_of(
     entrypoint: Entrypoint = SCRIPT,
 ) -> FailureKind:
     exit_ = WorkerExit(0, 0, 77, code, message)
-    return failure_kind(exit_, entrypoint, uptime=uptime, first=first, min_uptime=min_uptime)
+    return classify(exit_, entrypoint, uptime=uptime, first=first, min_uptime=min_uptime)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH
 
-from elasticlib.workers import template
-from elasticlib.workers.warm import Template, TemplateUnfit
+from elasticlib.workers import fork_server
+from elasticlib.workers.fork_server import ForkServer, ForkServerUnfit
+from elasticlib.workers.loop import Loop
 
 
 def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,28 +28,14 @@ def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.Mon
     with ours, theirs:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(BlockingIOError):
-            template._fork(theirs, [], {signal.SIGUSR1: signal.SIG_DFL})
+            fork_server._fork(theirs, [], {signal.SIGUSR1: signal.SIG_DFL})
         assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_template_that_nobody_would_listen_to_is_not_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-    before = len(os.listdir("/proc/self/fd")), children.read_text()
-    with pytest.raises(OSError, match="nobody would listen to it: can't start new thread"):
-        Template(["sleep", "600"], os.environ)
-    assert (len(os.listdir("/proc/self/fd")), children.read_text()) == before
-
-
 def test_a_fork_that_cannot_take_over_ends_and_the_template_alone_says_why() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    start = Path(template.__file__).with_name("start.py")
+    start = Path(fork_server.__file__).with_name("bootstrap.py")
     command = [sys.executable, "-u", str(start), "", "template", str(theirs.fileno()), ""]
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment) as process:
@@ -75,24 +61,27 @@ def test_a_template_in_which_threads_were_started_later_forks_no_more(tmp_path: 
     (tmp_path / "torch" / "_dynamo.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    start = str(Path(template.__file__).with_name("start.py"))
+    start = str(Path(fork_server.__file__).with_name("bootstrap.py"))
     command = [sys.executable, "-u", start, "", "template", "{link}", ""]
-    found = Template(command, {**os.environ, "PYTHONPATH": str(tmp_path)})
+    loop = Loop()
+    loop.start()
+    found = ForkServer(command, {**os.environ, "PYTHONPATH": str(tmp_path)}, loop)
     try:
         assert found.wait(60)
         assert found.ready
-        with pytest.raises(TemplateUnfit, match="has started threads"):
+        with pytest.raises(ForkServerUnfit, match="has started threads"):
             _fork_again_and_again(found, 60)
         assert not found.ready
         assert found.complaint
     finally:
         found.close()
+        loop.close(lambda: None)
 
 
-def _fork_again_and_again(found: Template, seconds: float) -> None:
+def _fork_again_and_again(found: ForkServer, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         worker = found.fork(["", "script", os.devnull], os.environ, [None, None])
         assert worker.wait() == 0
         # It imports once nobody has asked for a worker for so long.
-        time.sleep(2 * template.IDLE_SECONDS)
+        time.sleep(2 * fork_server.IDLE_SECONDS)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import termios
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,10 @@ import pytest
 from jobs import alive, until
 
 from elasticlib.clock import wall
-from elasticlib.errors import ConfigError, WorkerStartError
-from elasticlib.workers.guardian import Guardian
-from elasticlib.workers.timer_server import TimerServer
-from elasticlib.workers.timers import Timers
+from elasticlib.compat.timers import Timers, TimerServer
+from elasticlib.errors import ConfigError
+from elasticlib.workers.loop import Loop
+from elasticlib.workers.session import Guardian
 
 
 def line(pid: int, scope: str, at: float, number: int = 9) -> bytes:
@@ -67,11 +66,23 @@ def test_what_is_no_request_changes_nothing(text: bytes) -> None:
     assert after(text) == Timers()
 
 
+class Host:
+    """What workers are to a server of their timers."""
+
+    def __init__(self) -> None:
+        self.loop, self.guardian = Loop(), Guardian()
+        self.loop.start()
+
+    def open(self, server: TimerServer, *leaders: int) -> None:
+        server.open(self.loop, self.guardian, lambda: leaders)
+
+
 @pytest.fixture
-def guardian() -> Iterator[Guardian]:
-    guardian = Guardian()
-    yield guardian
-    guardian.close()
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.guardian.close()
+    host.loop.close(lambda: None)
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -79,14 +90,14 @@ def sleeper() -> subprocess.Popen[bytes]:
 
 
 def test_only_processes_of_the_workers_sessions_are_signalled_and_nothing_is_left(
-    tmp_path: Path, guardian: Guardian, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine, other = sleeper(), sleeper()
     path = tmp_path / "timers"
     os.mkfifo(path)  # an agent that was killed has left it
-    server = TimerServer(str(path), guardian, lambda: [mine.pid])
+    server = TimerServer(str(path))
     try:
-        server.open()
+        host.open(server, mine.pid)
         assert server.path == str(path)
         with caplog.at_level(logging.WARNING), path.open("wb", buffering=0) as pipe:
             pipe.write(b"nonsense\n" + line(other.pid, "x", 0.0) + line(mine.pid, "step", 0.0)[:9])
@@ -108,16 +119,16 @@ def test_only_processes_of_the_workers_sessions_are_signalled_and_nothing_is_lef
 
 
 def test_a_pipe_that_a_cleaner_removed_is_made_anew_for_the_next_workers(
-    guardian: Guardian,
+    host: Host,
 ) -> None:
     mine = sleeper()
-    server = TimerServer("", guardian, lambda: [mine.pid])
+    server = TimerServer("")
     try:
-        server.open()
-        server.open()
+        host.open(server, mine.pid)
+        host.open(server, mine.pid)
         first = server.path
         shutil.rmtree(Path(first).parent)
-        server.open()
+        host.open(server, mine.pid)
         assert server.path != first
         with open(server.path, "wb", buffering=0) as pipe:
             pipe.write(b'{"pid": ' + b"[" * 60_000 + b"\n" + line(mine.pid, "step", 0.0))
@@ -128,11 +139,11 @@ def test_a_pipe_that_a_cleaner_removed_is_made_anew_for_the_next_workers(
         mine.wait()
 
 
-def test_no_timer_of_one_worker_costs_another_its_own(guardian: Guardian) -> None:
+def test_no_timer_of_one_worker_costs_another_its_own(host: Host) -> None:
     mine, other = sleeper(), sleeper()
-    server = TimerServer("", guardian, lambda: [mine.pid, other.pid])
+    server = TimerServer("")
     try:
-        server.open()
+        host.open(server, mine.pid, other.pid)
         with open(server.path, "wb", buffering=0) as pipe:
             pipe.write(line(2**70, "none", 0.0) + line(mine.pid, "odd", 0.0, 2**40))
             for far in (float("inf"), wall() + 30 * 86400):
@@ -159,50 +170,31 @@ def wait_until_read(pipe: int) -> None:
 
 
 def test_a_pipe_that_another_listens_to_is_left_to_it(
-    tmp_path: Path, guardian: Guardian, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(tmp_path / "timers")
-    first, second = (TimerServer(path, guardian, list) for _ in range(2))
-    first.open()
+    first, second = (TimerServer(path) for _ in range(2))
+    host.open(first)
     with caplog.at_level(logging.WARNING):
-        second.open()
+        host.open(second)
     assert Path(second.path).is_fifo()
     assert second.path != path
-    assert f"TORCHELASTIC_TIMER_FILE={path} is another's" in caplog.text
+    assert f"TORCHELASTIC_TIMER_FILE={path} is read by another process" in caplog.text
     second.close()
     assert not Path(second.path).parent.exists()
     assert Path(path).is_fifo()
     first.close()
 
 
-def test_a_file_that_mktemp_has_made_is_nobodys(tmp_path: Path, guardian: Guardian) -> None:
+def test_a_file_that_mktemp_has_made_is_nobodys(tmp_path: Path, host: Host) -> None:
     path = tmp_path / "timers"
     path.touch()
-    server = TimerServer(str(path), guardian, list)
-    server.open()
+    server = TimerServer(str(path))
+    host.open(server)
     assert (server.path, path.is_fifo()) == (str(path), True)
     server.close()
 
 
-def test_who_cannot_listen_leaves_nothing_and_may_try_again(
-    guardian: Guardian, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    server = TimerServer("", guardian, list)
-    guardian.open()
-    before = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(WorkerStartError, match="nobody would listen to the workers' timers"):
-            server.open()
-    assert len(os.listdir("/proc/self/fd")) == before
-    server.open()
-    assert Path(server.path).is_fifo()
-    server.close()
-
-
-def test_a_pipe_that_cannot_be_is_refused(guardian: Guardian) -> None:
+def test_a_pipe_that_cannot_be_is_refused(host: Host) -> None:
     with pytest.raises(ConfigError, match="TORCHELASTIC_TIMER_FILE=/no/where/t: no pipe can be"):
-        TimerServer("/no/where/t", guardian, list).open()
+        host.open(TimerServer("/no/where/t"))

@@ -19,9 +19,9 @@ import pytest
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers import stacks, template
-from elasticlib.workers.local import LocalWorkers
-from elasticlib.workers.output_plan import OutputPlan
+from elasticlib.workers import fork_server, stacks
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -32,7 +32,6 @@ from elasticlib.workers.spec import (
     WorkerSpec,
     deal_ranks,
 )
-from elasticlib.workers.streams import parse_streams
 
 PROBE = str(Path(__file__).parent.parent / "programs" / "probe.py")
 
@@ -316,7 +315,7 @@ def test_a_template_that_rests_imports_what_optimizers_need(warm: Runner) -> Non
     while not warm.run(Function(twice, (4,))).value[2]:
         assert time.monotonic() < deadline
         # It rests as long as nobody asks it for a worker.
-        time.sleep(2 * template.IDLE_SECONDS)
+        time.sleep(2 * fork_server.IDLE_SECONDS)
 
 
 def test_what_is_drawn_differs_between_workers(warm: Runner, tmp_path: Path) -> None:
@@ -367,8 +366,7 @@ def test_a_template_that_was_killed_is_replaced_and_its_worker_is_noticed(
     os.kill(template, signal.SIGKILL)
     assert warm.end().returncode == -signal.SIGKILL
     assert warm.run(Script(str(ppid))).out == f"{os.getpid()} False\n"
-    assert warm.workers._starter._warm_start is not None
-    warm.workers._starter._warm_start._template.wait(60)
+    warm.workers._launcher.await_prepared(newest=True)
     assert warm.run(Script(str(ppid))).out.endswith(" True\n")
 
 

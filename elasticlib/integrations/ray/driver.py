@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ...agent.interface import RunResult
-from ...agent.observers import SignalObserver
+from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ElasticError, StoreError
 from ...launch.config import LaunchConfig
@@ -28,8 +28,8 @@ from ...launch.elastic_launch import shutdown_seconds
 from ...launch.tcp_place import SPARE_DESCRIPTORS
 from ...rendezvous.keys import Keys, Read
 from ...signals import signal_name
-from ...stores.server import TcpStoreServer
-from ...stores.tcp import TcpStore
+from ...stores.tcp_client import TcpStore
+from ...stores.tcp_server import TcpStoreServer
 from ...workers.spec import Entrypoint, WorkerState
 from .agent import Told
 from .fleet import Began, Event, Fleet, Lost, Refused

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from ...agent.interface import RunResult
-from ...workers.exits import WorkerExit
+from ...workers.exit import WorkerExit
 from ...workers.spec import WorkerState
 
 # What one node knows of the whole job goes before what it knows of itself.

@@ -1,0 +1,356 @@
+"""How a launch failed in the shapes that torch gives to it; and torch's `record`, both ways.
+
+What this node's workers did comes first, what is known of other nodes only where none of these
+failed; and the text of an error ends with the first cause, which is what people read. All of it
+are views of `WorkerExit`, and of the `Cause` that another node told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import attrs
+
+from ..clock import local_date_of, wall
+from ..errors import ElasticError, NoFailure
+from ..foreign import read_file, read_object
+from ..visible import visible
+from ..workers import hooks
+from ..workers.exit import SIGNALS, WorkerExit, last_words
+from ..workers.messages import LONGEST_RECORD, NO_RECORD, read_failure, read_record
+
+if TYPE_CHECKING:
+    from ..agent.interface import Cause, RunResult
+
+NOT_AVAILABLE = "<N/A>"
+
+
+def _read(failure: ProcessFailure) -> dict[str, Any]:
+    path = Path(failure.error_file)
+    return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
+
+
+def _message(failure: ProcessFailure) -> Any:
+    if failure.error_file_data != NO_RECORD:
+        return failure.error_file_data["message"]
+    if failure.exitcode < 0:
+        return f"was killed by {failure.signal_name()}"
+    return f"exited with code {failure.exitcode}, and left no error file"
+
+
+def _timestamp(failure: ProcessFailure) -> int:
+    if failure.error_file_data == NO_RECORD:
+        return int(wall())
+    message = failure.error_file_data["message"]
+    if isinstance(message, dict):
+        return int(message["extraInfo"]["timestamp"])
+    return int(failure.error_file_data.get("timestamp", 0))
+
+
+@attrs.frozen
+class ProcessFailure:
+    """One worker that failed.
+
+    exitcode: negative for a signal. error_file: its error.json, or `<N/A>` if it left none, or one
+    that went with the run (see `log_dir`). error_file_data: what that held, in either case;
+    `{"message": "<NONE>"}` if there was none. message: what stands there under that name, which
+    is a dict with `message` and `extraInfo` or a text; else a sentence on how it ended.
+    timestamp: when it failed, in whole seconds since 1970 by its own machine's clock. tail: the
+    last lines of its stderr. host: where, if that was another node.
+
+    What is left out besides the first four is read from the error file, as torch does.
+
+    Raises:
+        OSError, ValueError, KeyError: it is left out, and the error file cannot be read.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = attrs.field(
+        default=attrs.Factory(_read, takes_self=True), kw_only=True
+    )
+    message: Any = attrs.field(default=attrs.Factory(_message, takes_self=True), kw_only=True)
+    timestamp: int = attrs.field(default=attrs.Factory(_timestamp, takes_self=True), kw_only=True)
+    tail: str = attrs.field(default="", kw_only=True)
+    host: str = attrs.field(default="", kw_only=True)
+
+    def signal_name(self) -> str:
+        """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
+        return SIGNALS.get(-self.exitcode, NOT_AVAILABLE)
+
+    def timestamp_isoformat(self) -> str:
+        """As `2026-01-31_23:59:59`, in this machine's time zone."""
+        return local_date_of(self.timestamp)
+
+    @property
+    def text(self) -> str:
+        """The message in one text, without its traceback."""
+        if isinstance(self.message, dict):
+            return str(self.message.get("message", ""))
+        return str(self.message)
+
+    @property
+    def traceback(self) -> str:
+        """As the worker wrote it, or an empty text."""
+        return read_failure(self.error_file_data)[1]
+
+
+def failure_of(exit_: WorkerExit) -> ProcessFailure:
+    """What is known of the end of a worker of this node."""
+    data = dict(exit_.error_data) or dict(NO_RECORD)
+    return ProcessFailure(
+        exit_.local_rank,
+        exit_.pid,
+        exit_.returncode,
+        exit_.error_file or NOT_AVAILABLE,
+        error_file_data=data,
+        message=data["message"] if exit_.error_data else _how(exit_),
+        timestamp=int(exit_.at),
+        tail=exit_.tail,
+    )
+
+
+def _how(exit_: WorkerExit) -> str:
+    why = last_words(exit_.tail, exit_.returncode)
+    return f"{exit_.how}: {why}" if why else exit_.how
+
+
+def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
+    """By global rank, the first one first; exits: those that failed, in the order of their ends."""
+    found = dict(exits)
+    root = next(iter(exits.values())).root if exits else None
+    if root is not None:
+        # It had failed before, and ended later, if it has.
+        found = {root.rank: found.get(root.rank, root), **found}
+    return {rank: failure_of(exit_) for rank, exit_ in found.items()}
+
+
+def failure_elsewhere(cause: Cause) -> ProcessFailure:
+    """What another node told of its worker; pid and local rank are that node's."""
+    data: dict[str, Any] = dict(NO_RECORD)
+    if cause.message or cause.traceback:
+        data = {"message": {"message": cause.message, "extraInfo": {}}}
+        data["message"]["extraInfo"]["py_callstack"] = cause.traceback
+    return ProcessFailure(
+        cause.local_rank,
+        cause.pid,
+        cause.returncode,
+        NOT_AVAILABLE,
+        error_file_data=data,
+        message=cause.sentence if data == NO_RECORD else data["message"],
+        timestamp=0,
+        tail=cause.tail,
+        host=cause.host,
+    )
+
+
+class ChildFailedError(ElasticError):
+    """The job failed.
+
+    name: of what ran. failures: the workers of this node that failed, by global rank, the first
+    one first; empty where another node's did, or where the job failed without one. result: how
+    this node's run ended; cause: the first failure over all nodes. Both may be None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        failures: Mapping[int, ProcessFailure],
+        result: RunResult | None = None,
+    ) -> None:
+        self.name = name
+        self.failures = dict(failures)
+        self.result = result
+        self.cause = None if result is None else result.cause
+        super().__init__(self.format_msg())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.failures, self.result)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """Global rank and failure of the first worker of this node that failed; where none did,
+        of the first of another node, as far as that was told.
+
+        Raises:
+            NoFailure: no worker's failure is known; the message says why the job failed.
+        """
+        if self.failures:
+            # By time, as a caller may have put them together; else the first one is the first.
+            return min(self.failures.items(), key=lambda item: item[1].timestamp)
+        if self.cause is not None and self.cause.rank >= 0:
+            return self.cause.rank, failure_elsewhere(self.cause)
+        raise NoFailure(f"{self.name}: no worker is known to have failed: {self._reason}")
+
+    @property
+    def _reason(self) -> str:
+        return "workers failed" if self.result is None else self.result.reason
+
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
+        """What stands in the error: why, all that failed, and the first failure with its traceback
+        at the end. The delimiters are those of torch's, and make up the lines between."""
+        told = [f"{self.name}: {self._reason}"]
+        try:
+            rank, first = self.get_first_failure()
+        except NoFailure:
+            return told[0]
+        told.append(boarder_delim * 60)
+        others = {r: f for r, f in self.failures.items() if r != rank}
+        if others:
+            told.append("Other failures:")
+            told += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
+            told.append(section_delim * 60)
+        told.append("Root cause (first failure):")
+        told += [f"  {line}" for line in _explained(rank, first)]
+        return visible("\n".join(told))
+
+
+def _headline(rank: int, failure: ProcessFailure) -> str:
+    who = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid})"
+    how = f"exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"signal {-failure.exitcode} ({failure.signal_name()})"
+    return f"{who}, {how}: {failure.text.strip().partition(chr(10))[0]}"
+
+
+def _explained(rank: int, failure: ProcessFailure) -> list[str]:
+    lines = [_headline(rank, failure)]
+    if failure.host:
+        lines.append(f"host: {failure.host}")
+    if failure.timestamp:
+        lines.append(f"time: {failure.timestamp_isoformat()}")
+    if failure.error_file != NOT_AVAILABLE:
+        lines.append(f"error file: {failure.error_file}")
+    evidence = failure.traceback
+    if not evidence and failure.tail:
+        evidence = f"the last lines of its stderr:\n{failure.tail}"
+    return lines + evidence.rstrip().splitlines()
+
+
+class SignalException(ElasticError):
+    """A signal ended this node's part: it was stopped, or it was drained and has saved.
+
+    sigval: which; a number where Python has no name for it. result: how the run ended, with its
+    state STOPPED or DRAINED; may be None.
+    """
+
+    def __init__(
+        self, msg: str, sigval: signal.Signals | int, result: RunResult | None = None
+    ) -> None:
+        super().__init__(msg)
+        self.sigval = sigval
+        self.result = result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.sigval, self.result)
+
+
+# -- record ----------------------------------------------------------------------------------------
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class ErrorHandler(Protocol):
+    """What torch's `ErrorHandler` is to its `record`; its own fits."""
+
+    def initialize(self) -> None:
+        """Called before the function."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Called with what the function raised, before that goes on."""
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        """Called instead where the exception is a launch's and the worker that failed first has
+        left an error file; error_code is its exit code, negative for a signal."""
+
+
+class _ErrorFile:
+    """Writes torch's error.json; what it raised is shown by whatever catches that."""
+
+    def initialize(self) -> None:
+        hooks.install("")
+
+    def record_exception(self, e: BaseException) -> None:
+        error_file = os.environ.get(VARIABLE)
+        if error_file:
+            hooks.write_failure(error_file, e, hooks.formatted(e))
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        error_file = os.environ.get(VARIABLE)
+        if not error_file:
+            return
+        with open(rootcause_error_file, "rb") as file:
+            data = file.read()
+        record = read_record(data)
+        message = record.get("message")
+        if error_code and isinstance(message, dict):
+            # A worker cannot know by which code, or signal, it ended in the end.
+            message["errorCode"] = error_code
+            data = json.dumps(record).encode()
+        with contextlib.suppress(OSError):
+            hooks.replace(error_file, data)
+
+
+def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorated:
+    """Decorates a process's main function, once; `error_handler` may be torch's or like it.
+
+    What the function raises goes on, but for an exit with code 0, after which None is returned.
+    """
+    handler = error_handler or _ErrorFile()
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        handler.initialize()
+        try:
+            return fn(*args, **kwargs)
+        except SystemExit as end:
+            if end.code != 0:
+                raise
+            return None
+        except Exception as error:
+            pass_on(error, handler)
+            raise
+
+    return cast(Decorated, wrapper)
+
+
+def pass_on(error: Exception, handler: ErrorHandler | None = None) -> None:
+    """Have a handler (the one that writes error.json) record an exception, or the worker's that
+    it tells of."""
+    handler = handler or _ErrorFile()
+    # By its name: torch's ChildFailedError is another class, of which this holds as well.
+    ask = getattr(error, "get_first_failure", None)
+    if ask is not None:
+        with contextlib.suppress(NoFailure):
+            _, failure = ask()
+            with _record_of(failure) as path:
+                if path is not None:
+                    handler.dump_error_file(path, failure.exitcode)
+                    return
+    handler.record_exception(error)
+
+
+@contextlib.contextmanager
+def _record_of(failure: Any) -> Iterator[str | None]:
+    """The file in which a worker has left its failure, for as long as this lasts; None if none."""
+    data: Mapping[str, Any] = failure.error_file_data
+    if os.path.isfile(failure.error_file):
+        yield failure.error_file
+    elif data.get("message") not in (None, NO_RECORD["message"]):
+        # The file went with the run, or is another node's.
+        with tempfile.NamedTemporaryFile("w", prefix="elasticlib_error_", suffix=".json") as file:
+            json.dump(data, file)
+            file.flush()
+            yield file.name
+    else:
+        yield None

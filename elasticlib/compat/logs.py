@@ -1,0 +1,79 @@
+"""Where the output of a generation's workers goes, when that is for torch's `LogsSpecs` to say.
+
+Whatever has its `reify` is taken; nothing of torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from ..errors import ConfigError, describe
+from ..workers.output_plan import NAMES, OutputPlan, Places, Streams
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+NOWHERE = "/dev/null"
+
+
+class LogsSpecs(Protocol):
+    """Whatever has torch's method."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+        """The files of workers with these environments, which it may change, by local rank."""
+
+
+def ask(
+    specs: LogsSpecs, environments: dict[int, dict[str, str]], plan: OutputPlan
+) -> dict[int, Places]:
+    """Where each worker's output goes. Their environments say where to write of a failure: there,
+    or where `specs` says instead; a worker of which it wants no such file keeps ours, which goes
+    with the run.
+
+    Raises:
+        ConfigError: its code fails, or what it says makes no sense.
+    """
+    own = {local: environment[VARIABLE] for local, environment in environments.items()}
+    try:
+        said = specs.reify(environments)
+        places = {}
+        for local, environment in environments.items():
+            theirs = environment.get(VARIABLE)
+            if theirs == own[local]:
+                theirs = str(said.error_files.get(local) or "")
+            if not theirs or theirs == NOWHERE:
+                theirs = own[local]
+            # A worker may go to another folder before it writes there.
+            environment[VARIABLE] = theirs = os.path.abspath(theirs)
+            places[local] = _places(said, local, theirs, plan)
+    except Exception as error:
+        # Anything may be wrong in code that is not ours, and the user must learn in whose it is.
+        raise ConfigError(f"--logs-specs {type(specs).__name__}: {describe(error)}") from error
+    return places
+
+
+def _places(said: Any, local_rank: int, error_file: str, plan: OutputPlan) -> Places:
+    """What torch's `LogsDest` says of one worker, which has been told of this error file."""
+    files: dict[Streams, str] = {}
+    filtered: dict[Streams, str] = {}
+    tee, shown = Streams.NONE, Streams.NONE
+    for stream, name in NAMES.items():
+        every, teed = getattr(said, f"{name}s"), getattr(said, f"tee_{name}s").get(local_rank)
+        if local_rank not in every:
+            raise ConfigError(f"its reify says nothing of the {name} of local rank {local_rank}")
+        path = str(every[local_rank] or "")
+        if not path:  # the console, in torch's words
+            shown |= stream
+        elif path != NOWHERE:
+            files[stream] = path
+        if teed is None or teed == NOWHERE:
+            continue
+        if str(teed) != path:
+            raise ConfigError(
+                f"its reify shows {str(teed)!r} for the {name} of local rank {local_rank}, which "
+                f"is written to {path or 'the console'!r}: both are to be the same file"
+            )
+        tee |= stream
+        target = str(getattr(said, f"filtered_{name}", "") or "")
+        if target and plan.needles(stream):
+            filtered[stream] = target
+    return Places(error_file=error_file, files=files, tee=tee, shown=shown, filtered=filtered)

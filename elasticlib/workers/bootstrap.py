@@ -1,0 +1,74 @@
+"""What runs in a worker's process before anything else, by its path and without site-packages.
+
+    -I -S bootstrap.py tie AGENT_PID LC_CTYPE SIGNALS PROGRAM ARGS...
+    -u bootstrap.py ERROR_FILE KIND NAME ARGS...
+
+The first dies with the agent, and becomes the program, which needs to know nothing of it: the
+kernel's parent-death signal survives the exec. The second is the interpreter of a script, module or
+function, or the workers' fork server; it leaves `sys.path` as it would be for no program at all.
+"""
+
+import os
+import sys
+
+PR_SET_PDEATHSIG = 1
+NOT_FOUND = 127
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    import ctypes
+    import signal
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have ended before the kernel was asked.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def exec_tied(agent: str, lc_ctype: str, ignored: str, *program: str) -> None:
+    """Become the program, tied to the agent; an empty LC_CTYPE for none."""
+    import signal
+
+    die_with(int(agent))
+    # Take back what Python did to this process for itself, which an exec would hand on.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    if not lc_ctype:
+        os.environ.pop("LC_CTYPE", None)
+    # Signals that are meant for the agent alone; they were blocked until now.
+    signals = [int(number) for number in ignored.split(",") if number]
+    for each in signals:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        print(f"elasticlib: cannot run {program[0]!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(NOT_FOUND)
+
+
+def interpret(error_file: str, kind: str, name: str, *args: str) -> None:
+    """Run the program in this interpreter, to its end."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+    sys.path.insert(0, root)
+    from elasticlib.workers import run_program
+
+    what = [error_file, kind, name, *args]
+    if kind == "template":
+        from elasticlib.workers import fork_server
+
+        sys.path.remove(root)
+        what = fork_server.serve(int(name), args[0], args[1:])
+    else:
+        sys.path.remove(root)
+    run_program.run_program(*what)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "tie":
+        exec_tied(*sys.argv[2:])
+    interpret(*sys.argv[1:])

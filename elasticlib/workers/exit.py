@@ -1,0 +1,173 @@
+"""How a worker ended: the one value of a failure, its words, and what a restart may mend.
+
+A signal is told apart from an exit code, and what the worker itself wrote about its failure
+(torch's error.json) comes before what can be guessed from outside. torch's shapes of a failure
+are views of this value: see `compat/failures.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from ..rendezvous.document import FailureKind
+from ..visible import visible
+from .messages import shorten
+from .spec import Entrypoint, Script
+
+SIGNALS = {
+    **{1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS"},
+    **{8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE"},
+    **{14: "SIGALRM", 15: "SIGTERM"},
+}
+"""Linux numbers, as a table: a pure module does not import signal."""
+_OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+"""Not SIGABRT, by which libraries end a process that has lost its peers."""
+
+UNKNOWN = 1
+"""In place of a returncode that cannot be had: no success."""
+FATAL = ("Fatal Python error:", "terminate called", "  what():")
+LONGEST_WORDS = 200
+
+
+@attrs.frozen
+class WorkerExit:
+    """How one worker ended. returncode is negative for a signal, as in subprocess.
+
+    message and traceback: what it wrote of its failure itself. tail: the last lines of its
+    stderr. log: the folder of its files, empty if that goes with the run. unreadable: why the
+    value that a function returned cannot be had here; empty if it can. stopped: it ended after
+    this agent had told it to. out_of_memory: while it ran, the kernel killed for lack of memory
+    in its cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
+    at which its end was seen; to compare with other workers of this machine alone. error_file:
+    where its error.json is, empty if that goes with the run; error_data: what that holds.
+    code_known: else something else in the agent's process has taken the exit code, and this one
+    stands in its place.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+    returncode: int
+    message: str = ""
+    traceback: str = ""
+    value: Any = None
+    unreadable: str = ""
+    tail: str = ""
+    log: str = ""
+    stopped: bool = False
+    out_of_memory: bool = False
+    at: float = 0.0
+    ending: bool = False
+    after: WorkerExit | None = None
+    error_file: str = ""
+    error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
+    code_known: bool = True
+
+    @property
+    def ok(self) -> bool:
+        """Whether it succeeded: exit code 0, and its answer could be read."""
+        return self.returncode == 0 and not self.unreadable
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a failure of its own; a worker that ends of a stop has not failed."""
+        return not self.ok and (not self.stopped or bool(self.message))
+
+    @property
+    def root(self) -> WorkerExit:
+        """The first failure that this one tells of."""
+        return self.after or self
+
+    @property
+    def signal(self) -> str:
+        """The name of the signal that ended it, or an empty string."""
+        if self.returncode >= 0:
+            return ""
+        return SIGNALS.get(-self.returncode, f"signal {-self.returncode}")
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether it was killed or crashed by itself: no other worker's failure ends one so."""
+        return self.signal in _OF_ITS_OWN and not self.stopped
+
+    @property
+    def how(self) -> str:
+        """The kind of end: a code, a signal and whose, want of memory."""
+        if self.ending:
+            failed = "failed" if self.message else f"exits with code {self.returncode}"
+            return f"{failed}, and is still ending"
+        if not self.code_known:
+            return (
+                "ended with an exit code that something else in the agent's process has taken (a "
+                "handler of SIGCHLD, or os.wait): let that reap its own children alone"
+            )
+        if self.unreadable:
+            return f"returned a value that cannot be read here: {self.unreadable}"
+        if not self.signal:
+            kills = "; meanwhile the kernel killed for lack of memory in its cgroup"
+            return f"exited with code {self.returncode}{kills if self.out_of_memory else ''}"
+        if self.signal == "SIGKILL" and self.out_of_memory and not self.stopped:
+            return "was killed by SIGKILL, likely out of memory"
+        return f"was killed by {self.signal} ({'' if self.stopped else 'not '}sent by this agent)"
+
+    def describe(self) -> str:
+        """One sentence: which worker, how, and why if known; of the first where it followed one."""
+        if self.after is not None:
+            return f"{self.after.describe()}; that of rank {self.rank} followed"
+        words = self.message or last_words(self.tail, self.returncode)
+        why = visible(shorten(words, LONGEST_WORDS))
+        said = f": {why}" if why else ""
+        who = f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid})"
+        return f"{who} {self.how}{said}"
+
+
+def last_words(tail: str, returncode: int) -> str:
+    """The line of stderr that is most likely to name the cause, or an empty string."""
+    lines = [line for line in tail.splitlines() if line.strip()]
+    fatal = [line.strip() for line in lines if line.startswith(FATAL)]
+    if fatal:
+        return ": ".join(fatal[-2:])
+    # What is killed is cut off in the middle: its last line tells of something else.
+    return lines[-1].strip() if lines and returncode > 0 else ""
+
+
+# -- what a restart may mend ------------------------------------------------------------------
+
+START_SECONDS = 60.0
+"""A program that has come further than this has read its arguments and its imports."""
+FROM_OUTSIDE = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
+"""A program's own faults end it by others: SIGSEGV, SIGABRT, SIGBUS and the like."""
+USAGE, NOT_FOUND = 2, 127
+"""Exit codes: of argparse, and of Python for a script that is not there; of a program that is
+not there."""
+UNMENDABLE = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
+)
+
+
+def classify(
+    exit_: WorkerExit, entrypoint: Entrypoint, *, uptime: float, first: bool, min_uptime: float
+) -> FailureKind:
+    """What kind of failure this is: only what failed before it was at work, in a way that would
+    come again, is not worth a restart; and a worker that was killed failed at nothing.
+
+    uptime: seconds since the worker was started. first: whether it was of the first generation
+    that this node ran workers of; in a later one, the same program has been at work before.
+    min_uptime: seconds within which any end in the first generation is one at start.
+    """
+    if exit_.signal in FROM_OUTSIDE:
+        return FailureKind.KILLED
+    early = uptime < START_SECONDS and _would_come_again(exit_, entrypoint)
+    if first and (early or uptime < min_uptime):
+        return FailureKind.AT_START
+    return FailureKind.ORDINARY
+
+
+def _would_come_again(exit_: WorkerExit, entrypoint: Entrypoint) -> bool:
+    kind = exit_.message.partition(":")[0]
+    if kind == "FileNotFoundError" and isinstance(entrypoint, Script):
+        return repr(entrypoint.path) in exit_.message
+    return exit_.returncode in (USAGE, NOT_FOUND) or kind in UNMENDABLE

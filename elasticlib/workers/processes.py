@@ -1,0 +1,618 @@
+"""Workers as processes of this machine, each in a session of its own.
+
+An end is noticed by a loop that leaves the process unreaped, so that its number cannot pass to
+another before its session has been swept. Whether a worker is forked from a process that has torch
+imported or started from nothing, it gets the same environment, the same place in a session of its
+own and the same end with the agent, and runs the same code up to the user's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+
+from ..clock import monotonic, wall
+from ..errors import ConfigError, ElasticError, WorkerStartError
+from ..threads import helper
+from . import session, stacks
+from .channel import VARIABLE as CHANNEL
+from .channel import Channels
+from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
+from .exit import UNKNOWN, WorkerExit
+from .folders import RunFolder, SharedFolder
+from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
+from .function import read_result, write_payload
+from .hooks import FinalMessage, final_message, forget_exit
+from .interface import Workers
+from .loop import Loop
+from .messages import Beat, Notice
+from .output import Output, Writers
+from .output_plan import ERROR_FILE, OutputPlan, Places, Streams
+from .session import Guardian, signals_blocked
+from .spec import (
+    COLD,
+    SNAPSHOTS,
+    Command,
+    Entrypoint,
+    Function,
+    Module,
+    Script,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    check_preload,
+    check_start,
+    common_environment,
+    with_local_rank,
+    worker_environment,
+)
+
+log = logging.getLogger("elasticlib.workers")
+
+FIRST_SECONDS = 120.0
+REAP_SECONDS = 5.0
+DRAIN_SECONDS = 5.0
+REPLACE_SECONDS = 0.2
+"""Between two guardians, so that where each is killed at once that costs little."""
+PATIENCE, LEAST_PATIENCE = 0.5, 0.02
+"""Seconds for the output of all workers of one start to be shown, and of each of them."""
+RESULT = "result.pickle"
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+
+
+class TimerServer(Protocol):
+    """What keeps the timers that workers set for themselves; see `compat/timers.py`."""
+
+    VARIABLE: str
+    """Names the file that workers write to, in their environment."""
+    path: str
+
+    def open(self, loop: Loop, guardian: Guardian, leaders: Callable[[], Iterable[int]]) -> None:
+        """Before each start. leaders: the sessions whose processes may be signalled, just now."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+@attrs.define
+class _Process:
+    worker: Worker
+    popen: subprocess.Popen[bytes] | Forked
+    output: Output
+    folder: Path
+    error_file: Path
+    ended_at: float = float("inf")
+    result: tuple[Any, str] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def read_result(self) -> tuple[Any, str]:
+        """What its function returned, and why it is unreadable; a value's own code runs here."""
+        if self.result is None:
+            self.result = read_result(self.folder / RESULT)
+        return self.result
+
+    def reap(self) -> int | None:
+        """Its returncode, once it has ended; None where that went to somebody else."""
+        if isinstance(self.popen, Forked):
+            return self.popen.wait()
+        try:
+            # Popen takes one that somebody else has reaped for one that succeeded.
+            seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            seen = None
+        self.popen.wait()
+        if seen is None:
+            return None
+        return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+
+class Launcher:
+    """Starts the processes of one agent's workers; see `LocalWorkers` for the arguments.
+
+    Python workers are forked from a fork server, which is replaced where it has ended; while there
+    is none they are started cold.
+    """
+
+    def __init__(
+        self,
+        guardian: Guardian,
+        loop: Loop,
+        *,
+        python: str,
+        start_method: str,
+        preload: Sequence[str],
+        ignored: Iterable[int],
+        processors: Sequence[Processors],
+    ) -> None:
+        check_start(start_method, tuple(preload))
+        self._guardian = guardian
+        self._loop = loop
+        self._python = python
+        self._warm = start_method != COLD
+        self._preload = tuple(preload)
+        self._ignored = tuple(sorted(ignored))
+        self._processors = dict(enumerate(processors))
+        self._like: tuple[list[str], dict[str, str]] = ([], {})
+        self._server: ForkServer | None = None
+        self._first: ForkServer | None = None
+        self._told = False
+
+    def prepare(self, spec: WorkerSpec, inherited: Mapping[str, str], cores: int) -> None:
+        """Begin a fork server for workers of this kind, if they are to be forked and have none."""
+        check_preload(self._preload, spec.entrypoint)
+        if not self._warm or isinstance(spec.entrypoint, Command):
+            return
+        environment = common_environment(spec, inherited, cores)
+        folder = _folder_of(spec.entrypoint) if self._preload else ""
+        what = self._interpreted("", "template", "{link}", folder, *self._preload)
+        like = (self._tied(environment, what), environment)
+        if self._server is None or self._like != like:
+            self.close()
+            self._like, self._told = like, False
+            self._first = self._begin()
+
+    def _begin(self) -> ForkServer:
+        self._guardian.open()
+        with signals_blocked(self._ignored):
+            self._server = server = ForkServer(*self._like, self._loop)
+        self._guardian.add(server.pid)
+        return server
+
+    def await_prepared(self, *, newest: bool = False) -> None:
+        """Until the first fork server (to start cold would take as long), or the newest, is there
+        or cannot be; for any thread. `close` ends it."""
+        server = self._server if newest else self._first
+        if server is not None:
+            server.wait(FIRST_SECONDS)
+
+    def start(
+        self,
+        what: tuple[str, ...],
+        environment: dict[str, str],
+        output: Output,
+        local_rank: int,
+    ) -> subprocess.Popen[bytes] | Forked:
+        """A worker's process; what: as `program` says it. Raises OSError or an ElasticError."""
+        targets = (output.target(Streams.OUT), output.target(Streams.ERR))
+        python = what[0] != "command"
+        if python:
+            what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
+        with bound_to(self._processors.get(local_rank)), signals_blocked(self._ignored):
+            server = self._usable() if python else None
+            if server is not None:
+                try:
+                    return server.fork(what, environment, targets)
+                except ForkServerUnfit:
+                    # Its workers live on and end with it, so it stays; it is asked no more.
+                    self._usable()
+                except ForkServerGone:
+                    self._replace()
+            return subprocess.Popen(
+                self._tied(environment, self._interpreted(*what) if python else what[1:]),
+                env=environment,
+                stdin=None if has_stdin() else subprocess.DEVNULL,
+                stdout=targets[0],
+                stderr=targets[1],
+                start_new_session=True,
+            )
+
+    def _usable(self) -> ForkServer | None:
+        """None where a worker has to be started cold. Raises ConfigError where what the user asked
+        to be imported cannot be."""
+        server = self._server
+        if server is None:
+            return None
+        if server.complaint:
+            if self._preload:
+                raise ConfigError(server.complaint)
+            if not self._told:
+                log.warning("workers are started cold, as %s", server.complaint)
+                self._told = True
+            return None
+        if server.ended:
+            server = self._replace()
+        return server if server.ready else None
+
+    def _replace(self) -> ForkServer:
+        log.warning("the workers' template process has ended; starting cold until the next is up")
+        self.close()
+        return self._begin()
+
+    def close(self) -> None:
+        """End the fork server; its workers have ended."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            self._guardian.remove(server.pid)
+
+    def _interpreted(self, *what: str) -> tuple[str, ...]:
+        return (self._python, "-u", _BOOTSTRAP, *what)
+
+    def _tied(self, environment: Mapping[str, str], program: tuple[str, ...]) -> list[str]:
+        """The program behind the one that ties it to this process's life."""
+        # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
+        locale = environment.get("LC_CTYPE", "")
+        ignored = ",".join(map(str, self._ignored))
+        # By our own interpreter: the workers' may be a script that starts one in its own way.
+        tie = ("tie", str(os.getpid()), locale, ignored)
+        return [sys.executable, "-I", "-S", _BOOTSTRAP, *tie, *program]
+
+
+def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
+    """The kind of a worker's program, its name and its arguments, as `run_program` takes them."""
+    if isinstance(entrypoint, Function):
+        payload = folder / "payload.pickle"
+        write_payload(payload, entrypoint)
+        return ("function", str(payload), str(folder / RESULT))
+    args = with_local_rank(entrypoint.args, local_rank)
+    if isinstance(entrypoint, Script):
+        return ("script", entrypoint.path, *args)
+    if isinstance(entrypoint, Module):
+        return ("module", entrypoint.name, *args)
+    if not isinstance(entrypoint, Command):
+        raise TypeError(f"a worker is a script, module, function or command: {entrypoint!r}")
+    return ("command", entrypoint.program, *args)
+
+
+def _folder_of(entrypoint: Entrypoint) -> str:
+    """Where Python looks first for the modules of this program."""
+    if isinstance(entrypoint, Script):
+        return os.path.dirname(os.path.realpath(entrypoint.path))
+    return os.getcwd()
+
+
+class LocalWorkers(Workers):
+    """Processes started afresh for each generation.
+
+    Args:
+        environment: what the workers inherit, before what they are told.
+        log_dir: where the folder of this run goes. Without, a temporary one, which is removed
+            at the end unless output was sent there.
+        run_id: names that folder.
+        python: the interpreter of scripts, modules and functions.
+        processors: what each worker runs on, by local rank; any without.
+        start_method: `warm` to fork Python workers from a process that has torch imported, or
+            `spawn` to start an interpreter for each.
+        preload: modules that this process imports besides.
+        ignored: signals that a worker ignores, and its children with it, until it says otherwise.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        output: OutputPlan | None = None,
+        log_dir: str | None = None,
+        run_id: str = "none",
+        python: str = sys.executable,
+        processors: Sequence[Processors] = (),
+        ignored: Iterable[int] = (),
+        start_method: str = "warm",
+        preload: Sequence[str] = (),
+    ) -> None:
+        self._environment = dict(environment)
+        self._output = output or OutputPlan()
+        self._loop = Loop()
+        self._writers = Writers()
+        self._guardian = Guardian(began=self._watch_guardian)
+        # If something else decides where output goes, ours is a temporary folder for our own use.
+        log_dir = log_dir if self._output.ask is None else None
+        kept = log_dir is not None or (self._output.any and self._output.ask is None)
+        self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
+        self._launcher = Launcher(
+            self._guardian,
+            self._loop,
+            python=python,
+            start_method=start_method,
+            preload=preload,
+            ignored=ignored,
+            processors=processors,
+        )
+        self._channels = Channels()
+        self.memory = SharedFolder(self._guardian)
+        """Where the workers keep what outlives them, and not their agent."""
+        self._processes: dict[int, _Process] = {}
+        self._stopped = False
+        self._kills: int | None = None
+        self._late: list[Output] = []
+        self._patience = PATIENCE
+        self._timers: TimerServer | None = None
+
+    def serve_timers(self, server: TimerServer) -> None:
+        """Before the first start: workers may set timers by torch's `FileTimerClient`, and are sent
+        the signal they asked for when one runs out."""
+        self._timers = server
+
+    def _leaders(self) -> list[int]:
+        return [process.pid for process in dict(self._processes).values()]
+
+    def _watch_guardian(self, pid: int) -> None:
+        replace = self._guardian.replace
+        self._loop.watch(pid, lambda: self._loop.at(monotonic() + REPLACE_SECONDS, replace))
+
+    @property
+    def folder(self) -> Path:
+        """This run's folder, `<log_dir>/<run_id>_<random>`; made when first asked for."""
+        return self._folder.path
+
+    @property
+    def kept_folder(self) -> Path | None:
+        """This run's folder, where there is one that stays."""
+        return self._folder.kept_path
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this run's folder, made or not, stays when the run is over."""
+        return self._folder.kept
+
+    # -- the start -------------------------------------------------------------------------------
+
+    def prepare(self, spec: WorkerSpec) -> None:
+        self._loop.start()
+        self._launcher.prepare(spec, self._environment, count_cores())
+
+    def await_prepared(self) -> None:
+        self._launcher.await_prepared()
+
+    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        _heed_children()
+        try:
+            self.prepare(group.spec)
+        except OSError as error:
+            raise WorkerStartError(f"cannot begin to start workers: {error}") from error
+        self.await_prepared()
+        self._processes = {}
+        self._stopped = False
+        self._patience = PATIENCE
+        self._channels.begin()
+        self._kills = oom_kills()
+        worker = group.workers[0]
+        if self._timers is not None:
+            self._timers.open(self._loop, self._guardian, self._leaders)
+        try:
+            environments, places = self._lay_out(group)
+            for worker in group.workers:
+                local = worker.local_rank
+                self._spawn(group, worker, environments[local], places[local], ended)
+        except OSError as error:
+            raise WorkerStartError(
+                f"cannot start the worker of rank {worker.rank}: {error}"
+            ) from error
+        self._folder.forget(but=group.attempt)
+
+    def _lay_out(self, group: WorkerGroup) -> tuple[dict[int, dict[str, str]], dict[int, Places]]:
+        """Each worker's environment, and where its output goes."""
+        folders = {
+            w.local_rank: str(self._folder.of(group.attempt, w.local_rank)) for w in group.workers
+        }
+        environments = {
+            worker.local_rank: worker_environment(
+                group,
+                worker,
+                self._environment,
+                error_file=f"{folders[worker.local_rank]}/{ERROR_FILE}",
+                cores=count_cores(),
+            )
+            for worker in group.workers
+        }
+        if self._output.ask is not None:
+            return environments, self._output.ask(environments, self._output)
+        return environments, {
+            local: self._output.places(local, folder) for local, folder in folders.items()
+        }
+
+    def _spawn(
+        self,
+        group: WorkerGroup,
+        worker: Worker,
+        environment: dict[str, str],
+        places: Places,
+        ended: Callable[[int], None],
+    ) -> None:
+        self._guardian.open()
+        local = worker.local_rank
+        folder = self._folder.of(group.attempt, local)
+        environment[CHANNEL] = self._channels.open(local)
+        if self._timers is not None:
+            environment[self._timers.VARIABLE] = self._timers.path
+        environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
+        what = program(group.spec.entrypoint, local, folder)
+        output = Output(self._output, worker, group.spec.role, places)
+        try:
+            output.open(self._writers)
+            popen = self._launcher.start(what, environment, output, local)
+        except (OSError, ElasticError):
+            output.abandon()
+            raise
+        if what[0] != "command":
+            self._channels.assign(local, popen.pid)
+        process = _Process(worker, popen, output, folder, Path(places.error_file))
+        self._processes[local] = process
+        self._guardian.add(popen.pid)
+        output.attach(popen.stdout, popen.stderr, self._loop, self._writers)
+        self._loop.watch(popen.pid, partial(self._ended, process, ended))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _ended(self, process: _Process, ended: Callable[[int], None]) -> None:
+        """In the loop's thread, in which no value's own code runs: that takes its time."""
+        process.ended_at = wall()
+        local = process.worker.local_rank
+
+        def read() -> None:
+            process.read_result()
+            ended(local)
+
+        if (process.folder / RESULT).exists():
+            try:
+                return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
+            except RuntimeError:
+                log.warning("no thread can be started to read the value of a worker's function")
+        return ended(local)
+
+    def collect(self, local_rank: int) -> WorkerExit:
+        process = self._processes.pop(local_rank)
+        self._channels.close(local_rank)
+        session.end(process.pid)
+        returncode = process.reap()
+        self._guardian.remove(process.pid)
+        self._close_output(process.output)
+        found = WorkerExit(
+            local_rank,
+            process.worker.rank,
+            process.pid,
+            returncode=UNKNOWN if returncode is None else returncode,
+            code_known=returncode is not None,
+            stopped=self._stopped,
+        )
+        if returncode == 0:
+            value, unreadable = process.read_result()
+            return attrs.evolve(found, value=value, unreadable=unreadable)
+        return self._explained(found, process)
+
+    def _close_output(self, output: Output) -> None:
+        began = monotonic()
+        if not output.close(self._patience):
+            self._late.append(output)
+            # A console that stands still does so for the next worker, too.
+            self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
+
+    def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
+        """With all that is known of why it failed."""
+        said = final_message(process.error_file)
+        forget_exit(process.error_file)
+        at = min(said.at, process.ended_at)
+        return attrs.evolve(
+            self._with_message(found, process, said),
+            tail=process.output.tail(),
+            out_of_memory=killed_for_memory(self._kills, oom_kills()),
+            at=at,
+            # Peers may have noticed a killed worker, and have written so, before we noticed.
+            after=None if self._stopped or found.by_itself else self._failing(before=at),
+        )
+
+    def _failing(self, before: float) -> WorkerExit | None:
+        """The worker that wrote of a failure first, before that time, and has not ended yet: taking
+        a process down takes its time, in which its peers notice, and may end first."""
+        found = []
+        for local_rank, process in self._processes.items():
+            said = final_message(process.error_file)
+            if said.ends_process and said.at < before:
+                who = (local_rank, process.worker.rank, process.pid)
+                exit_ = WorkerExit(*who, returncode=said.code or 1, at=said.at, ending=True)
+                found.append(self._with_message(exit_, process, said))
+        return min(found, key=lambda exit_: exit_.at, default=None)
+
+    def _with_message(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
+        message, traceback = said.texts
+        # People find what is left of it there, unless that goes with us.
+        stays = self._folder.kept or process.error_file.parent != process.folder
+        return attrs.evolve(
+            found,
+            message=message,
+            traceback=traceback,
+            log=str(process.error_file.parent) if stays else "",
+            error_file=str(process.error_file) if stays and said.wrote else "",
+            error_data=said.record,
+        )
+
+    def running(self) -> dict[int, str]:
+        return {local: f"pid {p.pid}" for local, p in self._processes.items()}
+
+    # -- what they are asked and tell ------------------------------------------------------------
+
+    agrees = tell_steps = True
+
+    def notify(self, notice: Notice) -> bool:
+        self._stopped = self._channels.notify(notice) or self._stopped
+        return self._stopped
+
+    def earliest_stop(self, *, now: bool) -> int | None:
+        return self._channels.earliest_stop(now=now)
+
+    def stop_at(self, call: int, notice: Notice) -> None:
+        self._channels.stop_at(call, notice)
+
+    def beats(self) -> Mapping[int, Beat]:
+        return self._channels.beats()
+
+    def last_beats(self) -> Mapping[int, Beat]:
+        return self._channels.last_beats()
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        processes = dict(self._processes)
+        found = self.dump_stacks_of(processes)
+        for local, text in found.items():
+            stacks.keep(processes[local].error_file.parent, text)
+        return found
+
+    def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
+        asked, processes = self._channels.dumpers(), dict(self._processes)
+        ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
+        return stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
+
+    def terminate(self) -> None:
+        self._stopped = True
+        self._signal(signal.SIGTERM)
+        # A worker that stands still (SIGSTOP, a debugger) would not hear of it.
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._stopped = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes.values():
+            session.signal_group(process.pid, number)
+
+    def end(self) -> None:
+        self.kill()
+        deadline = monotonic() + REAP_SECONDS
+        for local_rank, process in list(self._processes.items()):
+            if session.ends_within(process.pid, max(0.0, deadline - monotonic())):
+                self.collect(local_rank)
+            else:
+                # The guardian has it listed, and goes on trying when we are gone.
+                log.error("pid %d survived SIGKILL", process.pid)
+                del self._processes[local_rank]
+
+    def close(self) -> None:
+        self.end()
+        deadline = monotonic() + DRAIN_SECONDS
+        for output in self._late:
+            # What a slow console has not taken yet; this process may end after that.
+            output.close(max(0.0, deadline - monotonic()))
+        self._late.clear()
+        self._channels.close_all()
+        if self._timers is not None:
+            self._timers.close()
+        self.memory.remove()
+        self._launcher.close()
+        self._folder.remove()
+        self._guardian.close()
+        self._loop.close(self._writers.close)
+
+
+def _heed_children() -> None:
+    """Where SIGCHLD is ignored, which is inherited, the kernel tells nobody how a child ended."""
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        return
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError as error:
+        raise WorkerStartError(
+            "SIGCHLD is ignored in this process, so no worker's end can be learnt, and only the "
+            "main thread can change that: set it to SIG_DFL there"
+        ) from error

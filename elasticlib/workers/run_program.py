@@ -1,0 +1,257 @@
+"""Makes an interpreter, fresh or forked, the process of a script, a module or a function.
+
+What runs then finds what `python -u` would have given it, and ends as that would end, but for one
+thing: the interpreter is not taken apart. Up to Python 3.13 that kills any thread that then wants
+the interpreter by unwinding it, which aborts a process whose C++ threads still let go of their
+Python objects, as gloo's do; a job that trained well would be reported as failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib.machinery
+import importlib.util
+import io
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import threading
+import types
+from typing import Any, NoReturn
+
+from . import hooks, stacks
+
+UNFLUSHED = 120
+FLUSH_SECONDS, FLUSH_TURNS = 2.0, 40
+_ANY_FILE = io.IOBase.__base__
+_INTERRUPTED = -signal.SIGINT
+_OURS = (__file__, os.path.join(os.path.dirname(__file__), "function.py"))
+
+
+def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
+    """Run it to its end, and end this process; kind is script, module or function."""
+    main = _fresh_main()
+    try:
+        hooks.install(error_file)
+        stacks.begin_in_worker()
+        if kind == "script":
+            _run_script(main, name, args)
+        elif kind == "module":
+            _run_module(name, args)
+        else:
+            _run_function(name, args[0])
+        code = 0
+    except BaseException as error:
+        hooks.record(error)
+        code = _tell(error)
+    end(code)
+
+
+def _fresh_main() -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    main.__loader__ = importlib.machinery.BuiltinImporter
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    return main
+
+
+def _look_in(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
+
+
+def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> None:
+    sys.argv = [path, *args]
+    sys.orig_argv = [sys.executable, "-u", path, *args]
+    if pkgutil.get_importer(path) is not None:
+        # A folder or an archive with a __main__ of its own.
+        sys.path.insert(0, path)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
+    _look_in(os.path.dirname(os.path.realpath(path)))
+    path = os.path.abspath(path)
+    compiled = path.endswith(".pyc")
+    kind = importlib.machinery.SourcelessFileLoader if compiled else _Source
+    loader = kind("__main__", path)
+    main.__file__ = path
+    main.__loader__ = loader
+    if sys.version_info < (3, 15):
+        main.__dict__["__cached__"] = None
+    exec(_code(path, loader), main.__dict__)
+
+
+_Source = importlib.machinery.SourceFileLoader
+
+
+def _code(path: str, loader: Any) -> types.CodeType:
+    if not isinstance(loader, _Source):
+        code: types.CodeType = loader.get_code("__main__")
+        return code
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except OSError as error:
+        why = f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: {why}", file=sys.stderr)
+        sys.exit(2)
+    return compile(text, path, "exec", dont_inherit=True)
+
+
+def _run_module(name: str, args: tuple[str, ...]) -> None:
+    sys.argv = ["-m", *args]
+    sys.orig_argv = [sys.executable, "-u", "-m", name, *args]
+    _look_in(os.getcwd())
+    if _is_missing(name):
+        # As runpy says it, but with a cause that tells that no restart would help.
+        hooks.record(ModuleNotFoundError(f"No module named {name}"))
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        sys.exit(1)
+    # What the interpreter itself calls for -m.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ImportError:
+        return "." not in name
+    except Exception:
+        return False
+
+
+def _run_function(payload: str, result: str) -> None:
+    from . import function
+
+    _look_in(os.getcwd())
+    sys.exit(function.main(payload, result))
+
+
+# -- the end ----------------------------------------------------------------------------------
+
+
+def _tell(error: BaseException) -> int:
+    """Show what the program raised as the interpreter would; returns the exit code."""
+    if isinstance(error, SystemExit):
+        return _exit_code(error.code)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except SystemExit as told:
+        return _exit_code(told.code)
+    except BaseException as broken:
+        _tell_both(broken, error)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _tell_both(broken: BaseException, error: BaseException) -> None:
+    """A hook that failed, and what it was to show: without our frames, each by itself."""
+    trace = broken.__traceback__
+    broken.__traceback__ = None if trace is None else trace.tb_next
+    broken.__context__ = None
+    print("Error in sys.excepthook:", file=sys.stderr)
+    sys.__excepthook__(type(broken), broken, broken.__traceback__)
+    print("\nOriginal exception was:", file=sys.stderr)
+    sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _exit_code(code: Any) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        # What does not fit into a C long is -1 there.
+        return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    print(code, file=sys.stderr)
+    return 1
+
+
+def end(code: int) -> NoReturn:
+    """End this process as a program that is through; -SIGINT for an interrupt."""
+    # An interrupt while threads are waited for is shown, and ends the waiting.
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    atexit._run_exitfuncs()
+    if not _flush_streams():
+        code = UNFLUSHED
+    _let_go()
+    if not _flush_streams():
+        code = UNFLUSHED
+    # A thread that goes on may hold what these take, and nobody waits for it any more.
+    flushing = threading.Thread(target=_flush_files, daemon=True)
+    flushing.start()
+    # In many short turns: in one, a machine that stands still would leave it none.
+    for _ in range(FLUSH_TURNS):
+        flushing.join(FLUSH_SECONDS / FLUSH_TURNS)
+    if code == _INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _flush_streams() -> bool:
+    """Whether what was printed is out; a stream that the program closed has nothing left."""
+    whole = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception:
+            whole = whole and stream is sys.stderr
+    return whole
+
+
+def _let_go() -> None:
+    """What the program's own objects do when they are deleted, and files left open."""
+    if len(sys._current_frames()) > 1:
+        return  # threads go on, and are not to find their names taken from them
+    _keep_ddp()
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+    main = sys.modules["__main__"].__dict__
+    # In the interpreter's order: names with one underscore first.
+    for private in (True, False):
+        for name in list(main):
+            if name != "__builtins__" and (name[:1] == "_" and name[1:2] != "_") is private:
+                main[name] = None
+    gc.collect()
+
+
+_KEPT: list[object] = []
+
+
+def _keep_ddp() -> None:
+    """torch's DDP, as it goes, waits for a thread of its group and holds the interpreter the while;
+    where that thread wants the interpreter too, neither ever goes on."""
+    if "torch.nn.parallel.distributed" in sys.modules:
+        _KEPT.extend(
+            thing
+            for thing in gc.get_objects()
+            if any(kind.__name__ == "DistributedDataParallel" for kind in type(thing).__mro__)
+        )
+
+
+def _flush_files() -> None:
+    """Of the interpreter's files, and of C's."""
+    # Text before the buffers that it goes into.
+    # By their types alone: some objects say more than that when they are asked.
+    left = [thing for thing in gc.get_objects() if _ANY_FILE in type(thing).__mro__]
+    for thing in sorted(left, key=lambda thing: not isinstance(thing, io.TextIOBase)):
+        with contextlib.suppress(Exception):
+            if not thing.closed and thing.writable():
+                thing.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,239 @@
+"""What ranks do that restore together, from packs in folders of their own: see test_agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from elasticlib.checkpoint.agree import restore_from, restore_over
+from elasticlib.checkpoint.interface import DirectSource, Held
+from elasticlib.checkpoint.pack import fill, lay_out, unpack
+from elasticlib.checkpoint.peers import Pack, Peers, peers_of
+from elasticlib.checkpoint.shards import localize
+from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
+
+
+def packed(state: object) -> bytearray:
+    layout = lay_out(state)
+    memory = bytearray(layout.size)
+    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
+    return memory
+
+
+class Folder(DirectSource):
+    """Packs in files, each with its CRC-32 behind it, and what is said of it in its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(exist_ok=True)
+        self.fault: dict[str, Any] = {}
+
+    def write(self, held: Held, state: object, *, damage: bool = False) -> None:
+        memory = packed(state)
+        summed = zlib.crc32(memory)
+        memory[-1] ^= damage
+        about = [held.step, held.kind, held.name, held.part, held.parts, held.run, held.generation]
+        name = json.dumps(about)
+        (self.path / name).write_bytes(memory + summed.to_bytes(4, "little"))
+
+    def held(self) -> list[Held]:
+        if self.fault.get("held"):
+            raise OSError("the disk is gone")
+        return [Held(*json.loads(name)) for name in os.listdir(self.path)]
+
+    def read(self, held: Held) -> Pack:
+        if self.fault.get("read") == held.step:
+            raise OSError(5, "Input/output error")
+        if self.fault.get("die") == held.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        about = [held.step, held.kind, held.name, held.part, held.parts, held.run, held.generation]
+        found = bytearray((self.path / json.dumps(about)).read_bytes())
+        summed = int.from_bytes(found[-4:], "little")
+        del found[-4:]
+        if zlib.crc32(found) != summed:
+            raise CheckpointCorrupt(f"{held.name} is damaged")
+        return found
+
+    def check(self, held: Held) -> None:
+        self.read(held)
+
+    def load(self, held: Held, state: Any, *, strict: bool = True) -> None:
+        del strict
+        if self.fault.get("load") == held.step:
+            raise CheckpointError("the shard does not fit")
+        state["w"].copy_(unpack(memoryview(self.read(held)))["w"])
+
+
+class Fragile:
+    """An object whose state one rank cannot load."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.loaded = fails, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails:
+            raise ValueError("not mine")
+        self.loaded = state
+
+
+class Noisy(Peers):
+    """Peers on a wire that changes the last byte of what comes."""
+
+    def receive(self, pack: Pack, giver: int, takers: Any) -> int:
+        summed = super().receive(pack, giver, takers)
+        return summed ^ 1
+
+
+def about(restored: Any) -> dict[str, Any]:
+    return {
+        "step": restored.step,
+        "kind": restored.kind,
+        "holder": restored.holder,
+        "passed_over": list(restored.passed_over),
+    }
+
+
+def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """holds: for each rank [step, value, what else]; faults: for each rank, what fails."""
+    source = Folder(folder / str(rank))
+    for step, value, *more in run["holds"][rank]:
+        options = dict(*more)
+        damage = options.pop("damage", False)
+        held = Held(step, options.pop("kind", "disk"), f"step-{step}", **options)
+        state = {"w": torch.full((run.get("elements", 1000),), value), "n": step}
+        if run.get("fragile"):
+            state["fragile"] = {"a": 2}
+        source.write(held, state, damage=damage)
+    source.fault = run.get("faults", {}).get(rank, {})
+    own: dict[str, Any] = {"w": torch.zeros(run.get("elements", 1000)), "n": 0}
+    if "names" in run:
+        own = {name: own.get(name, 0) for name in run["names"]}
+    if run.get("fragile"):
+        own["fragile"] = Fragile(rank == run["fragile"])
+    before = own.get("w"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    options = {"node": f"node{run.get('nodes', range(9))[rank]}", "strict": run.get("strict", True)}
+    if run.get("noisy"):
+        restored = restore_over(Noisy(dist.group.WORLD), [source], own, **options)
+    else:
+        chunk = run.get("chunk", 1 << 20) + 64 * rank
+        restored = restore_from([source], own, chunk_bytes=chunk, **options)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
+    values = sorted({own["w"].min().item(), own["w"].max().item()}) if "w" in own else None
+    still = own.get("w") is before[0]
+    found = {"values": values, "n": own.get("n"), "in_place": still, "peak_kib": peak}
+    return {**about(restored), **found}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu())
+
+
+def sharded_job(world: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    net = Net()
+    fully_shard(net, mesh=mesh)
+    # A tensor of five rows, so that the ranks' shares differ in size.
+    bare = torch.distributed.tensor.distribute_tensor(
+        torch.zeros(5, 2), mesh, [torch.distributed.tensor.Shard(0)]
+    )
+    return {"net": net, "adam": torch.optim.AdamW(net.parameters(), lr=0.1), "bare": bare, "n": 0}
+
+
+def train(job: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = job["net"](torch.arange(10.0).view(2, 5) / 10).square().sum()
+        job["adam"].zero_grad()
+        loss.backward()
+        job["adam"].step()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Train, keep this rank's part, train on; then the same again from what a new job restores.
+    at: where part `rank` is kept, by rank."""
+    world = dist.get_world_size()
+    job = sharded_job(world)
+    losses = train(job, 3)
+    job["bare"].to_local().fill_(float(rank + 1))
+    job["n"] = 3
+    plain, cut = localize(job)
+    keeper = Folder(folder / str(run["at"][rank]))
+    keeper.write(Held(3, "memory", "a", rank, world), plain)
+    for older in run.get("other_cut", []):
+        keeper.write(Held(older, "memory", "b", rank, world), recut(plain))
+    losses = train(job, 3)
+    dist.barrier()
+    again = sharded_job(world)
+    restored = restore_from([Folder(folder / str(rank))], again, node=f"n{rank}")
+    bare = again["bare"].to_local()
+    return {
+        **about(restored),
+        "cut": cut,
+        "same": losses == train(again, 3),
+        "bare": sorted(set(bare.flatten().tolist())),
+        "shape": list(bare.shape),
+        "n": again["n"],
+    }
+
+
+def recut(plain: dict[str, Any]) -> dict[str, Any]:
+    note = dict(plain["bare"]["elasticlib.DTensor"])
+    note["cut"] = note["cut"].replace("dim=0", "dim=1")
+    return {**plain, "bare": {**plain["bare"], "elasticlib.DTensor": note}}
+
+
+def own_group(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Under a default group that moves no CPU tensors, more than once."""
+    before = dist.distributed_c10d._world.pg_map.copy()
+    found = restore(rank, folder, run)
+    for turn in range(3):
+        with peers_of() as peers:
+            other = peers.group is not dist.group.WORLD
+            told = [word["turn"] for word in peers.words({"turn": [turn, rank]})]
+    left = dist.distributed_c10d._world.pg_map.keys() - before.keys()
+    alone = dist.new_group([rank], backend="cuda:gloo", use_local_synchronization=True)
+    others = dist.new_group([1])
+    refused = []
+    for group in (alone, others) if rank == 0 else (alone,):
+        try:
+            restore_from([], {}, group)
+        except ConfigError as error:
+            refused.append(str(error))
+    return {**found, "other": other, "left": len(left), "told": told, "refused": refused}
+
+
+def found_by(
+    scenario: Callable[[int, Path, dict[str, Any]], dict[str, Any]],
+    folder: Path,
+    run: dict[str, Any],
+) -> dict[str, Any]:
+    """What a rank finds, or the error that it is told."""
+    try:
+        return scenario(dist.get_rank() if dist.is_initialized() else 0, folder, run)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,122 @@
+"""FSDP2 training that is interrupted and goes on in a fresh model and optimizer: see its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from elasticlib import CheckpointManager
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5, amsgrad=True),
+    "foreach": lambda groups: torch.optim.Adam(groups, lr=0.1, foreach=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.5),
+    "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.1, centered=True, momentum=0.5),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.1),
+}
+STEPS, SAVED = 5, 3
+
+
+class Model(torch.nn.Module):
+    """Uneven over two ranks, with a parameter that is frozen and one that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)
+        self.unused = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
+        # A zero has a sign, too.
+        torch.nn.init.constant_(self.second.bias, -0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x * self.frozen)))
+
+
+def made(kind: str) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), Model()
+    for layer in (model.first, model.second, model.unused):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rest = [p for n, p in model.named_parameters() if not n.startswith("first")]
+    groups = [{"params": list(model.first.parameters()), "lr": 0.05}, {"params": rest}]
+    return model, OPTIMIZERS[kind](groups)
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        # The same on every rank, so that the number of ranks changes nothing.
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bits(value: Any) -> Any:
+    """All of it, put together from all ranks, so that equal means equal bits."""
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return bits(value.state_dict())
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.int32).tolist() if value.dtype is torch.float32 else value.tolist()
+    if isinstance(value, dict):
+        return {key: bits(part) for key, part in value.items()}
+    return [bits(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def save(folder: Path, kind: str) -> None:
+    model, optimizer = made(kind)
+    train(model, optimizer, range(SAVED))
+    with CheckpointManager(folder / kind) as manager:
+        manager.save(SAVED, {"model": model, "optimizer": optimizer})
+
+
+def go_on(folder: Path, kind: str) -> None:
+    model, optimizer = made(kind)
+    train(model, optimizer, range(SAVED))
+    before = bits([model, optimizer])
+    train(model, optimizer, range(SAVED, STEPS))
+    fresh, made_anew = made(kind)
+    unused = bits([fresh, made_anew])
+    with CheckpointManager(folder / kind) as manager:
+        # To read is not to change; whatever an optimizer makes of itself at its first step.
+        found = manager.load(like={"model": fresh, "optimizer": made_anew})
+        assert bits([fresh, made_anew]) == unused
+        assert bits([found["model"], found["optimizer"]]) == before
+        assert manager.restore({"model": fresh, "optimizer": made_anew}) == SAVED
+    assert bits([fresh, made_anew]) == before
+    assert all(p.grad is None for p in fresh.parameters())
+    for parameter, state in made_anew.state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                assert isinstance(value, DTensor)
+                assert value.placements == parameter.placements
+    train(fresh, made_anew, range(SAVED, STEPS))
+    assert bits([fresh, made_anew]) == bits([model, optimizer])
+    # What has gone further, and has more state than was saved, goes back all the same.
+    with CheckpointManager(folder / kind) as manager:
+        fresh.unused(torch.ones(2, 3)).sum().backward()
+        made_anew.step()
+        made_anew.zero_grad()
+        assert manager.restore({"model": fresh, "optimizer": made_anew}) == SAVED
+    assert bits([fresh, made_anew]) == before
+
+
+def save_each(folder: Path) -> None:
+    for kind in OPTIMIZERS:
+        save(folder, kind)
+
+
+def go_on_with_each(folder: Path) -> None:
+    for kind in OPTIMIZERS:
+        go_on(folder, kind)

@@ -1,0 +1,104 @@
+"""What a rank does that saves or loads sharded state: see test_sharded_checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from elasticlib import CheckpointManager
+from elasticlib.errors import CheckpointError
+
+
+def trained() -> dict[str, object]:
+    """An FSDP2 model with its optimizer, both after a step, and tensors sharded in other ways."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    columns = distribute_tensor(torch.arange(15.0).view(3, 5), mesh, [Shard(1)])
+    same = distribute_tensor(torch.arange(4), mesh, [Replicate()])
+    return {"model": model, "optimizer": optimizer, "more": [columns, (same, "text")]}
+
+
+def whole(value: object) -> object:
+    """The state with every sharded tensor put together, by all ranks."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().tolist()
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if hasattr(value, "state_dict"):
+        return whole(value.state_dict())
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def load(manager: CheckpointManager, state: dict[str, object]) -> None:
+    """As sharded as the state given, at this world size; and whole, by each rank by itself."""
+    want = whole(state)
+    found = manager.load(like=state)
+    more, given = found["more"][0], state["more"][0]  # type: ignore[index]
+    assert isinstance(more, DTensor)
+    assert more.placements == given.placements
+    assert whole(found) == want, (whole(found), want)
+    assert not any(isinstance(t, DTensor) for t in manager.load()["model"].values())
+    assert whole(manager.load()) == want
+    state["model"].load_state_dict(found["model"])  # type: ignore[attr-defined]
+    state["optimizer"].load_state_dict(found["optimizer"])  # type: ignore[attr-defined]
+    assert whole(state) == want
+
+
+def save(manager: CheckpointManager, state: dict[str, object]) -> None:
+    for step in (1, 2, 3):
+        manager.save(step, state)
+    manager.wait()
+    assert manager.steps() == [2, 3], manager.steps()
+    load(manager, state)
+
+
+def fail_on_one(manager: CheckpointManager, state: dict[str, object]) -> str:
+    """One rank's part cannot be written: none of the ranks counts it as saved."""
+    if dist.get_rank() == 1:
+        manager._commits()._place = None  # type: ignore[assignment]
+    manager.save(4, state)
+    said = ""
+    try:
+        manager.wait()
+    except (CheckpointError, AttributeError) as error:
+        said = str(error)
+    assert manager.latest() == 3
+    return said
+
+
+def refuse_own_folders(folder: Path, state: dict[str, object]) -> str:
+    try:
+        CheckpointManager(folder, shared=False).save(5, state)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_and_fail(folder: Path) -> str:
+    """What each of two ranks is told of the save that fails."""
+    state = trained()
+    with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
+        save(manager, state)
+        return fail_on_one(manager, state)
+
+
+def load_alone(folder: Path) -> str:
+    """What one rank is told that would save to a folder of its own."""
+    state = trained()
+    with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
+        load(manager, state)
+    return refuse_own_folders(folder, state)

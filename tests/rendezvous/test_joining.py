@@ -1,0 +1,78 @@
+"""`join`: a handler that tells what comes of it, without a thread of its caller's that waits."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+from test_handlers import Cluster
+
+from elasticlib.errors import RendezvousClosed
+from elasticlib.rendezvous.document import Limits
+from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
+
+SECONDS = 60.0
+Outcomes = queue.SimpleQueue[RendezvousInfo | Change | Exception]
+
+
+def joined(handler: RendezvousHandler) -> Outcomes:
+    outcomes: Outcomes = queue.SimpleQueue()
+    assert handler.join(outcomes.put)
+    return outcomes
+
+
+def test_each_member_hears_of_its_generation_and_then_of_each_change(cluster: Cluster) -> None:
+    limits = Limits(1, 2, last_call=0.0)
+    first, second = (cluster.node(name, limits) for name in "ab")
+    of_first = joined(first)
+    alone = of_first.get(timeout=SECONDS)
+    assert isinstance(alone, RendezvousInfo)
+    assert alone.world_size == 1
+    of_second = joined(second)
+    resize = of_first.get(timeout=SECONDS)
+    assert isinstance(resize, Change)
+    assert resize.kind is ChangeKind.RESIZE
+    again = joined(first).get(timeout=SECONDS)
+    assert isinstance(again, RendezvousInfo)
+    other = of_second.get(timeout=SECONDS)
+    assert isinstance(other, RendezvousInfo)
+    assert {again.rank, other.rank} == {0, 1}
+    assert again.bootstrap_store_info == other.bootstrap_store_info
+    assert of_first.empty()  # what the first call was told ended with the second
+
+
+def test_a_drain_that_the_end_of_the_job_overtakes_is_told_as_both(cluster: Cluster) -> None:
+    limits = Limits(2, 2)
+    first, second = (cluster.node(name, limits) for name in "ab")
+    of_first, of_second = joined(first), joined(second)
+    assert isinstance(of_first.get(timeout=SECONDS), RendezvousInfo)
+    assert isinstance(of_second.get(timeout=SECONDS), RendezvousInfo)
+    second.report_draining("the test drains it")
+    drain = of_first.get(timeout=SECONDS)
+    assert isinstance(drain, Change)
+    assert drain.kind is ChangeKind.RESIZE
+    first.set_closed()
+    end = of_first.get(timeout=SECONDS)
+    assert isinstance(end, Change)
+    assert end.kind is ChangeKind.ABORTED
+
+
+def test_who_joins_a_handler_that_leaves_is_told_why(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(2, 2))
+    outcomes = joined(handler)
+    handler.shutdown()
+    with pytest.raises(RendezvousClosed, match="left"):
+        raise outcomes.get(timeout=SECONDS)  # type: ignore[misc]
+    assert outcomes.empty()
+
+
+def test_the_end_of_the_job_is_the_last_change(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(1, 1))
+    outcomes = joined(handler)
+    assert isinstance(outcomes.get(timeout=SECONDS), RendezvousInfo)
+    handler.report_done()
+    change = outcomes.get(timeout=SECONDS)
+    assert isinstance(change, Change)
+    assert change.kind is ChangeKind.SUCCEEDED
+    handler.shutdown()
+    assert outcomes.empty()
