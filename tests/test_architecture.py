@@ -68,13 +68,9 @@ PURE = {
     "stores/service.py",
     "stores/file_format.py",
     "workers/lines.py",
-    "rendezvous/timing.py",
-    "rendezvous/standstill.py",
     "rendezvous/document.py",
     "rendezvous/ranks.py",
     "rendezvous/decide.py",
-    "rendezvous/codec.py",
-    "rendezvous/change.py",
     "rendezvous/intent.py",
     "agent/policy.py",
     "agent/agreed.py",
@@ -85,7 +81,6 @@ PURE = {
     "workers/beat.py",
     "workers/notice.py",
     "workers/blame.py",
-    "rendezvous/budget.py",
     "workers/error_file.py",
     "workers/exits.py",
     "workers/output_plan.py",
@@ -115,7 +110,7 @@ PURE = {
     "checkpoint/replica_wire.py",
     "integrations/ray/placement.py",
 }
-INTERFACES = {name for name in NAMES if name.endswith("/interface.py")}
+INTERFACES = {name for name in NAMES if name.endswith("/interface.py")} | {"rendezvous/layout.py"}
 NEVER_IN_PURE = {
     "time",
     "os",

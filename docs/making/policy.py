@@ -23,7 +23,7 @@ from elasticlib.agent.policy import (
     WorkerEnded,
     react,
 )
-from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.workers.exits import WorkerExit
 
 BOTH = frozenset({0, 1})

@@ -7,8 +7,7 @@ failures, and why the job failed is asked of all nodes.
 from __future__ import annotations
 
 from ..clock import Clock
-from ..rendezvous.change import Change, ChangeKind
-from ..rendezvous.interface import RendezvousInfo
+from ..rendezvous.interface import Change, ChangeKind, RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .board import CauseBoard

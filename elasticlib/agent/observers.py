@@ -15,8 +15,7 @@ from typing import Any
 
 from ..clock import monotonic
 from ..errors import describe
-from ..rendezvous.change import Change, ChangeKind
-from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
+from ..rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
 from ..threads import helper
 
 HEARD_SECONDS = 0.2

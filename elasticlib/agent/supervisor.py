@@ -19,9 +19,14 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
 from ..observe.interface import Journal, NoJournal
-from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
-from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
+from ..rendezvous.interface import (
+    Change,
+    ChangeKind,
+    FailureKind,
+    RendezvousHandler,
+    RendezvousInfo,
+)
 from ..signals import signal_name
 from ..workers.blame import failure_kind
 from ..workers.interface import Workers

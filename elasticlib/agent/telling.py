@@ -10,8 +10,7 @@ import logging
 
 from ..clock import Clock
 from ..observe.interface import Journal, Journals
-from ..rendezvous.change import ChangeKind
-from ..rendezvous.interface import FailureKind, RendezvousInfo
+from ..rendezvous.interface import ChangeKind, FailureKind, RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.notice import Notice
 from ..workers.spec import WorkerGroup

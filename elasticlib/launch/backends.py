@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..errors import ConfigError, describe
-from ..rendezvous.document import Limits, Node
+from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.timing import Timing
 from ..stores.interface import Store
 from .etcd_place import ETCD_BACKENDS
 from .torch_names import TORCH_C10D, TORCHRUN_NAMES, registered_with_torch

@@ -17,10 +17,9 @@ import attrs
 from ..agent.elastic import ElasticAgent
 from ..agent.interface import RunResult
 from ..agent.options import AgentOptions
-from ..rendezvous.document import Limits, Node
-from ..rendezvous.dynamic import DynamicRendezvousHandler
+from ..rendezvous.document import Limits, Node, Timing
+from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.timing import Timing
 from ..stores.memory import MemoryStore
 from ..workers.ladder import Ladder
 from ..workers.spec import Entrypoint, WorkerSpec

@@ -34,8 +34,8 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.errors import IllegalTransition
-from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.rendezvous.document import FailureKind
+from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.workers.exits import WorkerExit
 
 FAILED = Outcome(OutcomeKind.FAILED, "no more")

@@ -7,12 +7,10 @@ import time
 import attrs
 
 from elasticlib.launch.meeting import Meeting
-from elasticlib.rendezvous.codec import encode_head, encode_node, encode_shard
-from elasticlib.rendezvous.document import Document, Limits, Node, resize, settle
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.keys import Keys
+from elasticlib.rendezvous.document import Document, Limits, Node, Timing, resize, settle
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.layout import Keys, encode, encode_shard, encode_state
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.stores.server import TcpStoreServer
 
@@ -28,26 +26,26 @@ class Departure:
 
     def __init__(self) -> None:
         self.store = MemoryStore()
-        self.document = settle(Document(LIMITS), (HOST, OTHER), charged=False, mark="a")
+        self.document = settle(Document(LIMITS), (HOST, OTHER), charged=False, nonce="a")
         self.document = resize(self.document, "host leaves")
-        self.other = attrs.evolve(OTHER, roll=self.document.roll, rank=1, runs=True)
+        self.other = attrs.evolve(OTHER, membership=self.document.membership, rank=1, runs=True)
         self.write()
         self.began = time.monotonic()
 
     def write(self) -> None:
         document, members = self.document, self.document.members
         rows = zip(members, deal_seats(members), strict=True)
-        self.store.set(KEYS.shard(document.roll, 0), encode_shard(rows))
-        self.store.set(KEYS.head, encode_head(document.head))
-        self.store.set(KEYS.node(OTHER.id), encode_node(self.other))
+        self.store.set(KEYS.shard(document.membership, 0), encode_shard(rows))
+        self.store.set(KEYS.state, encode_state(document.state))
+        self.store.set(KEYS.node(OTHER.id), encode(self.other))
 
     def stop_workers(self) -> None:
-        self.other = attrs.evolve(self.other, left=self.document.roll, runs=False)
+        self.other = attrs.evolve(self.other, stopped=self.document.membership, runs=False)
         self.write()
 
     def meet(self) -> None:
-        self.document = settle(self.document, (self.other,), charged=False, mark="b")
-        self.store.set(KEYS.gate(self.document.roll), b"127.0.0.1:1")
+        self.document = settle(self.document, (self.other,), charged=False, nonce="b")
+        self.store.set(KEYS.master_endpoint(self.document.membership), b"127.0.0.1:1")
         self.write()
 
     @property

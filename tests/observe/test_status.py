@@ -27,12 +27,12 @@ from elasticlib.observe.status_words import (
     rank_table,
     spans,
 )
-from elasticlib.rendezvous.codec import Note
 from elasticlib.rendezvous.document import (
     Document,
     Failure,
     Limits,
     Node,
+    Note,
     Phase,
     reopen,
     resize,
@@ -40,7 +40,7 @@ from elasticlib.rendezvous.document import (
 )
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 2) for n in range(3))
-SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, mark="m")
+SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, nonce="m")
 S = JobState
 
 

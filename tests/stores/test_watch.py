@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from elasticlib.errors import StoreUnavailable
-from elasticlib.rendezvous.watcher import Watcher
+from elasticlib.rendezvous.loop import Watcher
 from elasticlib.stores.interface import Listing, Store, Watched
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.stores.moving import MovingStore, Place
