@@ -59,7 +59,7 @@ _HOMES = {
     "workers.context": ("Context", "Stop", "context"),
     "workers.processes": ("LocalWorkers",),
     "agent.interface": ("RunResult",),
-    "agent.elastic": (
+    "agent.loop": (
         "ElasticAgent",
         "LocalElasticAgent",
     ),
@@ -101,9 +101,9 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
-    from .agent.elastic import ElasticAgent as ElasticAgent
-    from .agent.elastic import LocalElasticAgent as LocalElasticAgent
     from .agent.interface import RunResult as RunResult
+    from .agent.loop import ElasticAgent as ElasticAgent
+    from .agent.loop import LocalElasticAgent as LocalElasticAgent
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint

@@ -42,6 +42,8 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 
 PURE = (
     "agent/policy.py",
+    "agent/stop.py",
+    "agent/hang.py",
     "checkpoint/choose.py",
     "checkpoint/fence.py",
     "checkpoint/prune.py",

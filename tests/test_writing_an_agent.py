@@ -15,7 +15,7 @@ import pytest
 from distributions import path_with
 from pages import blocks_of, by_name, check_suite_passes
 
-from elasticlib import WorkerState
+from elasticlib import ElasticAgent, WorkerState
 from elasticlib.testing import AgentRequest
 from elasticlib.testing.agent_acts import Act
 from elasticlib.testing.agent_job import Job
@@ -44,14 +44,16 @@ from elasticlib.testing import AgentRequest
 from elasticlib.testing.agent_acts import Act
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Scene, Stage
-from elasticlib_remote import RemoteElasticAgent
+from elasticlib import ElasticAgent
+from elasticlib_remote import RemoteWorkers
 
 class Elsewhere(Stage):
     def __init__(self):
         self.functions, self._folder = False, Path(sys.argv[1])
 
 def make(asked):
-    return RemoteElasticAgent(asked.spec, asked.handler, ("ssh", "gpu7"), **asked.settings)
+    workers = RemoteWorkers(("ssh", "gpu7"))
+    return ElasticAgent(asked.spec, asked.handler, workers, **asked.settings)
 
 Job(make, Elsewhere(), 20.0, 1.0).node(Scene.of(Act.STAY_DEAF, Act.STAY)).agent.run()
 """
@@ -89,9 +91,9 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture
 def job(module: Any, stage: Stage) -> Iterator[Job]:
-    def make(asked: AgentRequest) -> Any:
-        shell = ("ssh", "gpu7")
-        return module.RemoteElasticAgent(asked.spec, asked.handler, shell, **asked.settings)
+    def make(asked: AgentRequest) -> ElasticAgent:
+        workers = module.RemoteWorkers(("ssh", "gpu7"))
+        return ElasticAgent(asked.spec, asked.handler, workers, **asked.settings)
 
     with closing(Job(make, stage, PATIENCE, 2.0)) as job:
         yield job
@@ -141,15 +143,15 @@ def test_a_connection_that_is_lost_is_a_failure_that_is_charged(job: Job) -> Non
     node = job.node(Scene.of(Act.STAY, Act.STAY), max_restarts=1)
     node.begin()
     job.stage.until_up(1, 2)
-    node.agent._there.kill()  # type: ignore[attr-defined]
+    node.agent.workers._there.kill()  # type: ignore[attr-defined]
     result = node.result()
     assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 1), result.reason
 
 
 def test_a_shell_that_is_not_there_is_told(module: Any, stage: Stage) -> None:
-    def make(asked: AgentRequest) -> Any:
-        shell = ("no-such-shell", "gpu7")
-        return module.RemoteElasticAgent(asked.spec, asked.handler, shell, **asked.settings)
+    def make(asked: AgentRequest) -> ElasticAgent:
+        workers = module.RemoteWorkers(("no-such-shell", "gpu7"))
+        return ElasticAgent(asked.spec, asked.handler, workers, **asked.settings)
 
     with closing(Job(make, stage, PATIENCE, 1.0)) as job:
         result = job.node(Scene.of(Act.SUCCEED, Act.SUCCEED)).runs()

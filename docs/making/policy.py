@@ -14,7 +14,6 @@ from elasticlib.agent.policy import (
     Hung,
     JoinEnded,
     Outcome,
-    OutcomeKind,
     Settled,
     SignalArrived,
     StartFailed,
@@ -25,10 +24,11 @@ from elasticlib.agent.policy import (
 )
 from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.spec import WorkerState
 
 BOTH = frozenset({0, 1})
 GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))
-BEFORE = Outcome(OutcomeKind.FAILED, "decided before")
+BEFORE = Outcome(WorkerState.FAILED, "decided before")
 
 Case = tuple[str, Event, frozenset[int]]
 Row = tuple[str, str, str, str]
@@ -78,7 +78,7 @@ def _answer(state: State, event: Event, awaited: frozenset[int]) -> tuple[str, s
     after, actions = react(Supervision(state, awaited, outcome), event)
     told = after.state.value
     if after.outcome is not None and after.outcome is not BEFORE:
-        told += f" ({after.outcome.kind.value})"
+        told += f" ({after.outcome.state.value})"
     return told, ", ".join(type(action).__name__ for action in actions) or "-"
 
 

@@ -25,6 +25,7 @@ FOLDERS = {
     "rendezvous": "Rendezvous",
     "agent": "Agents",
     "workers": "Workers, and what a script sees of its agent",
+    "compat": "Failures in torch's shapes, and record",
     "launch": "Launching",
     "data": "Data",
     "logical": "Logical workers",

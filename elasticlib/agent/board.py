@@ -1,138 +1,197 @@
-"""Where the nodes of a job tell one another why workers failed: under a key of its store.
+"""What the nodes of a generation tell one another, under keys of the job's store.
 
-A store may take its time to answer, so one thread speaks to it and the agent's loop only leaves
-word; at the end of the run, and within bounds, the agent asks for what all nodes said.
+A store may take its time to answer, so one thread speaks to it: the agent's loop leaves word here,
+and what comes back is an event in its inbox. What cannot be written or read is tried again for as
+long as the generation is this node's.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ElasticError, present
+from ..errors import StoreError, StoreRefused, describe
 from ..rendezvous.interface import RendezvousInfo
-from ..stores.interface import ABSENT
+from ..stores.interface import ABSENT, Listing, Store, Watched
 from ..threads import helper
-from ..workers.exit import WorkerExit
-from .causes import (
-    ALSO,
-    FIRST,
-    Cause,
-    cause_of,
-    cause_of_start,
-    encode,
-    encode_ranks,
-    first_cause,
-    followers,
-)
+from .policy import Gather, Post
 
 log = logging.getLogger("elasticlib.agent")
 
+RETRY_SECONDS = 0.2
+LOOK_SECONDS = 0.05
+"""For which it waits in a store that cannot say of itself that something has changed."""
+CLOSE_SECONDS = 1.0
 
-class CauseBoard:
-    """One node's conversation about failures; it starts a thread when there is something to say.
 
-    host: what people know this node by. answer_seconds: how long the end of a run may wait for
-    what other nodes know; their word is on its way when their failure has ended the job.
+@attrs.frozen
+class Gathered:
+    """What all nodes have posted under this name of a board, by their keys."""
+
+    board: str
+    name: str
+    posts: Mapping[str, bytes]
+
+
+@attrs.frozen
+class Unheard:
+    """The store refused what was asked of it: nothing more is heard under this name."""
+
+    board: str
+    name: str
+
+
+@attrs.frozen
+class _Changed:
+    """The store says that something has changed under a name, and what is there, if it can."""
+
+    board: str
+    name: str
+    seen: Watched
+
+
+class Board:
+    """One node's place to post at, and to gather what the others have posted.
+
+    put: hears Gathered and Unheard; broke: hears a sentence, should the thread end unasked.
     """
 
-    def __init__(self, host: str, *, answer_seconds: float = 3.0, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        put: Callable[[Gathered | Unheard], None],
+        broke: Callable[[str], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        self.name = ""
+        """Of the generation's board; empty where there are no other nodes, or no way to them."""
+        self._words: queue.SimpleQueue[RendezvousInfo | Post | Gather | _Changed | None]
+        self._words = queue.SimpleQueue()
+        self._put = put
         self._clock = clock
-        self._host = host
-        self._patience = answer_seconds
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = helper(self._serve, "agent-board", broke)
+        # What follows is the thread's.
+        self._info: RendezvousInfo | None = None
+        self._posts: deque[Post] = deque()
+        self._stale: dict[str, Listing | None] = {}
+        """Names to be handed on, in this order, each as the store has listed it, if it has."""
+        self._polled: dict[str, int] = {}
+        """Names to be waited for, each with the version that was listed."""
+        self._retry_at = 0.0
 
-    def tell(self, info: RendezvousInfo, failure: WorkerExit) -> None:
-        """A worker of this generation has failed here."""
-        self._tell(info, cause_of(failure, self._host, info.generation))
+    def open(self, info: RendezvousInfo) -> None:
+        """From now on speak with the nodes of this generation."""
+        shared = info.store is not None and info.world_size > 1
+        self.name = info.board if shared else ""
+        self._words.put(info)
 
-    def tell_start(self, info: RendezvousInfo, reason: str) -> None:
-        """The workers of this generation could not be started here."""
-        self._tell(info, cause_of_start(reason, self._host, info.generation))
-
-    def _tell(self, info: RendezvousInfo, cause: Cause) -> None:
-        if _shared(info):
-            self._later(lambda: _write_first(info, cause))
-
-    def first(
-        self, info: RendezvousInfo, failures: list[WorkerExit], *, elsewhere: bool
-    ) -> Cause | None:
-        """Why the generation failed, over all nodes, as far as it can be had in time.
-
-        failures: this node's own, the first one first. elsewhere: another node is known to have
-        failed, so that its word is waited for.
-        """
-        failed = [failure for failure in failures if failure.failed]
-        own = cause_of(failed[0], self._host, info.generation) if failed else None
-        if own is not None:
-            own = attrs.evolve(own, followed=followers(failed, own))
-        if not _shared(info) or not (failed or elsewhere):
-            return own
-        answer: queue.SimpleQueue[Cause | None] = queue.SimpleQueue()
-        deadline = self._clock() + self._patience
-
-        def ask() -> None:
-            try:
-                answer.put(self._read(info, failed, deadline))
-            except ElasticError as error:
-                log.info("what other nodes know of the failure is not to be had: %s", error)
-                answer.put(None)
-
-        self._later(ask)
-        try:
-            return answer.get(timeout=self._patience + 0.5) or own
-        except queue.Empty:
-            log.info("the store did not say in %g s what other nodes know", self._patience)
-            return own
+    def do(self, word: Post | Gather) -> None:
+        """As the word says, if there are other nodes."""
+        if not self.name:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._words.put(word)
 
     def close(self) -> None:
-        """Say what is left to say, if the store takes it at once."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join(1.0)
+        """Write what is left to be written, if the store takes it at once."""
+        self._words.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_SECONDS)
 
-    def _read(
-        self, info: RendezvousInfo, failed: list[WorkerExit], deadline: float
-    ) -> Cause | None:
-        store = present(info.store, "the store")
-        if failed:
-            ranks = encode_ranks([failure.rank for failure in failed])
-            store.set(f"{info.causes}{ALSO}{info.rank}", ranks)
+    def _serve(self) -> None:
         while True:
-            listing = store.list(info.causes)
-            said = {e.key.removeprefix(info.causes): e.value for e in listing.entries}
-            cause = first_cause(said)
-            left = deadline - self._clock()
-            if cause is not None or left <= 0:
-                return cause
-            store.wait(info.causes, after=listing.version, timeout=left)
-
-    def _later(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = helper(self._loop, "agent-causes")
-            self._thread.start()
-        self._work.put(work)
-
-    def _loop(self) -> None:
-        while (work := self._work.get()) is not None:
             try:
-                work()
+                word = self._words.get(timeout=self._pause())
+            except queue.Empty:
+                self._poll()
+            else:
+                if word is None:
+                    return
+                self._take(word)
+            if self._info is not None and self._info.store is not None:
+                self._speak(self._info.store, self._info.board)
+
+    def _pause(self) -> float | None:
+        if self._posts or self._stale:
+            return max(0.0, self._retry_at - self._clock())
+        return 0.0 if self._polled else None
+
+    def _take(self, word: RendezvousInfo | Post | Gather | _Changed) -> None:
+        if isinstance(word, RendezvousInfo):
+            self._info = word
+            self._posts.clear()
+            self._stale.clear()
+            self._polled.clear()
+        elif isinstance(word, Post):
+            self._posts.append(word)
+        elif isinstance(word, Gather):
+            self._stale[word.name] = None
+        elif self._info is not None and word.board == self._info.board:
+            self._stale[word.name] = word.seen if isinstance(word.seen, Listing) else None
+            if not word.seen:
+                self._retry_at = self._clock() + RETRY_SECONDS
+
+    def _speak(self, store: Store, board: str) -> None:
+        """Write and read what is due, until the store fails to answer."""
+        while self._retry_at <= self._clock() and (self._posts or self._stale):
+            name = self._posts[0].name if self._posts else next(iter(self._stale))
+            try:
+                if self._posts:
+                    self._write(store, board, self._posts[0])
+                else:
+                    self._read(store, board, name)
             except Exception as error:
-                # Whatever a store raises: the failure itself is told by other means.
-                log.info("the other nodes were not told of a failure here: %s", error)
+                # Somebody else's store may raise anything. What is said here helps the job, which
+                # goes on without it.
+                if isinstance(error, StoreError) and not isinstance(error, StoreRefused):
+                    log.info("the other nodes are not reached, trying again: %s", error)
+                    self._retry_at = self._clock() + RETRY_SECONDS
+                    return
+                log.info("the other nodes cannot be asked: %s", describe(error))
+                self._posts = deque(post for post in self._posts if post.name != name)
+                self._stale.pop(name, None)
+                self._put(Unheard(board, name))
 
+    def _write(self, store: Store, board: str, post: Post) -> None:
+        key = f"{board}{post.name}{post.key}"
+        if post.first:
+            store.compare_set(key, post.value, expected=ABSENT)
+        else:
+            store.set(key, post.value)
+        self._posts.popleft()
 
-def _shared(info: RendezvousInfo) -> bool:
-    return info.store is not None and bool(info.causes)
+    def _read(self, store: Store, board: str, name: str) -> None:
+        """Hand on what is there, and have the store say when that has changed."""
+        prefix = f"{board}{name}"
+        listing = self._stale[name] or store.list(prefix)
+        posts = {entry.key.removeprefix(prefix): entry.value for entry in listing.entries}
+        self._put(Gathered(board, name, posts))
 
+        def changed(seen: Watched) -> None:
+            self._words.put(_Changed(board, name, seen))
 
-def _write_first(info: RendezvousInfo, cause: Cause) -> None:
-    # Whoever comes later has followed: it says so at the end of its run.
-    store = present(info.store, "the store")
-    store.compare_set(f"{info.causes}{FIRST}", encode(cause), expected=ABSENT)
+        if not store.watch(prefix, after=listing.version, changed=changed, listing=True):
+            self._polled[name] = listing.version
+        del self._stale[name]
+
+    def _poll(self) -> None:
+        """Wait for a change where the store does not tell of one."""
+        info = self._info
+        for name, version in list(self._polled.items()):
+            if info is None or info.store is None:
+                return
+            try:
+                changed = info.store.wait(
+                    f"{info.board}{name}", after=version, timeout=LOOK_SECONDS
+                )
+            except Exception as error:
+                log.info("the store cannot be waited for, asking again: %s", describe(error))
+                changed, self._retry_at = True, self._clock() + RETRY_SECONDS
+            if changed:
+                del self._polled[name]
+                self._stale[name] = None

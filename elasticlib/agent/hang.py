@@ -1,4 +1,4 @@
-"""Whether workers hang, from what they told of their steps: the rule, and what the nodes say.
+"""Whether workers hang, from what they told of their steps: the rule, and the evidence. Pure.
 
 A worker hangs that has been silent for longer than its own steps explain. What all nodes tell of
 their ranks then shows which is the slowest: the one that the others wait for.
@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from ..errors import ConfigError
 from ..foreign import read_json
 from ..workers.messages import NOTHING, Beat
+from .policy import Command, Gather, Hung, Post
 
+HANG = "hang/"
+"""What is posted under it where workers hang: the pulses of each node's, under its rank."""
 LONGEST_HOST = 200
+OTHERS_SECONDS = 3.0
+"""For the other nodes to say what they know, when one has found that its workers hang."""
+WORRY = 0.5
+"""Of a limit: from there on it is heard whether other nodes have found a hang."""
+STOOD_STILL = 1 / 4
+"""Of a limit: a look that is so much later than it was due could not be taken, as where a job is
+paused as a whole, or its machine is. Its workers could not run then, either."""
 
 
 @attrs.frozen
@@ -148,3 +158,105 @@ def decode_pulses(data: bytes) -> list[Pulse]:
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
+
+
+@attrs.frozen
+class DumpStacks(Command):
+    """Have the workers write down where they are."""
+
+
+Step = tuple["HangWatch", tuple[Command, ...]]
+
+
+@attrs.frozen
+class HangWatch:
+    """Watches one group, and when one of its workers hangs gathers the evidence before anybody is
+    stopped; each method takes an event.
+
+    ranks: the global ones, by local rank. node: the rank of this one; others: how many more can be
+    asked. began: on this machine's monotonic clock, when the workers were started, or could run
+    again. due: when the next look is. found: what is too silent; since: from when on; until: how
+    long others are waited for; pulses: of our ranks, then. stacks: by local rank, once they are
+    there. said: what other nodes say, each of its ranks.
+    """
+
+    limits: HangLimits
+    host: str
+    ranks: Mapping[int, int]
+    node: int
+    others: int
+    began: float
+    due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
+    hearing: bool = False
+    found: Silence | None = None
+    since: float = 0.0
+    until: float = 0.0
+    pulses: Sequence[Pulse] = ()
+    stacks: Mapping[int, str] | None = None
+    said: Sequence[Sequence[Pulse]] = ()
+
+    def heard(self, posts: Mapping[str, bytes]) -> HangWatch:
+        """This is what the nodes have posted."""
+        said = [decode_pulses(data) for rank, data in posts.items() if rank != str(self.node)]
+        return attrs.evolve(self, said=said)
+
+    def dumped(self, stacks: Mapping[int, str]) -> HangWatch:
+        """The workers have written down where they are."""
+        return attrs.evolve(self, stacks=stacks)
+
+    def look(self, now: float, beats: Mapping[int, Beat]) -> Step:
+        """Time goes by, and this is what the workers have told by now."""
+        if self.found is not None:
+            return self._judge(self.found, now)
+        if now < self.due:
+            return self, ()
+        began, late = self.began, now - self.due
+        silence = longest_silence(now, began, beats, self.limits)
+        if silence is not None and late > silence.limit * STOOD_STILL:
+            began = now
+            silence = longest_silence(now, began, beats, self.limits)
+        limit = self.limits.first if silence is None else silence.limit
+        watch = attrs.evolve(self, began=began, due=now + min(1.0, limit / 8))
+        if silence is None or silence.share < WORRY:
+            return watch, ()
+        if silence.share >= 1 or self.said:
+            return watch._find(now, silence, beats)
+        if self.hearing or not self.others:
+            return watch, ()
+        return attrs.evolve(watch, hearing=True), (Gather(HANG),)
+
+    def _find(self, now: float, silence: Silence, beats: Mapping[int, Beat]) -> Step:
+        pulses = [
+            Pulse(
+                self.ranks[local],
+                self.host,
+                beat.step,
+                round(now - max(beat.alive, self.began), 3),
+                beat.steps,
+            )
+            for local, beat in beats.items()
+            if beat.attached
+        ]
+        watch = attrs.evolve(
+            self,
+            found=silence,
+            since=now - silence.seconds,
+            until=now + OTHERS_SECONDS,
+            pulses=pulses,
+        )
+        if not self.others:
+            return watch, (DumpStacks(),)
+        said = Post(HANG, str(self.node), encode_pulses(pulses))
+        return watch, (said, Gather(HANG), DumpStacks())
+
+    def _judge(self, found: Silence, now: float) -> Step:
+        if self.stacks is None or (len(self.said) < self.others and now < self.until):
+            return self, ()
+        pulses = [*self.pulses, *(pulse for said in self.said for pulse in said)]
+        last, reason = slowest(pulses), describe_hang(pulses, found.limit)
+        shown = [
+            f"the stacks of rank {last.rank}, the slowest:\n{text}"
+            for local, text in self.stacks.items()
+            if last is not None and self.ranks[local] == last.rank
+        ]
+        return self, (Hung(reason, self.since, "".join(shown)),)

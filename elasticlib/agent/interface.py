@@ -1,7 +1,7 @@
 """What an agent comes to: it supervises one node's workers to the end, and says how that was.
 
 `run` always returns a `RunResult`, be the end a success, a failure, a signal or a lost store. The
-agent itself is in `elastic.py`, and what it needs of its workers in `workers/interface.py`.
+agent itself is in `loop.py`, and what it needs of its workers in `workers/interface.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,33 @@ import attrs
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
-from .causes import Cause as Cause
 
 DRAIN_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
+
+
+@attrs.frozen
+class Cause:
+    """The first failure of a generation, over all nodes.
+
+    sentence: who, how and why. host: where. log: the folder there that holds the worker's files.
+    followed: global ranks of workers that failed afterwards, as far as is known. Where workers
+    could not be started, or hang, it is the failure of none: rank and local_rank are -1.
+    """
+
+    host: str
+    generation: int
+    rank: int
+    local_rank: int
+    pid: int
+    returncode: int
+    signal: str
+    sentence: str
+    message: str = ""
+    traceback: str = ""
+    tail: str = ""
+    log: str = ""
+    followed: tuple[int, ...] = ()
 
 
 @attrs.frozen

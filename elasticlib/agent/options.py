@@ -1,4 +1,4 @@
-"""Which signals an agent heeds and how, and how long it lets its workers save.
+"""Which signals an agent heeds and how, how it hears them, and how long it lets its workers save.
 
 Each default of these stands here and nowhere else.
 """
@@ -6,7 +6,10 @@ Each default of these stands here and nowhere else.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
 
 import attrs
 
@@ -18,6 +21,12 @@ from .hang import HangLimits
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
 SAVE_SIGNALS = (signal.SIGTERM,)
+HEARD_SECONDS = 0.2
+"""Whoever hears signals waits no longer than this without a look.
+
+Python runs a handler when the main thread comes back from what it waits in, and a signal does not
+end that wait if it comes just before it, or if the kernel gives it to another thread.
+"""
 RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-checkpoint")
 
 
@@ -92,3 +101,29 @@ class AgentOptions:
     def why_drained(self, number: int) -> str:
         """The notice's reason when this signal has a node save and leave."""
         return PREEMPTED if number in SAVE_SIGNALS else DRAIN
+
+
+class SignalObserver:
+    """Turns signals into events, and leaves alone those that were ignored on entry."""
+
+    def __init__(self, numbers: Iterable[int], arrived: Callable[[int], None]) -> None:
+        self._numbers = tuple(numbers)
+        self._arrived = arrived
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalObserver:
+        # Python lets only the main thread hear signals; elsewhere they are the program's own.
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._arrived(number)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

@@ -16,6 +16,7 @@ from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.document import FailureKind
 from ..workers.exit import WorkerExit
 from ..workers.messages import RESIZE
+from ..workers.spec import WorkerState
 
 
 class State(enum.Enum):
@@ -33,19 +34,12 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-class OutcomeKind(enum.Enum):
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    SIGNALLED = "signalled"
-    DRAINED = "drained"
-
-
 @attrs.frozen
 class Outcome:
     """How the agent's run ends, and why; `signal` is a number where one ended it. expelled: the job
     goes on without this node."""
 
-    kind: OutcomeKind
+    state: WorkerState
     reason: str
     signal: int = 0
     expelled: bool = False
@@ -60,32 +54,40 @@ class Supervision:
     outcome: Outcome | None = None
 
 
+class Event:
+    """Something has happened."""
+
+
+class Command:
+    """Something is to be done; the other machines of the agent have such, too."""
+
+
 # Events.
 
 
 @attrs.frozen
-class Settled:
+class Settled(Event):
     """This node is a member of a generation, with workers of these local ranks."""
 
     local_ranks: frozenset[int]
 
 
 @attrs.frozen
-class JoinEnded:
+class JoinEnded(Event):
     """There will be no generation for this node."""
 
     outcome: Outcome
 
 
 @attrs.frozen
-class StartFailed:
+class StartFailed(Event):
     """The workers could not all be started."""
 
     reason: str
 
 
 @attrs.frozen
-class WorkerEnded:
+class WorkerEnded(Event):
     """A worker ended by itself, or because it was stopped; what kind of failure that is.
 
     unsaved: it failed, or was killed by others, when it was to save and end. alone: and the others
@@ -99,35 +101,38 @@ class WorkerEnded:
 
 
 @attrs.frozen
-class Hung:
-    """Workers have been silent for too long; what can be known of it is in the reason."""
+class Hung(Event, Command):
+    """Workers have been silent for too long, since then; what can be known is in the reason.
+    stacks: where the slowest rank stands, if it is one of ours."""
 
     reason: str
+    since: float = 0.0
+    stacks: str = ""
 
 
 @attrs.frozen
-class GroupStopped:
+class GroupStopped(Event, Command):
     """The stopping ladder has come to its end; `left` names what would not die."""
 
     left: str = ""
 
 
 @attrs.frozen
-class Changed:
+class Changed(Event):
     """The generation that this node holds is over, or the job is."""
 
     change: Change
 
 
 @attrs.frozen
-class Broke:
+class Broke(Event):
     """A part of the agent, without which it would go on blind, has ended; `reason` says which."""
 
     reason: str
 
 
 @attrs.frozen
-class SignalArrived:
+class SignalArrived(Event):
     """The agent itself was asked to end."""
 
     number: int
@@ -135,7 +140,7 @@ class SignalArrived:
 
 
 @attrs.frozen
-class DrainAsked:
+class DrainAsked(Event):
     """This node was asked to have its workers save, and to leave; `why` is for its workers."""
 
     number: int
@@ -143,47 +148,33 @@ class DrainAsked:
     why: str
 
 
-Event = (
-    Settled
-    | JoinEnded
-    | StartFailed
-    | WorkerEnded
-    | Hung
-    | GroupStopped
-    | Changed
-    | Broke
-    | SignalArrived
-    | DrainAsked
-)
-
-
 # Commands.
 
 
 @attrs.frozen
-class Join:
+class Join(Command):
     """Ask for the next generation: no workers are left here."""
 
 
 @attrs.frozen
-class StartWorkers:
+class StartWorkers(Command):
     """Start those of the generation that has just settled."""
 
 
 @attrs.frozen
-class StopWorkers:
+class StopWorkers(Command):
     """Begin the stopping ladder; where there is a reason to save, by telling it to the workers."""
 
     notice: str = ""
 
 
 @attrs.frozen
-class HurryWorkers:
+class HurryWorkers(Command):
     """Go on to the ladder's next rung now."""
 
 
 @attrs.frozen
-class StopSooner:
+class StopSooner(Command):
     """Of those who have been told to save and end: give them this notice instead, if it leaves
     them less time; without one, do not wait for them any more."""
 
@@ -191,74 +182,95 @@ class StopSooner:
 
 
 @attrs.frozen
-class ReportFailure:
+class ReportFailure(Command):
     reason: str
     kind: FailureKind = FailureKind.ORDINARY
 
 
 @attrs.frozen
-class ReportDraining:
+class ReportDraining(Command):
     """Tell the other nodes that this one leaves as soon as its workers have saved."""
 
     reason: str
 
 
 @attrs.frozen
-class ReportDone:
+class ReportDone(Command):
     """All workers here succeeded."""
 
 
 @attrs.frozen
-class Finish:
-    """Leave the rendezvous, free everything, return the result."""
+class Post(Command):
+    """Write a value on the generation's board, for the other nodes to find; first: unless something
+    stands there already. Of those under one name, each node has a key."""
+
+    name: str
+    key: str
+    value: bytes
+    first: bool = False
 
 
-Action = (
-    Join
-    | StartWorkers
-    | StopWorkers
-    | HurryWorkers
-    | StopSooner
-    | ReportFailure
-    | ReportDraining
-    | ReportDone
-    | Finish
-)
-Step = tuple[Supervision, tuple[Action, ...]]
+@attrs.frozen
+class Gather(Command):
+    """Hear what all nodes have posted under this name, now and whenever that changes."""
+
+    name: str
 
 
-def outcome_of(change: Change) -> Outcome:
+Step = tuple[Supervision, tuple[Command, ...]]
+
+
+def outcome_of(event: JoinEnded | Changed | Broke | SignalArrived | DrainAsked) -> Outcome:
+    """How this node's run ends, where it ends by this."""
+    if isinstance(event, JoinEnded):
+        return event.outcome
+    if isinstance(event, Broke):
+        return Outcome(WorkerState.FAILED, event.reason)
+    if isinstance(event, Changed):
+        return end_of_job(event.change)
+    drained = isinstance(event, DrainAsked)
+    state = WorkerState.DRAINED if drained else WorkerState.STOPPED
+    return Outcome(state, f"received {event.name}", event.number)
+
+
+def end_of_job(change: Change) -> Outcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
-        return Outcome(OutcomeKind.SUCCEEDED, change.reason)
+        return Outcome(WorkerState.SUCCEEDED, change.reason)
     expelled = change.kind is ChangeKind.EXPELLED
-    return Outcome(OutcomeKind.FAILED, change.reason, expelled=expelled)
+    return Outcome(WorkerState.FAILED, change.reason, expelled=expelled)
+
+
+def _stay(now: Supervision, _event: object) -> Step:
+    return now, ()
 
 
 def _start(_now: Supervision, event: Settled) -> Step:
-    running = Supervision(State.RUNNING, awaited=event.local_ranks)
-    return running, (StartWorkers(),)
+    return Supervision(State.RUNNING, awaited=event.local_ranks), (StartWorkers(),)
 
 
-def _finish_now(_now: Supervision, event: JoinEnded) -> Step:
-    return Supervision(State.ENDED, outcome=event.outcome), (Finish(),)
+def _finish(_now: Supervision, event: JoinEnded | Broke | SignalArrived | DrainAsked) -> Step:
+    return Supervision(State.ENDED, outcome=outcome_of(event)), ()
 
 
-def _leave(_now: Supervision, event: SignalArrived | DrainAsked) -> Step:
-    return Supervision(State.ENDED, outcome=_asked(event)), (Finish(),)
+def _end(now: Supervision, event: Changed | Broke | SignalArrived | DrainAsked) -> Supervision:
+    return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event))
 
 
-def _cannot_start(now: Supervision, event: StartFailed) -> Step:
-    return _fail(now, event.reason)
+# While workers run.
 
 
 def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
-    awaited = now.awaited - {event.exit.local_rank}
+    now = attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank})
     if not event.exit.ok:
-        return _fail(attrs.evolve(now, awaited=awaited), event.exit.describe(), event.kind)
-    if awaited:
-        return attrs.evolve(now, awaited=awaited), ()
+        return _fail(now, event.exit.describe(), event.kind)
+    if now.awaited:
+        return now, ()
     return Supervision(State.FINISHED), (ReportDone(),)
+
+
+def _failed(now: Supervision, event: StartFailed | Hung) -> Step:
+    return _fail(now, event.reason)
 
 
 def _fail(now: Supervision, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Step:
@@ -267,58 +279,62 @@ def _fail(now: Supervision, reason: str, kind: FailureKind = FailureKind.ORDINAR
 
 
 def _running_changed(now: Supervision, event: Changed) -> Step:
-    if not event.change.kind.final:
-        # Only a change that nobody was lost or failed for leaves all ranks able to agree.
-        notice = RESIZE if event.change.kind is ChangeKind.RESIZE else ""
-        return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
-    ending = attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change))
-    return ending, (StopWorkers(),)
+    if event.change.kind.final:
+        return _end(now, event), (StopWorkers(),)
+    # Only a change that nobody was lost or failed for leaves all ranks able to agree.
+    notice = RESIZE if event.change.kind is ChangeKind.RESIZE else ""
+    return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
 
 
-def _running_signal(now: Supervision, event: SignalArrived) -> Step:
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
-    return ending, (StopWorkers(),)
+def _running_ends(now: Supervision, event: SignalArrived | Broke) -> Step:
+    return _end(now, event), (StopWorkers(),)
 
 
 def _running_drain(now: Supervision, event: DrainAsked) -> Step:
     # The others hear of it before our workers stop, so that all stop at one step.
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
-    return ending, (ReportDraining(event.name), StopWorkers(event.why))
+    return _end(now, event), (ReportDraining(event.name), StopWorkers(event.why))
 
 
-def _hung(now: Supervision, event: Hung) -> Step:
-    return _fail(now, event.reason)
+# While they are being stopped.
 
 
 def _one_less(now: Supervision, event: WorkerEnded) -> Step:
     now = attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank})
     outcome = now.outcome
-    if event.unsaved and outcome is not None and outcome.kind is OutcomeKind.DRAINED:
+    if event.unsaved and outcome is not None and outcome.state is WorkerState.DRAINED:
         # It is a drain all the same, but not one that saved everything.
         reason = f"{outcome.reason}, but {event.exit.describe()} while it was to save"
         now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
     return now, (StopSooner(),) if event.alone else ()
 
 
-def _rejoin(_now: Supervision, event: GroupStopped) -> Step:
-    if event.left:
-        return Supervision(State.ENDED, outcome=_undying(event)), (Finish(),)
-    return Supervision(State.JOINING), (Join(),)
-
-
 def _stopping_changed(now: Supervision, event: Changed) -> Step:
-    if not event.change.kind.final:
-        return now, ()
-    return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event.change)), ()
+    return (_end(now, event) if event.change.kind.final else now), ()
 
 
-def _stopping_signal(now: Supervision, event: SignalArrived) -> Step:
-    return attrs.evolve(now, state=State.ENDING, outcome=_asked(event)), (StopSooner(),)
+def _stopping_ends(now: Supervision, event: SignalArrived | Broke) -> Step:
+    return _end(now, event), (StopSooner(),)
 
 
 def _stopping_drain(now: Supervision, event: DrainAsked) -> Step:
-    ending = attrs.evolve(now, state=State.ENDING, outcome=_asked(event))
-    return ending, (ReportDraining(event.name), StopSooner(event.why))
+    return _end(now, event), (ReportDraining(event.name), StopSooner(event.why))
+
+
+def _hurry(now: Supervision, _event: SignalArrived) -> Step:
+    return now, (HurryWorkers(),)
+
+
+def _stopped(now: Supervision, event: GroupStopped) -> Step:
+    if event.left:
+        # What would not die is the worse news, and nobody else tells it.
+        undying = f"these survived SIGKILL: {event.left}"
+        return Supervision(State.ENDED, outcome=Outcome(WorkerState.FAILED, undying)), ()
+    if now.state is State.STOPPING:
+        return Supervision(State.JOINING), (Join(),)
+    return Supervision(State.ENDED, outcome=now.outcome), ()
+
+
+# When all of ours have succeeded.
 
 
 def _finished_changed(_now: Supervision, event: Changed) -> Step:
@@ -327,27 +343,7 @@ def _finished_changed(_now: Supervision, event: Changed) -> Step:
         return Supervision(State.JOINING), (Join(),)
     if change.kind is ChangeKind.LOST:
         return _finish_unknown(change.reason)
-    return Supervision(State.ENDED, outcome=outcome_of(change)), (Finish(),)
-
-
-def _end(now: Supervision, event: GroupStopped) -> Step:
-    # What would not die is the worse news, and nobody else tells it.
-    outcome = _undying(event) if event.left else now.outcome
-    return Supervision(State.ENDED, outcome=outcome), (Finish(),)
-
-
-def _broke_now(_now: Supervision, event: Broke) -> Step:
-    return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.FAILED, event.reason)), (Finish(),)
-
-
-def _running_broke(now: Supervision, event: Broke) -> Step:
-    outcome = Outcome(OutcomeKind.FAILED, event.reason)
-    return attrs.evolve(now, state=State.ENDING, outcome=outcome), (StopWorkers(),)
-
-
-def _stopping_broke(now: Supervision, event: Broke) -> Step:
-    outcome = Outcome(OutcomeKind.FAILED, event.reason)
-    return attrs.evolve(now, state=State.ENDING, outcome=outcome), (StopSooner(),)
+    return Supervision(State.ENDED, outcome=end_of_job(change)), ()
 
 
 def _finished_broke(_now: Supervision, event: Broke) -> Step:
@@ -357,58 +353,35 @@ def _finished_broke(_now: Supervision, event: Broke) -> Step:
 def _finish_unknown(reason: str) -> Step:
     """Of workers that succeeded, while nobody can say any more what becomes of the others."""
     said = f"this node's workers succeeded; the others' end is unknown: {reason}"
-    return Supervision(State.ENDED, outcome=Outcome(OutcomeKind.SUCCEEDED, said)), (Finish(),)
-
-
-def _stay(now: Supervision, _event: object) -> Step:
-    return now, ()
-
-
-def _hurry(now: Supervision, _event: SignalArrived) -> Step:
-    return now, (HurryWorkers(),)
-
-
-def _asked(event: SignalArrived | DrainAsked) -> Outcome:
-    drained = isinstance(event, DrainAsked)
-    kind = OutcomeKind.DRAINED if drained else OutcomeKind.SIGNALLED
-    return Outcome(kind, f"received {event.name}", event.number)
-
-
-def _undying(event: GroupStopped) -> Outcome:
-    return Outcome(OutcomeKind.FAILED, f"these would not die, even of SIGKILL: {event.left}")
+    return Supervision(State.ENDED, outcome=Outcome(WorkerState.SUCCEEDED, said)), ()
 
 
 _S = State
 TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.JOINING, Settled): _start,
-    (_S.JOINING, JoinEnded): _finish_now,
-    (_S.JOINING, SignalArrived): _leave,
-    (_S.JOINING, Broke): _broke_now,
-    (_S.JOINING, DrainAsked): _leave,
-    (_S.RUNNING, StartFailed): _cannot_start,
+    (_S.JOINING, JoinEnded): _finish,
+    (_S.JOINING, SignalArrived): _finish,
+    (_S.JOINING, Broke): _finish,
+    (_S.JOINING, DrainAsked): _finish,
+    (_S.RUNNING, StartFailed): _failed,
     (_S.RUNNING, WorkerEnded): _worker_ended,
-    (_S.RUNNING, Hung): _hung,
+    (_S.RUNNING, Hung): _failed,
     (_S.RUNNING, Changed): _running_changed,
-    (_S.RUNNING, SignalArrived): _running_signal,
-    (_S.RUNNING, Broke): _running_broke,
+    (_S.RUNNING, SignalArrived): _running_ends,
+    (_S.RUNNING, Broke): _running_ends,
     (_S.RUNNING, DrainAsked): _running_drain,
     (_S.STOPPING, WorkerEnded): _one_less,
-    (_S.STOPPING, StartFailed): _stay,
-    (_S.STOPPING, Hung): _stay,
-    (_S.STOPPING, GroupStopped): _rejoin,
+    (_S.STOPPING, GroupStopped): _stopped,
     (_S.STOPPING, Changed): _stopping_changed,
-    (_S.STOPPING, SignalArrived): _stopping_signal,
-    (_S.STOPPING, Broke): _stopping_broke,
+    (_S.STOPPING, SignalArrived): _stopping_ends,
+    (_S.STOPPING, Broke): _stopping_ends,
     (_S.STOPPING, DrainAsked): _stopping_drain,
-    (_S.FINISHED, Hung): _stay,
     (_S.FINISHED, Changed): _finished_changed,
-    (_S.FINISHED, SignalArrived): _leave,
+    (_S.FINISHED, SignalArrived): _finish,
     (_S.FINISHED, Broke): _finished_broke,
-    (_S.FINISHED, DrainAsked): _leave,
+    (_S.FINISHED, DrainAsked): _finish,
     (_S.ENDING, WorkerEnded): _one_less,
-    (_S.ENDING, StartFailed): _stay,
-    (_S.ENDING, Hung): _stay,
-    (_S.ENDING, GroupStopped): _end,
+    (_S.ENDING, GroupStopped): _stopped,
     (_S.ENDING, Changed): _stay,
     (_S.ENDING, SignalArrived): _hurry,
     (_S.ENDING, Broke): _stay,

@@ -1,138 +1,268 @@
-"""One group's way up the stopping ladder, whatever it is stopped for.
+"""How one group of workers is stopped: the ladder, and the call at which all ranks stop. Pure.
 
-The ladder says by the time alone what is due; this does it, and says when it is over.
+Each node says the first call of `should_stop` at which its own workers all can stop; the last of
+these is one that no worker has passed, whatever collectives tie them together, for each of them
+has been held before it or will ask again. Ranks count their calls alike, as they take their steps
+together. Whoever does not stop there climbs the ladder, by the time alone.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable
+import json
+from collections.abc import Collection, Mapping
 
 import attrs
 
-from ..clock import Clock
-from ..errors import present
-from ..workers.interface import Workers
-from ..workers.messages import Notice
+from ..foreign import read_json
+from ..workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
 from ..workers.spec import Ladder, Rung
-from .agreed import Need
-from .policy import GroupStopped
+from .policy import Command, Gather, GroupStopped, Post
 
-log = logging.getLogger("elasticlib.agent")
+STOP = "stop/"
+"""What is posted under it: the needs of the nodes, each under its rank."""
+_URGENCY = (PREEMPTED, DRAIN, RESIZE)
 
 
-class GroupStop:
-    """Stops the group that runs, one group after another.
+@attrs.frozen
+class Need:
+    """What one node says. call: the first at which it can stop; None if its workers do not ask.
+    reason: as in a notice; seconds: that are left to it."""
 
-    told: called when it was given a notice, or another, with that, and with None when it is stopped
-    without: the other nodes' workers may have been given one, and ask ours when.
+    call: int | None
+    reason: str = RESIZE
+    seconds: float = 0.0
+
+
+NO_CALL = Need(None)
+"""Said where workers are stopped without a notice, so that the other nodes wait for nothing."""
+ANY_CALL = Need(1, RESIZE, 1e6)
+"""Said where all workers have succeeded, and can stop wherever the others do."""
+
+
+def agreed(needs: Mapping[int, Need], nodes: int) -> Need | None:
+    """What all stop at, once all nodes (by rank) have spoken; None while some have not.
+
+    Its call is None where there can be no such call. The reason is the most urgent that a node
+    has, and the time is the shortest.
+    """
+    if any(need.call is None for need in needs.values()):
+        return NO_CALL
+    if len(needs) < nodes:
+        return None
+    calls = [need.call for need in needs.values() if need.call is not None]
+    return Need(
+        max(calls),
+        more_urgent(*(need.reason for need in needs.values())),
+        min(need.seconds for need in needs.values()),
+    )
+
+
+def more_urgent(*reasons: str) -> str:
+    """The most urgent of these."""
+    return min(reasons, key=_URGENCY.index)
+
+
+def encode_need(need: Need) -> bytes:
+    return json.dumps(attrs.asdict(need)).encode()
+
+
+def decode_need(data: bytes) -> Need:
+    """What cannot be read is no agreement."""
+    try:
+        need = Need(**read_json(data))
+        if need.reason in REASONS and (need.call is None or type(need.call) is int):
+            return attrs.evolve(need, seconds=max(0.0, float(need.seconds)))
+    except (ValueError, TypeError):
+        pass
+    return NO_CALL
+
+
+def post_need(node: int, need: Need) -> Post:
+    """Tell the other nodes, unless this one has said something before."""
+    return Post(STOP, str(node), encode_need(need), first=True)
+
+
+# Commands.
+
+
+@attrs.frozen
+class Notify(Command):
+    """Give the workers another notice in place of the one that they have."""
+
+    notice: Notice
+
+
+@attrs.frozen
+class StopAt(Command):
+    """Have all workers stop at this call."""
+
+    call: int
+    notice: Notice
+
+
+@attrs.frozen
+class Terminate(Command):
+    """Ask all workers to stop; `why` is for the log, and empty where nothing need be said."""
+
+    why: str = ""
+
+
+@attrs.frozen
+class Kill(Command):
+    """End all workers by force; `why` is for the log."""
+
+    why: str
+
+
+Step = tuple["Stopping", tuple[Command, ...]]
+
+
+@attrs.frozen
+class Stopping:
+    """One group on its way out; each method takes an event, with the time at which it came.
+
+    ladder: as it is climbed. node: the rank of this one of so many nodes; reachable: whether the
+    others can be told.
+    since: when the climb began. notice: what the workers were last given; None where they are
+    stopped without. deadline: until when they may agree on a call. said: what this node told the
+    others of it; needs: what all nodes have said; outcome: what came of it, None until then.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        ladder: Ladder,
-        clock: Clock,
-        told: Callable[[Notice | None], None] = lambda _: None,
-    ) -> None:
-        self._told = told
-        self._workers = workers
-        self._plain = self._ladder = ladder
-        self._clock = clock
-        self._since: float | None = None
-        self._rung = Rung.NOTICE
-        self._hurried = False
-        self._agreed = False
-        self.heard = False
+    ladder: Ladder
+    node: int = 0
+    nodes: int = 1
+    reachable: bool = False
+    agrees: bool = False
+    since: float = 0.0
+    rung: Rung = Rung.NOTICE
+    hurried: bool = False
+    notice: Notice | None = None
+    reason: str = RESIZE
+    deadline: float = 0.0
+    said: Need | None = None
+    outcome: Need | None = None
+    needs: Mapping[int, Need] = attrs.field(factory=dict)
 
     @property
     def noticing(self) -> bool:
-        """Whether those who are being stopped have been told, and may save and end."""
-        return self._since is not None and self._rung is Rung.NOTICE
+        """Whether the workers have a notice, and may save and end by themselves."""
+        return self.notice is not None and self.rung is Rung.NOTICE
 
     @property
     def undecided(self) -> bool:
-        """Whether they are to agree at which call, and have not yet."""
-        return self.noticing and self._workers.agrees and not self._agreed
+        """Whether they have a notice and are to agree at which call to stop, and have not yet."""
+        return self.noticing and self.agrees and self.outcome is None
 
-    def forget(self) -> None:
-        """Another group is started, which has not been told anything."""
-        self.heard = self._agreed = False
+    @property
+    def asking(self) -> bool:
+        """Whether it is still to be found out at which call the workers here can stop."""
+        return self._may_agree and self.said is None
 
-    def tell(self, notice: Notice) -> bool:
-        """Whether the workers listen, and now save and end by themselves."""
-        if not self.heard and self._workers.notify(notice):
-            self.heard = True
-            log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
-            self._told(notice)
-        return self.heard
+    def left(self, now: float) -> float:
+        """Seconds until the next rung."""
+        return self.ladder.left(now - self.since)
 
-    def begin(self, notice: Notice | None) -> None:
-        """Start to climb, with a notice where there is one and somebody listens to it."""
-        told = notice is not None and self.tell(notice)
-        seconds = notice.seconds if told and notice is not None else 0.0
-        self._ladder = self._plain.noticed(seconds)
-        self._since, self._rung, self._hurried = self._clock(), Rung.NOTICE, False
-        if not told:
-            self._rung = Rung.TERM
-            self._workers.terminate()
-            self._told(None)
-
-    def sooner(self, notice: Notice | None) -> None:
-        """Those who have been told: by this notice, if it leaves less time; None: no more."""
-        if not self.noticing:
-            return
+    def begin(self, now: float, notice: Notice | None) -> Step:
+        """Start to climb; the workers have just heard the notice, or are stopped without."""
         if notice is None:
-            self.hurry()
-            return
-        since = present(self._since, "the beginning of the stop")
-        left = self._ladder.left(self._clock() - since)
-        self._since = since - max(0.0, left - notice.seconds)
+            plain = self.ladder.noticed(0.0)
+            stopping = attrs.evolve(self, ladder=plain, since=now, rung=Rung.TERM)
+            return stopping, (Terminate(), *self._tell(NO_CALL))
+        stopping = attrs.evolve(
+            self,
+            ladder=self.ladder.noticed(notice.seconds),
+            since=now,
+            notice=notice,
+            reason=notice.reason,
+            deadline=now + notice.seconds,
+        )
+        return stopping, (Gather(STOP),) if self.agrees and self._with_others else ()
+
+    def sooner(self, now: float, notice: Notice | None) -> Step:
+        """Those with a notice get this one, if it leaves them less time; None: they get no more.
+
+        The more urgent reason and the shorter time hold, unless the other nodes have been told
+        already, who would go by another answer.
+        """
+        if not self.noticing:
+            return self, ()
+        if notice is None:
+            return self.hurry(now), ()
+        left = self.left(now)
         notice = attrs.evolve(notice, seconds=min(left, notice.seconds))
-        # Before the workers are asked, who may be agreed upon as soon as they are.
-        self._told(notice)
-        self._workers.notify(notice)
+        stopping = attrs.evolve(
+            self,
+            since=self.since - (left - notice.seconds),
+            notice=notice,
+            reason=more_urgent(self.reason, notice.reason),
+            deadline=min(self.deadline, now + notice.seconds),
+        )
+        return stopping, (Notify(notice),)
 
-    def agreed(self, need: Need) -> None:
-        """Those who were told have agreed at which call to stop, or cannot."""
-        if need.call is not None:
-            self._agreed = True
-            self._workers.stop_at(need.call, Notice(need.reason, need.seconds))
-        elif self.noticing:
-            log.warning("the workers cannot all stop at one step")
-            self.hurry()
-
-    def hurry(self) -> None:
+    def hurry(self, now: float) -> Stopping:
         """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL."""
-        if self._since is not None and self._rung < Rung.KILL:
-            self._hurried = True
-            self._since -= self._ladder.left(self._clock() - self._since)
+        if self.rung >= Rung.KILL:
+            return self
+        return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
 
-    def left(self) -> float:
-        """Seconds until the next rung; infinite if nothing is being stopped."""
-        if self._since is None:
-            return math.inf
-        return self._ladder.left(self._clock() - self._since)
+    def heard(self, posts: Mapping[str, bytes]) -> Stopping:
+        """This is what the nodes have posted."""
+        needs = {int(rank): decode_need(value) for rank, value in posts.items()}
+        return attrs.evolve(self, needs=needs)
 
-    def climb(self) -> GroupStopped | None:
-        """Do what is due; the end of the climb, if this is it."""
-        if self._since is None:
-            return None
-        if not self._workers.running():
-            self._since = None
-            return GroupStopped()
-        rung, before = self._ladder.rung(self._clock() - self._since), self._rung
-        self._rung = rung
-        names = ", ".join(self._workers.running().values())
-        if before < Rung.TERM <= rung:
-            log.warning("told to save and still there, sending SIGTERM: %s", names)
-            self._workers.terminate()
-        if before < Rung.KILL <= rung:
-            waited = "in a hurry" if self._hurried else f"after {self._ladder.grace:g} s"
-            log.warning("still there %s, killing: %s", waited, names)
-            self._workers.kill()
-        if rung is not Rung.GIVE_UP:
-            return None
-        self._since = None
-        return GroupStopped(left=names)
+    def no_answer(self) -> Stopping:
+        """The other nodes cannot be asked."""
+        return attrs.evolve(self, reachable=False)
+
+    def look(self, now: float, running: Collection[str], call: int | None) -> Step:
+        """Time goes by; `running` names the workers, who can stop at `call`, if it is known."""
+        stopping, agreeing = self._agree(now, call)
+        stopping, climbing = stopping._climb(now, ", ".join(running))
+        return stopping, (*agreeing, *climbing)
+
+    def _agree(self, now: float, call: int | None) -> Step:
+        if not self._may_agree:
+            return self, ()
+        lost = now >= self.deadline or (self.nodes > 1 and not self.reachable)
+        said = self.said
+        telling: tuple[Command, ...] = ()
+        if said is None and call is not None and not lost:
+            said = Need(call, self.reason, self.deadline - now)
+            telling = self._tell(said)
+        found = said if self.nodes == 1 else agreed(self.needs, self.nodes)
+        if said is None or found is None:
+            found = NO_CALL if lost else None
+        stopping = attrs.evolve(self, said=said, outcome=found)
+        if found is None:
+            return stopping, telling
+        if found.call is not None:
+            return stopping, (*telling, StopAt(found.call, Notice(found.reason, found.seconds)))
+        return (stopping.hurry(now) if self.noticing else stopping), telling
+
+    def _climb(self, now: float, running: str) -> Step:
+        if not running:
+            return self, (GroupStopped(),)
+        rung = self.ladder.rung(now - self.since)
+        commands: list[Command] = []
+        if self.rung < Rung.TERM <= rung:
+            why = "told to save and still there"
+            if self.outcome == NO_CALL:
+                why = "the workers cannot all stop at one step"
+            commands.append(Terminate(f"{why}, sending SIGTERM: {running}"))
+        if self.rung < Rung.KILL <= rung:
+            waited = "in a hurry" if self.hurried else f"after {self.ladder.grace:g} s"
+            commands.append(Kill(f"still there {waited}, killing: {running}"))
+        if rung is Rung.GIVE_UP:
+            commands.append(GroupStopped(left=running))
+        return attrs.evolve(self, rung=rung), tuple(commands)
+
+    @property
+    def _may_agree(self) -> bool:
+        return self.agrees and self.notice is not None and self.outcome is None
+
+    @property
+    def _with_others(self) -> bool:
+        return self.nodes > 1 and self.reachable
+
+    def _tell(self, need: Need) -> tuple[Command, ...]:
+        return (post_need(self.node, need),) if self._with_others else ()

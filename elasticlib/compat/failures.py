@@ -275,7 +275,7 @@ class ErrorHandler(Protocol):
 
 
 class _ErrorFile:
-    """Writes torch's error.json; what raises is shown by whoever catches it."""
+    """Writes torch's error.json; what it raised is shown by whatever catches that."""
 
     def initialize(self) -> None:
         hooks.install("")

@@ -126,7 +126,7 @@ class TimerServer:
     def _make(self) -> None:
         if self.path and _is_listened_to(self.path):
             log.warning(
-                "%s=%s is another's, who listens there: these workers have a pipe of their own",
+                "%s=%s is read by another process: these workers have a pipe of their own",
                 self.VARIABLE,
                 self.path,
             )

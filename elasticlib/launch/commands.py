@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ..agent.observers import SignalObserver
+from ..agent.options import SignalObserver
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.secret import VARIABLE

@@ -14,10 +14,9 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import ElasticAgent, LocalElasticAgent
 from ..agent.interface import Memory, RunResult
-from ..agent.observers import SignalObserver
-from ..agent.options import AgentOptions
+from ..agent.loop import ElasticAgent, LocalElasticAgent
+from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist

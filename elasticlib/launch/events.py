@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import LocalElasticAgent
 from ..agent.interface import RunResult
+from ..agent.loop import ElasticAgent
 from ..clock import monotonic, wall
 from ..errors import describe, present
 from ..rendezvous.interface import RendezvousHandler
@@ -46,7 +46,7 @@ def to_stderr(line: str) -> None:
         os.write(STDERR, line.encode())
 
 
-class RecordingAgent(LocalElasticAgent):
+class RecordingAgent(ElasticAgent):
     """Says what happens to the workers, and how the run ended.
 
     Of each worker: START, then SUCCEEDED, FAILED, or TERMINATED if this agent ended it. Of the
@@ -77,7 +77,7 @@ class RecordingAgent(LocalElasticAgent):
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         self._events.met(group)
         super().start(group, ended)
-        named = self.running()
+        named = self.workers.running()
         for worker in group.workers:
             # Others than processes of this machine are named otherwise.
             pid = named.get(worker.local_rank, "").removeprefix("pid ")

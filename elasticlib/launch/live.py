@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ..agent.elastic import ElasticAgent
+from ..agent.loop import ElasticAgent
 from ..observe.question import Stacks
 from ..observe.standing import NodeStanding
 from ..observe.standing_journal import StandingJournal
@@ -45,7 +45,7 @@ def answering(
         store,
         Keys(meeting.run_id),
         meeting.me,
-        standing=lambda: standing.look(agent.beats()),
+        standing=lambda: standing.look(agent.workers.beats()),
         stacks=stacks_of(agent),
         heard=handler.heard if isinstance(handler, DynamicRendezvousHandler) else lambda: None,
         look_every=POLL_SECONDS if isinstance(store, FileStore) else 0.0,
@@ -62,12 +62,12 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
         ranked = {worker.local_rank: worker.rank for worker in group.workers}
         running = {
             local: name
-            for local, name in agent.running().items()
+            for local, name in agent.workers.running().items()
             if local in ranked and (ranks is None or ranked[local] in ranks)
         }
         if not running:
             return Stacks({})
-        texts, beats = agent.dump_stacks_of(running), agent.beats()
+        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.beats()
         silent = [local for local in running if local not in texts]
         asked = [local for local in silent if local in beats and beats[local].dumps]
         return Stacks(

@@ -14,11 +14,11 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import ElasticAgent
+from ..agent.loop import ElasticAgent
 from ..errors import ConfigError
 from ..observe.counting_journal import CountingJournal
 from ..observe.exposed import Moment
-from ..observe.health import Health, LoopWatch, judge
+from ..observe.health import Health, judge
 from ..observe.interface import Journal, NoJournal
 from ..observe.port import ObservePort, Page, plain
 from ..observe.prometheus import Exposition
@@ -43,7 +43,6 @@ class Observed:
 
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str], node: str) -> None:
         self._ports: list[tuple[ObservePort, tuple[str, ...]]] = []
-        self._watch: LoopWatch | None = None
         asked = config.observe_port
         try:
             if asked is not None:
@@ -87,9 +86,11 @@ class Observed:
         """Answer from now on. kept: the journal whose losses are told."""
         if not self._ports:
             return
-        self._watch = LoopWatch(agent.ask)
-        self._watch.begin()
-        pages = _Pages(self._watch, self._tally, lambda: standing.look(agent.beats()), kept)
+
+        def standing_now() -> NodeStanding:
+            return standing.look(agent.workers.beats())
+
+        pages = _Pages(agent.silent, self._tally, standing_now, kept)
         for port, paths in self._ports:
             port.begin({path: pages.by_path[path] for path in paths})
             shown = [path for path in paths if path != METRICS or not pages.lacking]
@@ -100,19 +101,17 @@ class Observed:
     def close(self) -> None:
         for port, _ in self._ports:
             port.close()
-        if self._watch is not None:
-            self._watch.end()
 
 
 class _Pages:
     def __init__(
         self,
-        watch: LoopWatch,
+        silent: Callable[[], float],
         tally: CountingJournal,
         standing: Callable[[], NodeStanding],
         journal: Journal,
     ) -> None:
-        self._watch = watch
+        self._silent = silent
         self._tally = tally
         self._standing = standing
         self._journal = journal
@@ -134,7 +133,7 @@ class _Pages:
         return self._exposition if isinstance(self._exposition, str) else ""
 
     def _judged(self, standing: NodeStanding) -> Health:
-        return judge(standing.state, standing.reason, self._watch.silent())
+        return judge(standing.state, standing.reason, self._silent())
 
     def _moment(self) -> Moment:
         standing = self._standing()
@@ -142,7 +141,7 @@ class _Pages:
             standing,
             self._tally.counts,
             alive=self._judged(standing).good,
-            silent=self._watch.silent(),
+            silent=self._silent(),
             events_lost=self._journal.lost,
             versions=self._versions,
         )

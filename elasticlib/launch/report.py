@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 
-from ..agent.causes import Cause, as_dict
-from ..agent.interface import RunResult
+import attrs
+
+from ..agent.interface import Cause, RunResult
 
 FILE = "failure.json"
 NAME = "elasticrun"
@@ -29,7 +30,7 @@ def as_json(result: RunResult) -> bytes:
         "reason": result.reason,
         "generation": result.generation,
         "restarts": result.restarts,
-        "cause": None if result.cause is None else as_dict(result.cause),
+        "cause": None if result.cause is None else attrs.asdict(result.cause),
     }
     return json.dumps(said, indent=2).encode() + b"\n"
 

@@ -20,6 +20,7 @@ import attrs
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
 from ..stores.failover import MovingStore, Place
+from ..stores.memory import HostedStore
 from ..stores.sockets import address_of
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
@@ -73,7 +74,7 @@ class TcpMeetingPlace:
         static = config.rdzv_backend == "static"
         self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers if static else 0
 
-    def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
+    def open(self) -> tuple[TcpStoreServer | None, HostedStore | TcpStore | MovingStore]:
         """The server, if this node is the host, and a client.
 
         Raises:
@@ -82,7 +83,7 @@ class TcpMeetingPlace:
         config = self._config
         if config.alone:
             server = self._serve("127.0.0.1", 0)
-            return server, self._reach(server.host, server.port)
+            return server, server.client()
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
         places = [
             Place(
@@ -98,7 +99,7 @@ class TcpMeetingPlace:
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
-            own = self._reach(self._own_address or hosted.host, hosted.port)
+            own = hosted.client(self._own_address or "")
             if self._must or _is_literal(host) or _is_localhost(host):
                 return hosted, own
             store = MovingStore(places, patience=patience, hosted=(hosted, own))
@@ -269,7 +270,7 @@ class TcpMeetingPlace:
         self._said = said
 
 
-def address_towards(store: TcpStore | MovingStore) -> str:
+def address_towards(store: HostedStore | TcpStore | MovingStore) -> str:
     """This node's literal address, learnt from the socket that reached the store."""
     store.connect()
     address = store.local_address

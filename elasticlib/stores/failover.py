@@ -24,10 +24,10 @@ from ..errors import (
     StoreRefused,
     StoreTimeout,
     StoreUnavailable,
-    present,
 )
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, Watched
+from .memory import HostedStore
 from .sockets import renew_in_children
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
@@ -40,6 +40,7 @@ when that is done by one whose leases stand."""
 SCAN_SHARE = 1 / 4
 """Of the patience, which is a lease: a scan takes no more, or its caller's own lease would end."""
 
+Client = HostedStore | TcpStore
 Answer = TypeVar("Answer")
 
 
@@ -72,7 +73,7 @@ class MovingStore(Store):
         *,
         patience: float,
         clock: Clock = monotonic,
-        hosted: tuple[TcpStoreServer, TcpStore] | None = None,
+        hosted: tuple[TcpStoreServer, Client] | None = None,
     ) -> None:
         if not places:
             raise ConfigError("a store is served at one place at least, got none")
@@ -83,7 +84,7 @@ class MovingStore(Store):
         self._closed = False
         self._at = 0
         self._stays = hosted is not None
-        self._store: TcpStore | None = None
+        self._store: Client | None = None
         self._server: TcpStoreServer | None = None
         if hosted is not None:
             self._server, self._store = hosted
@@ -171,7 +172,7 @@ class MovingStore(Store):
         if not self._is_alone():
             return False
         # Without the lock: to look up a name may take long, and others speak to our server.
-        found = self._reached(self._at, self._places[self._at])
+        found = self._reached(self._at)
         if found is None:
             return False
         with self._moving:
@@ -199,7 +200,7 @@ class MovingStore(Store):
         if server is not None:
             server.close()
 
-    def _ask(self, question: Callable[[TcpStore], Answer]) -> Answer:
+    def _ask(self, question: Callable[[Client], Answer]) -> Answer:
         store = self._here()
         try:
             self._greet(store)
@@ -215,7 +216,7 @@ class MovingStore(Store):
             self._refused.discard(self._at)
         return answer
 
-    def _greet(self, store: TcpStore) -> None:
+    def _greet(self, store: Client) -> None:
         """Connect, if need be. A place that refuses us, being another job's, is as good as none;
         where all do, that is the answer."""
         try:
@@ -231,24 +232,27 @@ class MovingStore(Store):
         if len(self._refused) == len(self._places):
             raise error
 
-    def _here(self) -> TcpStore:
+    def _here(self) -> Client:
         with self._moving:
             if self._closed:
                 raise StoreUnavailable("this store is closed")
             if self._store is None:
                 self._arrive()
-            return present(self._store, "the store")
+            store: Client | None = self._store
+        if store is None:
+            raise StoreUnavailable("this store is closed")
+        return store
 
     def _arrive(self) -> None:
         """Go where it is served already; where it is not, to the first place."""
-        for number, place in enumerate(self._places):
-            found = self._reached(number, place)
+        for number in range(len(self._places)):
+            found = self._reached(number)
             if found is not None:
                 self._settle(number, found)
                 return
         self._go_to(0)
 
-    def _miss(self, store: TcpStore, error: StoreUnavailable | StoreTimeout) -> None:
+    def _miss(self, store: Client, error: StoreUnavailable | StoreTimeout) -> None:
         with self._moving:
             away = self._clock() - self._heard_at
             stays = self._stays or away < self._patience
@@ -295,14 +299,21 @@ class MovingStore(Store):
         self._probed.add(number)
 
         def look() -> None:
+            found = self._places[number].reach()
+            accepted = False
             try:
-                found = self._accepted(self._places[number], accept, earlier)
+                found.connect(SCAN_SECONDS)
+                accepted = accept(found, earlier)
+            except ElasticError as error:
+                # What stands there may be another version's, too, and is not ours to read.
+                log.debug("not at %s: %s", self._places[number].name, error)
             finally:
                 self._probed.discard(number)
-            if future.set_running_or_notify_cancel():
-                future.set_result(found)
-            elif found is not None:
-                found.close()
+                heard = future.set_running_or_notify_cancel()
+                if not (accepted and heard):
+                    found.close()
+                if heard:
+                    future.set_result(found if accepted else None)
 
         try:
             helper(look, "store-elsewhere").start()
@@ -311,22 +322,9 @@ class MovingStore(Store):
             raise StoreUnavailable(f"no thread to look elsewhere with: {error}") from error
         return future
 
-    def _accepted(
-        self, place: Place, accept: Callable[[Store, bool], bool], earlier: bool
-    ) -> TcpStore | None:
-        found = place.reach()
-        try:
-            found.connect(SCAN_SECONDS)
-            if accept(found, earlier):
-                return found
-        except ElasticError as error:
-            # What stands there may be another version's, too, and is not ours to read.
-            log.debug("not at %s: %s", place.name, error)
-        found.close()
-        return None
-
-    def _reached(self, number: int, place: Place) -> TcpStore | None:
-        store = place.reach()
+    def _reached(self, number: int) -> TcpStore | None:
+        """The store at that place, if one is served there that does not refuse us."""
+        store = self._places[number].reach()
         try:
             store.connect(SCAN_SECONDS)
         except (StoreUnavailable, StoreTimeout):

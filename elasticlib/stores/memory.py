@@ -26,12 +26,14 @@ from .sockets import renew_in_children
 class Shared:
     """A keyspace of which one thread at a time, that holds `lock`, has its turn.
 
-    is_served: whether a server ends the leases that are over. ended: why nothing is done any more.
+    is_served: whether a server ends the leases that are over. rouse: tells it that there may be one
+    sooner than it thought. ended: why nothing is done any more.
     """
 
     clock: Clock
     space: KeySpace
     is_served: bool = False
+    rouse: Callable[[], None] = lambda: None
     ended: str = ""
     lock: threading.RLock = attrs.field(factory=threading.RLock)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
@@ -166,7 +168,10 @@ class MemoryStore(Store):
             watch.tell(watched)
 
     def _lease(self, ttl: float | None) -> Lease | None:
-        return None if check_ttl(ttl) is None else Lease(self._owner, float(ttl or 0))
+        if check_ttl(ttl) is None:
+            return None
+        self._shared.rouse()
+        return Lease(self._owner, float(ttl or 0))
 
     def _begin(self) -> None:
         """Refuse if it is over; else end the leases that are, where no server does that."""

@@ -237,8 +237,9 @@ class _Loop:
         self._most = limits.most_connections()
         self._job = job
         self._secret = secret
-        self.shared = Shared(monotonic, KeySpace(limits.store), is_served=True)
-        self._space = self.shared.space
+        space = KeySpace(limits.store)
+        self.shared = Shared(monotonic, space, is_served=True, rouse=self._rouse)
+        self._space = space
         self._listeners = listeners
         self._peers: dict[int, Peer] = {}
         self._labels: dict[int, str] = {}

@@ -142,7 +142,7 @@ class AgentContract:
         node.handler.set_closed()
         result = node.result()
         assert result.state is WorkerState.FAILED
-        assert "would not die" not in result.reason
+        assert "survived SIGKILL" not in result.reason
         assert job.stage.asked(1) == {0, 1}, "each worker is asked before it is killed"
 
     def test_what_a_worker_has_started_ends_with_it(self, job: Job) -> None:

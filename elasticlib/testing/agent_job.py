@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.elastic import ElasticAgent
 from ..agent.interface import RunResult
+from ..agent.loop import ElasticAgent
 from ..agent.options import AgentOptions
 from ..rendezvous.document import Limits, Node
 from ..rendezvous.dynamic import DynamicRendezvousHandler
@@ -111,7 +111,7 @@ class AgentNode:
         """Closing once more does no harm, when it has ended."""
         self._over.set()
         if self._thread is None or self._ended.done():
-            self.agent.close()
+            self.agent.workers.close()
         if self._thread is not None:
             self._thread.join(self._patience)
 

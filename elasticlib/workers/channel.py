@@ -125,11 +125,6 @@ class Channel:
         self._words[_PASSED] = call
 
     @property
-    def asked(self) -> bool:
-        """Whether the agent asks for a stop."""
-        return bool(self._words[_ASKED])
-
-    @property
     def stop_at(self) -> int:
         """The call at which all ranks stop; 0 while that is not known."""
         return self._words[_STOP_AT]
@@ -198,8 +193,8 @@ class Channel:
         return self._words[_ENTERED] > 0
 
     def listens_soon(self, now: float) -> bool:
-        """Whether it is about to ask for the first time: it has said so lately, and has neither
-        told of a step nor saved since, as who never asks would."""
+        """Whether it is about to ask for the first time: it called `starting` lately, and has
+        neither reported a step nor saved since, as a worker that never asks would."""
         words = self._words
         done = words[_STEPS] or words[_SAVES]
         return not done and 0 < self._seconds[_STARTED_AT] > now - STARTING_SECONDS
@@ -234,7 +229,7 @@ class Channel:
         self._words[_STOP_AT] = call
 
     def beat(self) -> Beat:
-        """What the worker has told."""
+        """The worker's heartbeat."""
         words, seconds = self._words, self._seconds
         steps = words[_STEPS]
         known = (
@@ -362,12 +357,12 @@ class Channels:
                 channel.tell_stop(call, REASONS.index(notice.reason), deadline)
 
     def beats(self) -> dict[int, Beat]:
-        """What each worker has told of its steps, by local rank."""
+        """The heartbeat of each worker, by local rank."""
         with self._lock:
             return {local: channel.beat() for local, channel in self._open.items()}
 
     def last_beats(self) -> dict[int, Beat]:
-        """The same, and what those of this group had told that have ended since."""
+        """The same, and the last heartbeats of the workers of this group that have ended since."""
         with self._lock:
             return {**self._last, **self.beats()}
 

@@ -157,7 +157,7 @@ class Context:
     def _agreed(self, channel: Channel, call: int) -> Stop | None:
         channel.hold(call)
         while not (stop_at := channel.stop_at):
-            # Whoever asked ends us when the time is over; only an agent that died does not.
+            # The agent that asked ends us when the time is over, if it lives.
             if monotonic() > channel.deadline:
                 break
             self._pause.wait(LOOK_SECONDS)

@@ -73,7 +73,7 @@ class WorkerExit:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by a failure of its own: what dies of a stop does as it was told."""
+        """Whether it ended by a failure of its own; a worker that ends of a stop has not failed."""
         return not self.ok and (not self.stopped or bool(self.message))
 
     @property
@@ -90,7 +90,7 @@ class WorkerExit:
 
     @property
     def by_itself(self) -> bool:
-        """Whether nobody else's failure ends a worker so: it was killed, or broke, where it was."""
+        """Whether it was killed or crashed by itself: no other worker's failure ends one so."""
         return self.signal in _OF_ITS_OWN and not self.stopped
 
     @property
@@ -114,7 +114,7 @@ class WorkerExit:
         return f"was killed by {self.signal} ({'' if self.stopped else 'not '}sent by this agent)"
 
     def describe(self) -> str:
-        """One sentence: who, how, and why if known; of the first where it followed another."""
+        """One sentence: which worker, how, and why if known; of the first where it followed one."""
         if self.after is not None:
             return f"{self.after.describe()}; that of rank {self.rank} followed"
         words = self.message or last_words(self.tail, self.returncode)

@@ -50,15 +50,8 @@ MOST_SAID = 2048
 SET_ANEW = ("TORCHINDUCTOR_CACHE_DIR",)
 # Those whose default action ends or stops a process, but for its own faults.
 MEANT_FOR_WORKERS = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGXCPU,
-    signal.SIGTSTP,
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
 )
 
 
@@ -246,10 +239,10 @@ def _take_over(descriptors: list[int], dispositions: dict[int, Any]) -> dict[str
 
 
 def _enter(job: dict[str, Any], before: dict[str, str], changed: dict[str, str]) -> list[str]:
-    """Leave nothing in this process by which it could be told from a fresh interpreter.
+    """Make this process look like a fresh interpreter.
 
     before: the server's variables as its interpreter began. changed: those that modules have set
-    since, for whoever imports them.
+    since, for the programs that import them.
     """
     environment, processors, told = job["environment"], job["processors"], job["server"]
     what: list[str] = job["what"]

@@ -65,14 +65,14 @@ class Workers(abc.ABC):
         """Have all workers stop at this call, for the reason and in the time of this notice."""
 
     tell_steps = False
-    """Whether `beats` says anything, which hangs are found by."""
+    """Whether `beats` returns anything; hangs are found by that."""
 
     def beats(self) -> Mapping[int, Beat]:
-        """What the workers have told of their steps, by local rank. For any thread."""
+        """The workers' heartbeats, by local rank. For any thread."""
         return {}
 
     def last_beats(self) -> Mapping[int, Beat]:
-        """The same, and of those of the group that have ended the last that they told; until the
+        """The same, and the last heartbeats of the workers of the group that have ended; until the
         next start, and after `close`."""
         return self.beats()
 
@@ -83,7 +83,7 @@ class Workers(abc.ABC):
         return {}
 
     def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
-        """The same of these alone, for who looks on: nothing is kept."""
+        """The same of these alone, for an observer: nothing is kept."""
         return {n: text for n, text in self.dump_stacks().items() if n in local_ranks}
 
     @abc.abstractmethod

@@ -1,7 +1,6 @@
 """The one thread in which an agent waits for its workers: for ends, pipes and times.
 
-What is called back here takes no time of its own, and waits for nobody: how soon the end of a
-worker is noticed depends on it.
+What is called back here must not block: how soon the end of a worker is noticed depends on it.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Loop:
         self.call(lambda: (self._selected.unregister(file), then()))
 
     def watch(self, pid: int, ended: Act) -> None:
-        """Call `ended` once this process has ended, which nobody reaps before."""
+        """Call `ended` once this process has ended; it must not be reaped before."""
         self._watched[pid] = ended
         self.call(lambda: self._watch(pid))
 
@@ -181,7 +180,7 @@ class Loop:
             ended()
 
     def _give_up(self, _: str) -> None:
-        """Whom nobody can wait for any more is taken for one that ended: who is told ends it."""
+        """A process that cannot be watched any more is taken for ended: its owner then ends it."""
         for pid in list(self._watched):
             self._ended(pid)
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..foreign import read_object
 
 NOTHING = -1
-"""In place of a step that nobody has told of."""
+"""In place of a step that was not reported."""
 SOURCES = ("memory", "peer", "disk")
 """Where a worker's state came from: its own node's memory, another node's, or a disk; the
 quickest first."""
@@ -34,15 +34,15 @@ class TakenUp:
 
 @attrs.frozen
 class Beat:
-    """A worker's heartbeat: what it has told of its steps.
+    """A worker's heartbeat: what it has reported of its steps.
 
-    step: the last, or NOTHING. steps: how many it told of. at: when, on this machine's monotonic
-    clock; alive: when it last told of that or of a save, or asked whether to stop. durations:
+    step: the last, or NOTHING. steps: how many it reported. at: when, on this machine's monotonic
+    clock; alive: when it last reported a step or a save, or asked whether to stop. durations:
     seconds of the last few, in no order. saved: the last step saved, or NOTHING; saves: how many.
     dumps: whether it writes its stacks where it is asked to. attached: whether it has asked for
-    its context at all. first_step, first_at: the first step that it told of, and when; NOTHING
+    its context at all. first_step, first_at: the first step that it reported, and when; NOTHING
     and 0.0 before. restored: the state that it took up last; restores: how many it did. snapshot:
-    the step of the last one kept, or NOTHING. loss: the last that it told; samples: all of them.
+    the step of the last one kept, or NOTHING. loss: the last reported; samples: all of them.
     """
 
     step: int = NOTHING

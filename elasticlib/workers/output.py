@@ -1,10 +1,9 @@
 """Where a worker's streams go: through to ours, to a file, or line by line to both.
 
 A pipe is read to its end, whatever becomes of the file or the console, so a worker never dies with
-them; nothing that it wrote before it ended is lost. What it says is passed on by a thread for each
-of our two streams: a console that stands still holds up who is shown there, as it would without
-us, and nobody else. Of what a worker says on stderr the last lines are kept, for the report of its
-failure.
+them; nothing that it wrote before it ended is lost. Output is passed on by a thread for each
+of our two streams: a console that stands still holds up the workers that are shown there, as it
+would without us, and nothing else. The last lines of stderr are kept, for the report of a failure.
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ class Output:
         self._tail = Tail()
 
     def open(self, writers: Writers) -> Output:
-        """Raises OSError where a file cannot be written, WorkerStartError where nobody would."""
+        """Raises OSError if a file cannot be opened, WorkerStartError if no thread can be had."""
         for stream, path in self._places.files.items():
             self._files[stream] = open(path, "ab", buffering=0)  # noqa: SIM115
         for stream, path in self._places.filtered.items():
@@ -326,7 +325,7 @@ class Output:
         return take, end
 
     def abandon(self) -> None:
-        """Close the files that nobody here writes to."""
+        """Close the files that are not written here."""
         for files in (self._files, self._filtered):
             for file in files.values():
                 file.close()
@@ -358,7 +357,7 @@ class Output:
 
 
 def end_within(pipes: Sequence[Any], seconds: float) -> bool:
-    """Whether all of them end in so many seconds; who is held open is not waited for.
+    """Whether all of them end in so many seconds; one that is held open is not waited for.
 
     In many short turns rather than in one: a machine that stands still for a while (paused, or a
     container that has used up its share of processors) would otherwise end the wait before they

@@ -92,13 +92,14 @@ class _Process:
     error_file: Path
     ended_at: float = float("inf")
     result: tuple[Any, str] | None = None
+    """What its function returned, and why that is unreadable; None until it was read."""
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
     def read_result(self) -> tuple[Any, str]:
-        """What its function returned, and why it is unreadable; a value's own code runs here."""
+        """A value's own code runs here."""
         if self.result is None:
             self.result = read_result(self.folder / RESULT)
         return self.result
@@ -307,7 +308,7 @@ class LocalWorkers(Workers):
         self._loop = Loop()
         self._writers = Writers()
         self._guardian = Guardian(began=self._watch_guardian)
-        # Whoever else says where output goes has a folder for it, and ours is our own affair.
+        # If something else decides where output goes, ours is a temporary folder for our own use.
         log_dir = log_dir if self._output.ask is None else None
         kept = log_dir is not None or (self._output.any and self._output.ask is None)
         self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
@@ -439,6 +440,8 @@ class LocalWorkers(Workers):
         if what[0] != "command":
             self._channels.assign(local, popen.pid)
         process = _Process(worker, popen, output, folder, Path(places.error_file))
+        if not isinstance(group.spec.entrypoint, Function):
+            process.result = (None, "")
         self._processes[local] = process
         self._guardian.add(popen.pid)
         output.attach(popen.stdout, popen.stderr, self._loop, self._writers)
@@ -455,7 +458,7 @@ class LocalWorkers(Workers):
             process.read_result()
             ended(local)
 
-        if (process.folder / RESULT).exists():
+        if process.result is None:
             try:
                 return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
             except RuntimeError:
@@ -499,7 +502,7 @@ class LocalWorkers(Workers):
             tail=process.output.tail(),
             out_of_memory=killed_for_memory(self._kills, oom_kills()),
             at=at,
-            # Others may have noticed a killed one, and have said so, before we have.
+            # Peers may have noticed a killed worker, and have written so, before we noticed.
             after=None if self._stopped or found.by_itself else self._failing(before=at),
         )
 

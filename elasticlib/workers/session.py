@@ -102,7 +102,7 @@ def open_handle(pid: int) -> int | None:
 
 
 def ends_within(pid: int, seconds: float) -> bool:
-    """Whether a process, which nobody reaps meanwhile, ends in time.
+    """Whether a process, which must not be reaped meanwhile, ends in time.
 
     It is not reaped here: the zombie keeps the pid, and with it the session's number.
     """
@@ -153,14 +153,10 @@ def end(session: int, seconds: float = 2.0, *, began: int = 0) -> list[int]:
         left = members(session)
         if not left:
             return []
-        _kill_and_wait(left, session, seconds)
+        killed = [pid for pid in left if signal_member(session, pid, signal.SIGKILL)]
+        for pid in killed:
+            ends_within(pid, seconds)
     return members(session)
-
-
-def _kill_and_wait(pids: Iterable[int], session: int, seconds: float) -> None:
-    killed = [pid for pid in pids if signal_member(session, pid, signal.SIGKILL)]
-    for pid in killed:
-        ends_within(pid, seconds)
 
 
 # -- the guardian --------------------------------------------------------------------------------
@@ -284,7 +280,7 @@ class Guardian:
                 room.poll(WRITE_SECONDS * 1000)
             except BrokenPipeError:
                 return  # it has ended, and is about to be replaced
-        # It stands still: its successor is told all of it.
+        # It stands still: its successor gets the whole list.
         process.kill()
         process.wait()
 
@@ -304,7 +300,7 @@ def _spawn() -> subprocess.Popen[bytes]:
             bufsize=0,
         )
     if process.stdin is not None:
-        # One that stands still must not hold up who writes to it.
+        # One that stands still must not block its agent.
         os.set_blocking(process.stdin.fileno(), False)
     return process
 

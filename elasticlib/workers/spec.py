@@ -38,9 +38,9 @@ KEPT_FROM_WORKERS = frozenset(
         "PET_OBSERVE_PORT",
     }
 )
-"""What an agent is told and its workers have no use for: they do not speak to the store, and a
-launch within a worker cannot have the agent's ports; and what an outer launcher has told this one
-as its worker. The rest of that is told anew."""
+"""Variables that an agent gets and its workers do not: they do not speak to the store, and a launch
+within a worker cannot have the agent's ports; and those that an outer launcher set for this one as
+its worker. The rest of these are set anew."""
 
 
 @attrs.frozen
@@ -270,8 +270,8 @@ class Rung(enum.IntEnum):
 
 @attrs.frozen
 class Ladder:
-    """notice: seconds before SIGTERM, for those who listen. grace: seconds between SIGTERM and
-    SIGKILL. reap: seconds that a killed process may take."""
+    """notice: seconds before SIGTERM, for workers that poll should_stop(). grace: seconds between
+    SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
 
     grace: float = 30.0
     reap: float = 10.0
@@ -285,7 +285,7 @@ class Ladder:
             )
 
     def noticed(self, seconds: float) -> Ladder:
-        """The ladder of workers that were told, and may take so long to end by themselves."""
+        """The ladder of workers that were notified, and may take so long to end by themselves."""
         return attrs.evolve(self, notice=seconds)
 
     def rung(self, elapsed: float) -> Rung:

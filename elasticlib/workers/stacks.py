@@ -27,9 +27,9 @@ from .channel import VARIABLE, Channel
 
 FILE = "stacks.txt"
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 2) - 3
-"""One that nobody else is known to use; it is sent only to who has said that it handles it."""
+"""Not known to be used by anything else; sent only to processes that handle it."""
 SECOND = SIGNAL - 1
-"""For who does not answer the first."""
+"""For a process that does not answer the first."""
 PATIENCE = 0.5
 """Of the time for an answer: after that, the second."""
 QUIET_SECONDS = 0.1

@@ -6,16 +6,16 @@ import os
 
 import pytest
 
-from elasticlib import LocalElasticAgent, LocalWorkers
+from elasticlib import ElasticAgent, LocalWorkers
 from elasticlib.testing import AgentContract, AgentRequest
 from elasticlib.testing.agent_job import MakeAgent
 
 
-class TestLocalElasticAgent(AgentContract):
+class TestElasticAgent(AgentContract):
     @pytest.fixture
     def make_agent(self) -> MakeAgent:
-        def make(request: AgentRequest) -> LocalElasticAgent:
+        def make(request: AgentRequest) -> ElasticAgent:
             workers = LocalWorkers(os.environ)
-            return LocalElasticAgent(request.spec, request.handler, workers, **request.settings)
+            return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
         return make

@@ -15,7 +15,7 @@ import pytest
 
 from elasticlib import (
     Command,
-    LocalElasticAgent,
+    ElasticAgent,
     LocalWorkers,
     RunResult,
     WorkerExit,
@@ -26,31 +26,32 @@ from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Stage
 
 Ended = Callable[[int], None]
+Fault = type[ElasticAgent] | type[LocalWorkers]
 MADE: list[LocalWorkers] = []
 
 
-def make_workers() -> LocalWorkers:
-    MADE.append(LocalWorkers(os.environ, start_method="spawn"))
+def make_workers(kind: type[LocalWorkers] = LocalWorkers) -> LocalWorkers:
+    MADE.append(kind(os.environ, start_method="spawn"))
     return MADE[-1]
 
 
-class NeverSaysWhoEnded(LocalElasticAgent):
+class NeverSaysWhoEnded(ElasticAgent):
     def start(self, group: WorkerGroup, ended: Ended) -> None:
         del ended
         super().start(group, lambda _: None)
 
 
-class SaysItOfAnother(LocalElasticAgent):
+class SaysItOfAnother(ElasticAgent):
     def start(self, group: WorkerGroup, ended: Ended) -> None:
         super().start(group, lambda local_rank: ended(1 - local_rank))
 
 
-class StartsOneTooFew(LocalElasticAgent):
+class StartsOneTooFew(ElasticAgent):
     def start(self, group: WorkerGroup, ended: Ended) -> None:
         super().start(attrs.evolve(group, workers=group.workers[:-1]), ended)
 
 
-class StartsThemAsBefore(LocalElasticAgent):
+class StartsThemAsBefore(ElasticAgent):
     first: WorkerGroup | None = None
 
     def start(self, group: WorkerGroup, ended: Ended) -> None:
@@ -58,7 +59,7 @@ class StartsThemAsBefore(LocalElasticAgent):
         super().start(self.first, ended)
 
 
-class LetsThemOutOfItsHands(LocalElasticAgent):
+class LetsThemOutOfItsHands(ElasticAgent):
     def start(self, group: WorkerGroup, ended: Ended) -> None:
         line = group.spec.entrypoint
         assert isinstance(line, Command)
@@ -67,38 +68,48 @@ class LetsThemOutOfItsHands(LocalElasticAgent):
         super().start(attrs.evolve(group, spec=spec), ended)
 
 
-class TellsLocalRanks(LocalElasticAgent):
+class TellsLocalRanks(ElasticAgent):
     def collect(self, local_rank: int) -> WorkerExit:
         return attrs.evolve(super().collect(local_rank), rank=local_rank)
 
 
-class CallsFailureSuccess(LocalElasticAgent):
+class CallsFailureSuccess(ElasticAgent):
     def collect(self, local_rank: int) -> WorkerExit:
         return attrs.evolve(super().collect(local_rank), returncode=0)
 
 
-class DoesNotForgetTheCollected(LocalElasticAgent):
+class DoesNotForgetTheCollected(LocalWorkers):
     def running(self) -> dict[int, str]:
         return super().running() or {0: "the first", 1: "the second"}
 
 
-class ForgetsWhomItHasAsked(LocalElasticAgent):
-    def terminate(self) -> None:
-        super().terminate()
-        self._workers = make_workers()
+class ForgetsWhomItHasAsked(ElasticAgent):
+    def start(self, group: WorkerGroup, ended: Ended) -> None:
+        ask = self.workers.terminate
+
+        def ask_and_forget() -> None:
+            ask()
+            self.workers = make_workers()
+
+        self.workers.terminate = ask_and_forget  # type: ignore[method-assign]
+        super().start(group, ended)
 
 
-class KillsWithoutAsking(LocalElasticAgent):
+class KillsWithoutAsking(LocalWorkers):
     def terminate(self) -> None:
         self.kill()
 
 
-class NeverKills(LocalElasticAgent):
+class NeverKills(LocalWorkers):
     def kill(self) -> None:
         self.terminate()
 
+    def end(self) -> None:
+        self.__class__ = LocalWorkers  # type: ignore[assignment]
+        self.end()
 
-class LeavesWhatRuns(LocalElasticAgent):
+
+class LeavesWhatRuns(LocalWorkers):
     def end(self) -> None:
         pass
 
@@ -106,13 +117,17 @@ class LeavesWhatRuns(LocalElasticAgent):
         pass
 
 
-class ClosesOnce(LocalElasticAgent):
+class ClosesOnce(LocalWorkers):
+    closed = False
+
     def close(self) -> None:
         super().close()
-        del self._workers
+        if self.closed:
+            raise AttributeError("there is nothing left to be closed")
+        self.closed = True
 
 
-class Raises(LocalElasticAgent):
+class Raises(ElasticAgent):
     def run(self) -> RunResult:
         result = super().run()
         if result.exit_code:
@@ -120,13 +135,13 @@ class Raises(LocalElasticAgent):
         return result
 
 
-class ReturnsNothing(LocalElasticAgent):
+class ReturnsNothing(ElasticAgent):
     def run(self) -> RunResult:
         super().run()
         return None  # type: ignore[return-value]
 
 
-class KnowsNoGroup(LocalElasticAgent):
+class KnowsNoGroup(ElasticAgent):
     def get_worker_group(self) -> None:
         return None
 
@@ -163,14 +178,16 @@ PATIENCE, MOMENT = 1.2, 0.3
 """Of those who keep no promise, which nobody waits for longer than need be."""
 
 
-def play(
-    kind: type[LocalElasticAgent], claim: str, stage: Stage, patience: float, moment: float
-) -> None:
+def play(fault: Fault, claim: str, stage: Stage, patience: float, moment: float) -> None:
     contract = AgentContract()
     contract.patience, contract.moment = patience, moment
 
-    def make(request: AgentRequest) -> LocalElasticAgent:
-        return kind(request.spec, request.handler, make_workers(), **request.settings)
+    def make(request: AgentRequest) -> ElasticAgent:
+        agents, runners = (
+            (ElasticAgent, fault) if issubclass(fault, LocalWorkers) else (fault, LocalWorkers)
+        )
+        workers = make_workers(runners)
+        return agents(request.spec, request.handler, workers, **request.settings)
 
     with contextlib.closing(Job(make, stage, patience, moment)) as job:
         getattr(contract, claim)(job)
@@ -183,6 +200,8 @@ def end_all_who_use(folder: Path) -> None:
             # It may still be on its way up the ladder, with the same workers.
             thread.join(20.0)
     while MADE:
+        # Without the fault, if it is one of those who run the workers.
+        MADE[-1].__class__ = LocalWorkers
         MADE.pop().close()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -195,7 +214,7 @@ def end_all_who_use(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "claim"), FAULTS, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_the_contract_finds(fault: type[LocalElasticAgent], claim: str, tmp_path: Path) -> None:
+def test_the_contract_finds(fault: Fault, claim: str, tmp_path: Path) -> None:
     with contextlib.closing(Stage(tmp_path, PATIENCE)) as stage:
         try:
             with pytest.raises(SYMPTOMS):
@@ -208,4 +227,4 @@ def test_the_contract_finds(fault: type[LocalElasticAgent], claim: str, tmp_path
 def test_and_finds_none_in_our_own_whose_workers_are_functions(claim: str, tmp_path: Path) -> None:
     patience, moment = AgentContract.patience, AgentContract.moment
     with contextlib.closing(Stage(tmp_path, patience, functions=True)) as stage:
-        play(LocalElasticAgent, claim, stage, patience, moment)
+        play(ElasticAgent, claim, stage, patience, moment)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lone_agent import LoneNode, OneWorker, running
 
-from elasticlib.agent.board import CauseBoard
-from elasticlib.agent.causes import (
-    Cause,
+from elasticlib import MemoryStore, Node, RendezvousInfo, Store, deal_seats
+from elasticlib.agent.report import (
     cause_of,
     decode,
     decode_ranks,
@@ -20,24 +19,18 @@ from elasticlib.agent.causes import (
     encode_ranks,
     first_cause,
 )
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.errors import RendezvousClosed
+from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.rendezvous.keys import Keys, Read
-from elasticlib.stores.interface import Listing
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.interface import CompareSet, Listing
 from elasticlib.workers.exit import WorkerExit
 
-NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(3))
+NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
+BOARD = "run/board/1.a/"
 
 
 def failure(rank: int, message: str = "") -> WorkerExit:
     return WorkerExit(0, rank, 70 + rank, 1, message=message, traceback=f"Traceback\n{message}")
-
-
-def info(store: MemoryStore, node: int, roll: str = "1.a") -> RendezvousInfo:
-    seat = deal_seats(NODES)[node]
-    place = BootstrapStoreInfo("127.0.0.1", 1)
-    return RendezvousInfo("run", 1, seat, place, store=store, board=f"run/board/{roll}/")
 
 
 @given(st.text(max_size=50), st.lists(st.integers(0, 999), max_size=5))
@@ -85,66 +78,6 @@ def test_those_that_followed_are_named_and_not_the_first() -> None:
     assert len(decode_ranks(encode_ranks(range(10**6)))) == 64
 
 
-@pytest.fixture
-def boards() -> Iterator[list[CauseBoard]]:
-    boards = [CauseBoard(host=f"n{i}", answer_seconds=5.0) for i in range(3)]
-    yield boards
-    for board in boards:
-        board.close()
-
-
-def test_the_first_to_tell_is_the_first_cause_on_every_node(boards: list[CauseBoard]) -> None:
-    store = MemoryStore()
-    boards[1].tell(info(store, 1), failure(1, "the cause"))
-    assert _first(boards[1], store, 1, failure(1, "the cause")).message == "the cause"
-    boards[0].tell(info(store, 0), failure(0, "peer is gone"))
-    told = [_first(boards[0], store, 0, failure(0, "peer is gone"))]
-    told.append(_first(boards[2], store, 2))
-    for cause in told:
-        assert (cause.host, cause.rank, cause.message) == ("n1", 1, "the cause")
-        assert cause.followed == (0,)
-
-
-def _first(board: CauseBoard, store: MemoryStore, node: int, *failures: WorkerExit) -> Cause:
-    cause = board.first(info(store, node), list(failures), elsewhere=True)
-    assert cause is not None
-    return cause
-
-
-def test_a_node_waits_for_the_word_of_the_one_that_failed(boards: list[CauseBoard]) -> None:
-    store = Watched()
-    found: list[Cause | None] = []
-    asking = threading.Thread(
-        target=lambda: found.append(boards[0].first(info(store, 0), [], elsewhere=True))
-    )
-    asking.start()
-    assert store.waited.wait(10)
-    boards[1].tell(info(store, 1), failure(1, "late"))
-    asking.join(10)
-    assert [cause and cause.message for cause in found] == ["late"]
-
-
-class Watched(MemoryStore):
-    """Says when somebody has begun to wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited = threading.Event()
-
-    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        self.waited.set()
-        return super().wait(prefix, after=after, timeout=timeout)
-
-
-def test_another_generations_cause_is_not_this_ones(boards: list[CauseBoard]) -> None:
-    store = MemoryStore()
-    boards[1].tell(info(store, 1, "1.a"), failure(1, "old"))
-    boards[1].tell(info(store, 1, "2.b"), failure(1, "new"))
-    cause = boards[0].first(info(store, 0, "2.b"), [], elsewhere=True)
-    assert cause is not None
-    assert cause.message == "new"
-
-
 def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> None:
     store, keys = MemoryStore(), Keys("run")
     for roll in ("1.a", "2.b"):
@@ -153,10 +86,90 @@ def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> Non
     assert left == (f"{keys.board('1.a')}first",)
 
 
-def test_without_a_failure_nobody_is_asked() -> None:
-    board = CauseBoard(host="n")
-    assert board.first(info(MemoryStore(), 0), [], elsewhere=False) is None
-    board.close()
+class Second(LoneNode):
+    """The second node of two, whose job fails as soon as its worker has, or the other's."""
+
+    def __init__(self, store: Store, failed: str = "n0") -> None:
+        super().__init__()
+        self.store, self.over, self.failed = store, threading.Event(), failed
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        change = self.wait_for_change(0.0)
+        if change is not None:
+            error = RendezvousClosed(change.reason)
+            error.change = change  # type: ignore[attr-defined]
+            raise error
+        seat = deal_seats(NODES)[1]
+        return attrs.evolve(super().next_rendezvous(), seat=seat, store=self.store, board=BOARD)
+
+    def report_failure(self, reason: str) -> bool:
+        del reason
+        self.over.set()
+        return True
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        if self.over.wait(timeout):
+            return Change(ChangeKind.FAILED, "a worker has failed", self.failed)
+        return None
+
+
+class OfRankOne(OneWorker):
+    """The second node's worker."""
+
+    def collect(self, local_rank: int) -> WorkerExit:
+        return attrs.evolve(super().collect(local_rank), rank=1)
+
+
+def test_the_first_to_tell_is_the_first_cause_and_who_comes_later_has_followed() -> None:
+    workers, store = OfRankOne(), MemoryStore()
+    with running(workers, Second(store)) as run:
+        told = encode(cause_of(failure(0, "the cause"), "n0", 1))
+        store.set(f"{BOARD}cause/first", told)
+        workers.finish(7)
+        cause = run.result().cause
+    assert cause is not None
+    assert (cause.host, cause.rank, cause.message) == ("n0", 0, "the cause")
+    assert cause.followed == (1,)
+    entry = store.get(f"{BOARD}cause/first")
+    assert entry is not None
+    assert entry.value == told
+
+
+def test_who_failed_first_says_so() -> None:
+    workers, store = OfRankOne(), MemoryStore()
+    with running(workers, Second(store, failed="n1")) as run:
+        workers.finish(7)
+        cause = run.result().cause
+    entry = store.get(f"{BOARD}cause/first")
+    assert entry is not None
+    assert cause is not None
+    assert (decode(entry.value), cause.rank, cause.returncode) == (cause, 1, 7)
+
+
+class Watched(MemoryStore):
+    """Says when somebody has listed why a generation failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = threading.Event()
+
+    def list(self, prefix: str) -> Listing:
+        found = super().list(prefix)
+        if prefix.endswith("cause/"):
+            self.listed.set()
+        return found
+
+
+def test_a_node_waits_for_the_word_of_the_one_that_failed() -> None:
+    workers, store = OfRankOne(), Watched()
+    handler = Second(store)
+    with running(workers, handler) as run:
+        handler.over.set()
+        assert store.listed.wait(30)
+        store.set(f"{BOARD}cause/first", encode(cause_of(failure(0, "late"), "n0", 1)))
+        cause = run.result().cause
+    assert cause is not None
+    assert cause.message == "late"
 
 
 class Hanging(MemoryStore):
@@ -166,21 +179,19 @@ class Hanging(MemoryStore):
         super().__init__()
         self.answer = threading.Event()
 
-    def list(self, prefix: str) -> Listing:
-        self.answer.wait(10)
-        return super().list(prefix)
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        self.answer.wait(30)
+        return super().compare_set(key, value, expected=expected, ttl=ttl)
 
 
 def test_a_store_that_hangs_costs_bounded_time_and_the_own_cause_is_told() -> None:
-    store, found = Hanging(), []
-    board = CauseBoard(host="n0", answer_seconds=0.05)
-    asking = threading.Thread(
-        target=lambda: found.append(
-            board.first(info(store, 0), [failure(0, "own")], elsewhere=True)
-        )
-    )
-    asking.start()
-    asking.join(5)
-    assert [(cause.message, cause.host) for cause in found] == [("own", "n0")]
-    store.answer.set()
-    board.close()
+    workers, store = OfRankOne(), Hanging()
+    with running(workers, Second(store)) as run:
+        workers.finish(7)
+        cause = run.result().cause
+        assert not store.answer.is_set()
+        store.answer.set()
+    assert cause is not None
+    assert (cause.rank, cause.returncode) == (1, 7)

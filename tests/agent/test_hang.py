@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import queue
-import re
-from collections.abc import Callable
 
 import attrs
 import pytest
 
 from elasticlib.agent.hang import (
+    DumpStacks,
     HangLimits,
+    HangWatch,
     Pulse,
     decode_pulses,
     describe_hang,
@@ -19,18 +18,12 @@ from elasticlib.agent.hang import (
     longest_silence,
     slowest,
 )
-from elasticlib.agent.hang_watch import HangWatch
-from elasticlib.clock import monotonic
+from elasticlib.agent.policy import Command, Gather, Hung, Post
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo
-from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.interface import Workers
 from elasticlib.workers.messages import NOTHING, Beat
-from elasticlib.workers.spec import Command, WorkerGroup, WorkerSpec, deal_ranks
 
 AUTO = HangLimits()
+OTHER = encode_pulses([Pulse(2, "b", 2, 9.0, 3)])
 
 
 def beat(at: float, *durations: float, steps: int = 5) -> Beat:
@@ -96,67 +89,83 @@ def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_
     assert "has made no step" in describe_hang([Pulse(0, "a", -1, 9.0)], 2.0)
 
 
-class Beating(Workers):
-    """Workers that have told this of themselves."""
-
-    def __init__(self, beats: dict[int, Beat]) -> None:
-        self._beats = beats
-
-    def beats(self) -> dict[int, Beat]:
-        return self._beats
-
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None: ...
-
-    def collect(self, local_rank: int) -> WorkerExit:
-        raise NotImplementedError
-
-    def running(self) -> dict[int, str]:
-        return {}
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Watched:
-    """Two workers, of which the first tells of a step as this is made and never again."""
+    """Two workers, of which the first told of a step at 100 s and never again, and one more node,
+    of rank 2, if there is one."""
 
-    def __init__(self, limit: float) -> None:
-        self.paused = 0.0
-        self.heard: queue.Queue[str] = queue.Queue()
-        now = self.clock()
-        self.watch = HangWatch(
-            Beating({0: beat(now), 1: Beat(attached=True, alive=now)}),
-            HangLimits(seconds=limit),
-            "a",
-            clock=self.clock,
-            hung=lambda _, reason: self.heard.put(reason),
-        )
-        seat = deal_seats((Node("n", "n", "127.0.0.1", 2),))[0]
-        info = RendezvousInfo("run", 1, seat, BootstrapStoreInfo("127.0.0.1", 1))
-        spec = WorkerSpec(Command("true"), 2)
-        group = WorkerGroup(spec, deal_ranks(seat), "run", 1, 0, 1, "127.0.0.1", 1)
-        self.watch.begin(info, group, attempt=1)
+    def __init__(self, limit: float = 8.0, others: int = 0) -> None:
+        self.now = 100.0
+        self.beats = {0: beat(100.0), 1: Beat(attached=True, alive=100.0)}
+        self.did: list[Command] = []
+        limits = HangLimits(seconds=limit)
+        self.watch = HangWatch(limits, "a", {0: 0, 1: 1}, node=0, others=others, began=100.0)
 
-    def clock(self) -> float:
-        return monotonic() + self.paused
+    def look(self, at: float) -> list[Command]:
+        """What is done at this time."""
+        self.now = at
+        self.watch, commands = self.watch.look(at, self.beats)
+        return list(commands)
+
+    def look_until(self, at: float) -> list[Command]:
+        """The same of all looks until then, each when it is due."""
+        done: list[Command] = []
+        while self.watch.due <= at and self.watch.found is None:
+            done += self.look(self.watch.due)
+        return done
 
 
 def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> None:
-    watched = Watched(limit=1.0)
-    assert watched.heard.get(timeout=60).startswith("hung: rank 0 on a is at step 4, silent for")
-    watched.watch.end()
+    watched = Watched()
+    assert watched.look_until(200.0) == [DumpStacks()]
+    assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
+    watched.watch = watched.watch.dumped({0: "in a loop", 1: "in a wait"})
+    (hung,) = watched.look(109.0)
+    assert isinstance(hung, Hung)
+    assert hung.stacks == "the stacks of rank 0, the slowest:\nin a loop"
+    assert hung.reason == (
+        "hung: rank 0 on a is at step 4, silent for 8.0 s; allowed are 8.0 s (--hang-timeout)"
+    )
+    assert hung.since == 100.0
 
 
 def test_what_stood_still_as_a_whole_has_not_been_silent_meanwhile() -> None:
-    watched = Watched(limit=1.0)
-    watched.paused = 1000.0
-    reason = watched.heard.get(timeout=60)
-    (seconds,) = re.findall(r"silent for (\d+)\.\d s", reason)
-    assert 1 <= int(seconds) < 900
-    watched.watch.end()
+    watched = Watched()
+    assert watched.look(1000.0) == []
+    assert watched.look_until(1007.5) == []
+    assert watched.look_until(1008.0) == [DumpStacks()]
+
+
+def test_a_worker_that_steps_again_is_watched_on() -> None:
+    watched = Watched()
+    watched.look_until(107.5)
+    watched.beats[0] = beat(107.5)
+    assert watched.look_until(115.0) == []
+    assert watched.look_until(116.0) == [DumpStacks()]
+
+
+def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
+    for answers in (True, False):
+        watched = Watched(others=1)
+        heard, said, _, dumped = watched.look_until(200.0)
+        assert (heard, dumped) == (Gather("hang/"), DumpStacks())
+        assert isinstance(said, Post)
+        assert [pulse.rank for pulse in decode_pulses(said.value)] == [0, 1]
+        watched.watch = watched.watch.dumped({})
+        assert watched.look(109.0) == []
+        if answers:
+            watched.watch = watched.watch.heard({"0": said.value, "1": OTHER})
+        (hung,) = watched.look(109.0 if answers else 112.0)
+        assert isinstance(hung, Hung)
+        assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
+
+
+def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_long() -> None:
+    watched = Watched(others=1)
+    watched.watch = watched.watch.heard({"1": OTHER})
+    assert watched.look_until(103.5) == []
+    said, heard, dumped = watched.look_until(104.0)
+    assert isinstance(said, Post)
+    assert (heard, dumped) == (Gather("hang/"), DumpStacks())
 
 
 def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:

@@ -20,7 +20,6 @@ from elasticlib import (
     RendezvousHandler,
     RendezvousInfo,
     RunResult,
-    Workers,
     WorkerSpec,
     WorkerState,
     deal_seats,
@@ -185,13 +184,6 @@ def test_whatever_a_handler_raises_ends_the_run_with_its_words(supervised: Super
         WorkerState.FAILED,
         "OSError: the network is on fire",
     )
-
-
-def test_what_runs_the_workers_is_asked_for_all_that_workers_can_do() -> None:
-    # What has a default and is not handed on would be the default's, and nobody would know.
-    promised = {name for name in vars(Workers) if not name.startswith("_")}
-    agent = LocalElasticAgent(WorkerSpec(Command("true")), OneNode(), LocalWorkers({}))
-    assert promised <= {*vars(LocalElasticAgent), *vars(agent)}
 
 
 def test_an_agent_in_a_thread_is_told_what_it_cannot_hear_as_a_signal(

@@ -17,47 +17,34 @@ from elasticlib.agent.options import AgentOptions
 from elasticlib.errors import ConfigError
 from elasticlib.launch.events import RecordingAgent
 from elasticlib.observe.interface import Journal
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.messages import Notice
 
 
-def refuse() -> None:
-    raise LookupError("there is no such thing")
+class Stands(OneWorker):
+    """A worker of which nobody can say for a while how it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def collect(self, local_rank: int) -> WorkerExit:
+        self.asked.set()
+        self.free.wait(60)
+        return super().collect(local_rank)
 
 
-def leave() -> None:
-    raise SystemExit(3)
-
-
-def test_who_asks_the_loop_gets_the_answer_or_the_error_and_the_run_goes_on() -> None:
-    workers = OneWorker()
-    with running(workers) as run:
-        answer = run.agent.ask(lambda: 42)
-        assert answer is not None
-        assert answer.result(60) == 42
-        for call, kind in ((refuse, LookupError), (leave, SystemExit)):
-            asked = run.agent.ask(call)
-            assert asked is not None
-            assert isinstance(asked.exception(60), kind)
-        in_turn = run.agent.ask(threading.get_ident)
-        assert in_turn is not None
-        assert in_turn.result(60) != threading.get_ident()
+def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_is_not() -> None:
+    workers, now = Stands(), [0.0]
+    with running(workers, clock=lambda: now[0]) as run:
         workers.finish()
+        assert workers.asked.wait(60)
+        now[0] = 1000.0
+        assert run.agent.silent() == 1000.0
+        workers.free.set()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert run.agent.ask(lambda: 42) is None
-
-
-def test_what_the_loop_never_came_to_is_told_to_who_asked_it() -> None:
-    workers = OneWorker()
-    with running(workers) as run:
-        held = threading.Event()
-        first = run.agent.ask(lambda: held.wait(60))
-        workers.finish()
-        last = run.agent.ask(lambda: 42)
-        held.set()
-        run.result()
-    assert first is not None
-    assert last is not None
-    assert last.cancelled()
+        now[0] = 9000.0
+        assert run.agent.silent() == 0.0
 
 
 class Raises(Journal):
@@ -196,7 +183,7 @@ def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> No
     with running(Blind(), options=AgentOptions(hang=HangLimits(seconds=1.0))) as run:
         result = run.result()
     assert result.state is WorkerState.FAILED
-    assert result.reason == "the thread agent-hang broke: ZeroDivisionError: a beat of mine"
+    assert result.reason == "ZeroDivisionError: a beat of mine"
 
 
 class CannotAgree(OneWorker):
@@ -212,11 +199,11 @@ class CannotAgree(OneWorker):
         raise ZeroDivisionError(f"a call of mine, {now}")
 
 
-def test_workers_that_cannot_be_asked_when_to_stop_are_stopped_at_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    options = AgentOptions(drain_grace=600.0)
-    with running(CannotAgree(), options=options) as run:
+def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words() -> None:
+    workers, options = CannotAgree(), AgentOptions(drain_grace=600.0)
+    with running(workers, options=options) as run:
         run.agent.heed(signal.SIGUSR2)
-        assert run.result().state is WorkerState.DRAINED
-    assert "agent-agreement broke: ZeroDivisionError: a call of mine" in caplog.text
+        result = run.result()
+    assert result.state is WorkerState.FAILED
+    assert result.reason == "ZeroDivisionError: a call of mine, False"
+    assert not workers.running()

@@ -20,6 +20,8 @@ from elasticlib.testing.rendezvous_over_store import Listener
 
 PATIENCE = 60.0
 LOOP = 1.0
+OF_NOBODY = 7
+"""The local rank of no worker, of which an end is told all the same."""
 
 
 class Recorded(OneWorker):
@@ -29,6 +31,8 @@ class Recorded(OneWorker):
         super().__init__()
         self.history: list[str] = []
         self.groups: list[tuple[int, int]] = []
+        self._held, self._free = threading.Event(), threading.Event()
+        self._free.set()
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
         self.history.append("start")
@@ -38,6 +42,22 @@ class Recorded(OneWorker):
     def terminate(self) -> None:
         self.history.append("stop")
         super().terminate()
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Whoever looks after them waits for an answer, from `with` to its end."""
+        self._held, self._free = threading.Event(), threading.Event()
+        self._ended(OF_NOBODY)
+        assert self._held.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            self._free.set()
+
+    def running(self) -> dict[int, str]:
+        self._held.set()
+        self._free.wait(PATIENCE)
+        return super().running()
 
 
 class Nodes:
@@ -64,23 +84,6 @@ class Nodes:
         return {entry.key.removeprefix(keys) for entry in self.store.list(keys).entries}
 
 
-@contextlib.contextmanager
-def standing_still(run: Run) -> Iterator[None]:
-    """The agent's loop waits for something, from `with` to its end."""
-    held, free = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        held.set()
-        free.wait(PATIENCE)
-
-    run.agent.ask(wait)
-    assert held.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        free.set()
-
-
 def finished(*pairs: tuple[Recorded, Run]) -> list[WorkerState]:
     for workers, _ in pairs:
         workers.finish()
@@ -102,7 +105,7 @@ def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns(
     nodes, a, b = Nodes(1, 2), Recorded(), Recorded()
     with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
         before = together(a, b, after=0), len(a.history)
-        with standing_still(first):
+        with a.standing_still():
             until("b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0])
             assert nodes.here() == {"b"}
             assert len(a.history) == before[1], "nobody stopped what the loop did not"
@@ -115,7 +118,7 @@ def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns(
 def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
     nodes, workers = Nodes(1, 1), Recorded()
     with running(workers, nodes.handler("a")) as run:
-        with standing_still(run):
+        with workers.standing_still():
             until("its lease to end", lambda: not nodes.here())
         until("it to be there again", lambda: nodes.here() == {"a"})
         assert finished((workers, run)) == [WorkerState.SUCCEEDED]

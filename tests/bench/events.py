@@ -7,7 +7,7 @@
   an event until it stands in the file, all threads together. Beside it `record` of torch's own
   events to its `null` handler, which writes nothing.
 - held: the longest of so many `tell`s in a row, on a disk that works, a file that never answers (a
-  FIFO that nobody reads), a full device and a full tmpfs. More are told than may wait, so the last
+  FIFO that nobody reads) and a full device. More are told than may wait, so the last
   of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
   some microseconds means that another thread had its turn at the interpreter.
 - rest: a job with two workers that tell a step ten times a second and otherwise sleep, with events
@@ -48,10 +48,6 @@ while not (folder / "finish").exists():
     step += 1
     time.sleep(0.1)
 """
-FILL_A_TMPFS = (
-    'mount -t tmpfs -o size=64k none "$1" && { cat /dev/zero > "$1/full" 2>/dev/null || true; } '
-    '&& exec "$2" "$3" --held-by "$1" --repeat "$4" --tells "$5"'
-)
 
 
 def one_tell(journal: FileJournal) -> float:
@@ -109,22 +105,6 @@ def held(given: argparse.Namespace) -> Iterator[Row]:
         ):
             taken = longest(path, given.repeat, given.tells)
             yield Row(f"held.{key}", f"{what}: {where}", Samples("s", taken))
-        yield Row("held.tmpfs", f"{what}: a full tmpfs", on_a_full_tmpfs(folder, given))
-
-
-def on_a_full_tmpfs(folder: Path, given: argparse.Namespace) -> Samples:
-    """In a namespace of its own, where the kernel lets us make one."""
-    place = folder / "tmpfs"
-    place.mkdir()
-    asked = (str(place), sys.executable, __file__, str(given.repeat), str(given.tells))
-    command = ("unshare", "--map-root-user", "--mount", "sh", "-c", FILL_A_TMPFS, "sh", *asked)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND, check=True)
-    except FileNotFoundError:
-        return Samples("s", why="no unshare here")
-    except subprocess.CalledProcessError as error:
-        return Samples("s", why=f"no tmpfs may be mounted here: {error.stderr.strip()[-80:]}")
-    return Samples("s", json.loads(done.stdout))
 
 
 def run_agent(folder: Path, events: bool, given: argparse.Namespace) -> None:
@@ -206,16 +186,10 @@ def main() -> None:
     parser.add_argument("--tells", type=int, default=20_000, help="in a row, on each disk")
     parser.add_argument("--rest", type=float, default=20.0, help="seconds that are one sample")
     parser.add_argument("--rests", type=int, default=3, help="samples of rest")
-    for flag in ("--held-by", "--agent-in"):
-        parser.add_argument(flag, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--agent-in", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--without-events", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.held_by:
-        file = given.held_by / FILE
-        taken = longest(file, given.repeat, given.tells)
-        assert not file.stat().st_size, "the tmpfs was not full"
-        print(json.dumps(taken))
-    elif given.agent_in:
+    if given.agent_in:
         run_agent(given.agent_in, not given.without_events, given)
     else:
         tell(given, [row for part in given.parts.split(",") for row in PARTS[part](given)])

@@ -70,7 +70,7 @@ class Conv:
     def __init__(self, device: str, seed: int) -> None:
         torch.manual_seed(seed)
         layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
-        self.model = layers.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model = layers.to(device, memory_format=torch.channels_last)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.state = {"model": self.model, "optimizer": self.optimizer}
         self.device = device

@@ -65,6 +65,7 @@ def test_each_setting_stands_beside_its_origin(
     )
 
 
+@pytest.mark.faults
 def test_workers_find_in_their_environment_what_was_foretold(
     script: str,
     tmp_path: Path,

@@ -164,7 +164,7 @@ def test_metrics_that_cannot_be_had_are_not_promised(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     caplog.set_level(logging.INFO)
-    agent: Any = SimpleNamespace(ask=lambda _: True)
+    agent: Any = SimpleNamespace(silent=lambda: 0.0)
     nothing: Any = None
     observed = Observed(LaunchConfig(observe_port="0"), {}, "n1")
     observed.begin(agent, nothing, nothing)

@@ -6,6 +6,7 @@ Exit code 0 means that nothing was lost; 1 comes with a sentence for each thing 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import shutil
@@ -19,7 +20,11 @@ from elasticlib.workers.bootstrap import die_with
 
 from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
 from .nodes import SoakFailed
-from .play import play, play_under_torchrun
+from .proof import TAG, left, undisturbed, wrong_with
+from .report import Rates, as_json, as_markdown
+from .stage import Stage, now
+from .storm import storm
+from .under_torchrun import Trial
 
 INSIDE = "SOAK_INSIDE"
 DEAR = ("store", "hang", "stopped", "partition", "full", "corrupt")
@@ -82,13 +87,58 @@ def run(args: argparse.Namespace, campaign: Campaign) -> int:
         return 1
 
 
+def play(folder: Path, campaign: Campaign, out: Path, *, own_memory: bool) -> int:
+    """Exit code 0 if nothing was lost. Raises SoakFailed where the job did not come to its end."""
+    began = now()
+
+    def say(text: str) -> None:
+        print(f"{now() - began:7.1f} s {text}", flush=True)
+
+    say(f"{len(campaign.faults)} faults over {campaign.steps} steps, seed {campaign.seed}")
+    stage = Stage(folder, campaign.steps)
+    try:
+        told = storm(stage, campaign, say, out / "played.jsonl")
+    finally:
+        stage.close()
+    steps = stage.ledger.steps.values()
+    wall = max(step.done for step in steps) - min(step.began for step in steps) - stage.ledger.held
+    gone = left(os.environ[TAG], folder / "tmp", own_memory)
+    say(f"the undisturbed run of {campaign.steps} steps, in one process")
+    calm = undisturbed(folder, campaign.steps)
+    wrong = [*told.wrong, *wrong_with(stage, calm), *gone]
+    rates = Rates(campaign.steps, stage.ledger.useful_seconds(), wall, calm.seconds)
+    asides = ["the store is cut and killed alone: a partition leaves the workers' own network"]
+    if not own_memory:
+        asides.append("shared memory was not counted: it is others', too")
+    found = as_json(campaign, told, rates, wrong, asides)
+    (out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "soak.md").write_text(as_markdown(found))
+    print(as_markdown(found))
+    print("something was lost" if wrong else "nothing was lost")
+    return 1 if wrong else 0
+
+
+def play_under_torchrun(folder: Path, campaign: Campaign, out: Path, seconds: float) -> int:
+    """As far as it gets, in so many seconds at most; exit code 0 however far that is."""
+    began = now()
+
+    def say(text: str) -> None:
+        print(f"{now() - began:7.1f} s {text}", flush=True)
+
+    told = Trial(folder, say).play(campaign, seconds).as_json()
+    (out / "torchrun.json").write_text(json.dumps(told, indent=1) + "\n")
+    faults = [life["faults"] for life in told["lives"]]
+    print(f"started {len(faults)} times, for {faults} faults; recoveries {told['all']}")
+    return 0
+
+
 def begin(args: argparse.Namespace, campaign: Campaign, arguments: list[str], room: bool) -> int:
     """Make the job's folder, and run it there, in a mount namespace where that is permitted."""
     args.folder = Path(tempfile.mkdtemp(prefix="soak-"))
     for name in ("checkpoints", "tmp"):
         (args.folder / name).mkdir()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ |= {"SOAK_TAG": uuid.uuid4().hex, "TMPDIR": str(args.folder / "tmp")}
+    os.environ |= {TAG: uuid.uuid4().hex, "TMPDIR": str(args.folder / "tmp")}
     os.environ["OMP_NUM_THREADS"] = "1"
     mounted = (*_SPACES, "sh", "-c", _MOUNT, "sh", str(args.folder / "checkpoints"))
     again = (sys.executable, "-m", "soak", *arguments, "--folder", str(args.folder))

@@ -24,6 +24,11 @@ WHERE = ("begin", "gradients", "update", "kept")
 """In which part of its step a worker meets a fault of its own making: before it computes, before
 the gradients are summed, after the weights changed, after the snapshot."""
 EXIT_CODES = (1, 3, 7, 42, 113, 255)
+EXCEPTION, EXIT, SEGFAULT, SLOW = range(1, 5)
+"""By which numbers a worker is asked for a fault."""
+SAMPLES, BATCH, LOGICAL = 6400, 8, 8
+SAVE_EVERY, DIGEST_EVERY, KEEP_LAST = 20, 500, 3
+"""What the job trains on, and after how many steps it does what."""
 
 
 @attrs.frozen

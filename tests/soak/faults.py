@@ -19,8 +19,7 @@ from jobs import alive
 from elasticlib.observe.event import Event
 
 from .board import Rank, View
-from .campaign import WHERE, Fault
-from .job import EXCEPTION, EXIT, SEGFAULT, SLOW
+from .campaign import EXCEPTION, EXIT, SEGFAULT, SLOW, WHERE, Fault
 from .nodes import LEASE
 from .stage import Stage, now
 

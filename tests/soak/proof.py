@@ -14,8 +14,7 @@ from processes import marked
 
 from elasticlib.observe.runs import KEPT, is_living, runs_folder
 
-from .campaign import MOST_NODES
-from .job import BATCH, KEEP_LAST, SAMPLES
+from .campaign import BATCH, KEEP_LAST, MOST_NODES, SAMPLES
 from .nodes import SCRIPT, SoakFailed
 from .report import Calm
 from .stage import Stage

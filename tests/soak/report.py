@@ -1,9 +1,9 @@
-"""What a soak has to say: for people, as JSON, and as a fragment of Markdown for the docs."""
+"""What a soak has to say: as JSON, and as a fragment of Markdown for people and the docs."""
 
 from __future__ import annotations
 
 import platform
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -112,34 +112,14 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(quantile(values, 0.5), 4), "p99": round(quantile(values, 0.99), 4)}
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """For people, on a screen."""
-    lines = [
-        f"{found['faults']} faults in {found['seconds']:.0f} s and {found['steps']} steps, one in "
-        f"{found['seconds_a_fault']:.2f} s; {found['missed']} tries took no effect",
-        f"goodput {100 * found['goodput']:.1f} % (time of steps that count / time); "
-        f"{100 * found['of_undisturbed']:.1f} % of the undisturbed run's steps a second",
-        f"{found['struck']} steps done again, {found['restarts']} restarts charged",
-        "",
-        f"{'seconds, p50 / p99':12}" + "".join(f"{name:>14}" for name in _COLUMNS),
-    ]
-    for kind, times in (*found["by_kind"].items(), ("all", found["all"])):
-        cells = (f"{times[n]['p50']:6.2f} /{times[n]['p99']:6.2f}" for n in _COLUMNS)
-        lines.append(f"{kind:10}{times['count']:6}  " + "".join(cells))
-    lines += ["", *found["asides"]]
-    lines += [f"WRONG: {sentence}" for sentence in found["wrong"]]
-    return "\n".join(lines)
-
-
-_COLUMNS = ("pause", "total", *PHASES)
-
-
 def as_markdown(found: dict[str, Any]) -> str:
-    """For the docs."""
+    """Seconds are p50 / p99; there is nothing where there was no such phase."""
     lines = [
         f"{found['faults']} faults (seed {found['seed']}) in {found['seconds'] / 60:.0f} minutes "
-        f"and {found['steps']} steps: one in {found['seconds_a_fault']:.1f} s. Goodput "
-        f"{100 * found['goodput']:.0f} %; {found['struck']} steps done again; torch "
+        f"and {found['steps']} steps: one in {found['seconds_a_fault']:.2f} s; {found['missed']} "
+        f"tries took no effect. Goodput {100 * found['goodput']:.1f} %, and "
+        f"{100 * found['of_undisturbed']:.1f} % of the undisturbed run's steps a second. "
+        f"{found['struck']} steps done again, {found['restarts']} restarts charged; torch "
         f"{found['versions']['torch']}, Python {found['versions']['python']}.",
         "",
         "| fault | times | training stood | " + " | ".join(PHASES) + " | steps again |",
@@ -150,14 +130,9 @@ def as_markdown(found: dict[str, Any]) -> str:
         again = "{p50} / {p99}".format_map(times["struck_quantiles"])
         what = KINDS[kind].what if kind in KINDS else "all"
         lines.append(f"| {what} | {times['count']} | {' | '.join(cells)} | {again} |")
-    lines += ["", "Seconds, p50 / p99."]
-    return "\n".join(lines) + "\n"
+    lines += ["", "Seconds, p50 / p99.", *found["asides"]]
+    return "\n".join(lines + [f"WRONG: {sentence}" for sentence in found["wrong"]]) + "\n"
 
 
 def _cell(times: Mapping[str, float]) -> str:
-    """Nothing where there was no such phase."""
     return f"{times['p50']:.2f} / {times['p99']:.2f}" if times["p99"] else ""
-
-
-def counts(played: Sequence[Played]) -> Counter[str]:
-    return Counter(one.kind for one in played)

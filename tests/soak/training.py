@@ -32,8 +32,7 @@ from elasticlib.examples.train_text import join_process_group, leave_process_gro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from soak.board import Board
-from soak.campaign import WHERE
-from soak.job import (
+from soak.campaign import (
     BATCH,
     DIGEST_EVERY,
     EXCEPTION,
@@ -43,6 +42,7 @@ from soak.job import (
     SAMPLES,
     SAVE_EVERY,
     SLOW,
+    WHERE,
 )
 
 

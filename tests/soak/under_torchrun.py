@@ -22,8 +22,17 @@ from typing import Any
 import attrs
 
 from .board import Board, View
-from .campaign import FIRST_NODES, MOST_NODES, WHERE, Campaign, Fault
-from .job import EXCEPTION, EXIT, SEGFAULT, SLOW
+from .campaign import (
+    EXCEPTION,
+    EXIT,
+    FIRST_NODES,
+    MOST_NODES,
+    SEGFAULT,
+    SLOW,
+    WHERE,
+    Campaign,
+    Fault,
+)
 from .nodes import SCRIPT, SIZES, TESTS, SoakFailed, until
 from .phases import quantile
 from .proof import TAG, processes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import LeaseLost, StoreUnavailable
 from elasticlib.rendezvous.watcher import Watcher
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Listing, Store, Watched
@@ -26,8 +26,12 @@ def server() -> Iterator[TcpStoreServer]:
         yield server
 
 
-@pytest.fixture(params=["tcp", "moving"])
+@pytest.fixture(params=["tcp", "moving", "hosted"])
 def store(request: pytest.FixtureRequest, server: TcpStoreServer) -> Iterator[Store]:
+    if request.param == "hosted":
+        with server.client() as hosted:
+            yield hosted
+        return
     with reached(server) as client:
         if request.param == "tcp":
             yield client
@@ -124,6 +128,43 @@ def test_a_watcher_tells_each_time_and_goes_on_by_waiting_where_watching_fails(
         client.set("key", b"2")
         assert heard.get(timeout=PATIENCE) is None  # told by the thread, which only waits
         watcher.stop()
+
+
+def test_in_the_servers_process_and_beyond_all_are_told_of_each_other(
+    server: TcpStoreServer,
+) -> None:
+    with server.client() as here, reached(server) as there:
+        version = here.set("key", b"").version
+        for one, other in ((here, there), (there, here)):
+            heard = [told(store, "watched/", version) for store in (one, other)]
+            version = one.set("watched/a", b"").version
+            assert [each.get(timeout=PATIENCE) for each in heard] == [True, True]
+        lease = here.set("lease", b"", ttl=1000.0)
+        with pytest.raises(LeaseLost, match="another client"):
+            there.refresh("lease", lease.version)
+        kept = there.set("lease/there", b"", ttl=1000.0)
+        gone = told(here, "lease/", kept.version)
+        there.close()
+        assert gone.get(timeout=PATIENCE) is True
+        assert here.list("lease").entries == (lease,)
+        assert server.labels == ()
+
+
+def test_a_hosted_client_ends_with_its_server() -> None:
+    with TcpStoreServer("127.0.0.1", 0) as server:
+        client = server.client()
+        heard = told(client, "key", client.list("").version)
+        server.close()
+        assert heard.get(timeout=PATIENCE) is False
+        with pytest.raises(StoreUnavailable, match="the server of this store is closed"):
+            client.get("key")
+
+
+def test_a_hosted_lease_that_nobody_refreshes_ends_by_the_servers_thread() -> None:
+    with TcpStoreServer("127.0.0.1", 0) as server, server.client() as client:
+        version = client.set("lease", b"", ttl=0.2).version
+        assert told(client, "lease", version).get(timeout=PATIENCE) is True
+        assert client.get("lease") is None
 
 
 def test_a_store_that_can_only_wait_says_so() -> None:

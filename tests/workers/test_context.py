@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.agreed import Need, agreed, decode_need, encode_need
+from elasticlib.agent.stop import Need, agreed, decode_need, encode_need
 from elasticlib.clock import monotonic
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels

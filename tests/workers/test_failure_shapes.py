@@ -16,7 +16,7 @@ from jobs import WITHOUT_TORCH
 from torch.distributed.elastic.multiprocessing import errors as torchs
 
 from elasticlib import ChildFailedError, ProcessFailure, RunResult, WorkerExit, WorkerState, record
-from elasticlib.agent.causes import Cause
+from elasticlib.agent.interface import Cause
 from elasticlib.compat.failures import failure_of, failures_of
 from elasticlib.errors import NoFailure
 

@@ -179,7 +179,7 @@ def test_a_pipe_that_another_listens_to_is_left_to_it(
         host.open(second)
     assert Path(second.path).is_fifo()
     assert second.path != path
-    assert f"TORCHELASTIC_TIMER_FILE={path} is another's" in caplog.text
+    assert f"TORCHELASTIC_TIMER_FILE={path} is read by another process" in caplog.text
     second.close()
     assert not Path(second.path).parent.exists()
     assert Path(path).is_fifo()

@@ -15,8 +15,8 @@ import threading
 
 import attrs
 
-from ...agent.elastic import ElasticAgent
 from ...agent.interface import RunResult
+from ...agent.loop import ElasticAgent
 from ...errors import ElasticError
 from ...launch.config import LaunchConfig
 from ...launch.elastic_launch import run_node

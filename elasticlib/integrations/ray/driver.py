@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ...agent.interface import RunResult
-from ...agent.observers import SignalObserver
+from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ElasticError, StoreError
 from ...launch.config import LaunchConfig

@@ -1,0 +1,314 @@
+"""What an agent says of its run: the first cause over all nodes, the log, the journal, the result.
+
+The first cause is the one that the job's store took first; what other nodes then say is that
+workers of theirs failed, too. No machine's clock is compared with another's. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+import attrs
+
+from ..clock import Clock
+from ..foreign import read_json
+from ..observe.interface import Journal, Journals
+from ..rendezvous.change import Change, ChangeKind
+from ..rendezvous.interface import RendezvousInfo
+from ..workers.exit import WorkerExit
+from ..workers.messages import Notice, shorten
+from ..workers.spec import WorkerGroup, WorkerState
+from . import policy
+from .interface import Cause, RunResult
+from .policy import Event, Outcome, Post
+
+log = logging.getLogger("elasticlib.agent")
+
+CAUSE = "cause/"
+"""What is posted under it: as FIRST, why the generation failed; and ALSO, of each node, which
+ranks of it did."""
+FIRST = "first"
+ALSO = "also/"
+STACK_LINES = 40
+LONGEST_TRACE = 8 * 1024
+LONGEST_TAIL = 4 * 1024
+LONGEST_LINE = 1024
+MOST_RANKS = 64
+_KINDS = {"str": (str,), "int": (int,), "tuple[int, ...]": (list, tuple)}
+
+
+# Causes, as the nodes tell one another: bounded, and plain JSON.
+
+
+def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
+    """What is told of this failure, in bounds."""
+    first = failure.root
+    return Cause(
+        host=host,
+        generation=generation,
+        rank=first.rank,
+        local_rank=first.local_rank,
+        pid=first.pid,
+        returncode=first.returncode,
+        signal=first.signal,
+        sentence=shorten(first.describe(), LONGEST_LINE),
+        message=shorten(first.message, LONGEST_LINE),
+        traceback=shorten(first.traceback, LONGEST_TRACE),
+        tail=shorten(first.tail, LONGEST_TAIL),
+        log=first.log,
+    )
+
+
+def cause_without_exit(reason: str, host: str, generation: int) -> Cause:
+    """What is told where a node could not start its workers, or they hang."""
+    sentence = shorten(reason, LONGEST_LINE)
+    return Cause(host, generation, -1, -1, pid=0, returncode=0, signal="", sentence=sentence)
+
+
+def encode(cause: Cause) -> bytes:
+    return json.dumps(attrs.asdict(cause)).encode()
+
+
+def decode(data: bytes) -> Cause | None:
+    """A cause as a node told it; None where it is none, as another version may write others."""
+    try:
+        said = read_json(data)
+        known = {name: said[name] for name in attrs.fields_dict(Cause) if name in said}
+        cause = Cause(**known)
+        kinds = {field.name: _KINDS[str(field.type)] for field in attrs.fields(Cause)}
+        if not all(type(getattr(cause, name)) in kinds[name] for name in known):
+            return None
+        return attrs.evolve(cause, followed=tuple(int(rank) for rank in cause.followed))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def post_cause(cause: Cause) -> Post:
+    """Whoever comes later has followed, and says so at the end of its run."""
+    return Post(CAUSE, FIRST, encode(cause), first=True)
+
+
+def post_failed(node: int, ranks: Collection[int]) -> Post:
+    """Workers of these ranks failed on this node."""
+    return Post(CAUSE, f"{ALSO}{node}", encode_ranks(ranks))
+
+
+def encode_ranks(ranks: Collection[int]) -> bytes:
+    return json.dumps(sorted(ranks)[:MOST_RANKS]).encode()
+
+
+def decode_ranks(data: bytes) -> tuple[int, ...]:
+    try:
+        return tuple(int(rank) for rank in read_json(data))
+    except (ValueError, TypeError):
+        return ()
+
+
+def first_cause(said: Mapping[str, bytes]) -> Cause | None:
+    """What all nodes said of a generation, by the ends of their keys, as one cause."""
+    cause = decode(said[FIRST]) if FIRST in said else None
+    if cause is None:
+        return None
+    ranks = (r for key, data in said.items() if key.startswith(ALSO) for r in decode_ranks(data))
+    return followed_by(cause, ranks)
+
+
+def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:
+    """Workers of these ranks failed, and all but the first of them afterwards."""
+    return attrs.evolve(cause, followed=tuple(sorted({*ranks} - {cause.rank})))
+
+
+def summary(event: Event) -> str:
+    """What it was, in a few words: its own where it has some."""
+    match event:
+        case policy.WorkerEnded():
+            return event.exit.describe()
+        case policy.Changed():
+            return event.change.reason
+        case policy.Broke():
+            return event.reason
+        case policy.SignalArrived() | policy.DrainAsked():
+            return event.name
+    return type(event).__name__
+
+
+class Report:
+    """Of one node's run, in the order in which it happens; host: what people know the node by.
+
+    It remembers one generation's ends at a time. Those of workers that did as they were told are
+    no failures, and why the job failed is asked of all nodes.
+    """
+
+    def __init__(self, host: str, journal: Journal, clock: Clock) -> None:
+        self._host = host
+        self._journal = Journals(journal)
+        self._clock = clock
+        self._idle_since = self._began_at = self._stopping_at = clock()
+        self._why, self._planned = "this node is new", False
+        self._silent_since: float | None = None
+        self._group: WorkerGroup | None = None
+        self._exits: dict[int, WorkerExit] = {}
+        self._without_exit: Cause | None = None
+        self.failed_elsewhere = False
+        """Whether workers of a node that is known have ended the job."""
+        self.lost = ""
+        """What was in memory alone and could not be put where it lasts."""
+
+    # -- as it happens ------------------------------------------------------------------------
+
+    def began(self) -> None:
+        self._idle_since = self._clock()
+
+    def idle(self, event: Event) -> None:
+        """The workers are not to work any more, for this; those that must be stopped are not gone
+        before `stopped`."""
+        self._idle_since, self._why = self._clock(), summary(event)
+        resized = isinstance(event, policy.Changed) and event.change.kind is ChangeKind.RESIZE
+        self._planned = resized or isinstance(event, policy.DrainAsked)
+        self._silent_since = event.since if isinstance(event, policy.Hung) else None
+
+    def joining(self) -> None:
+        self._tell("rendezvous.began", why=self._why, planned=self._planned)
+
+    def starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+        """Another generation's workers are about to start; nothing of the last one counts."""
+        self._group, self._began_at = group, self._clock()
+        self._exits, self._without_exit, self.failed_elsewhere = {}, None, False
+        waited = self._began_at - self._idle_since
+        first, last = group.workers[0], group.workers[-1]
+        log.info(
+            "%s",
+            f"generation {info.generation} after {waited:.2f} s: node {info.rank} of "
+            f"{info.world_size}, ranks {first.rank}-{last.rank} of {first.world_size}, "
+            f"{group.restarts} of {group.max_restarts} restarts; {info.cause}",
+        )
+        self._tell(
+            "generation.began",
+            seconds=round(waited, 6),
+            attempt=group.attempt,
+            node_rank=info.rank,
+            nodes=info.world_size,
+            ranks=[first.rank, last.rank],
+            world=first.world_size,
+            restarts=group.restarts,
+            max_restarts=group.max_restarts,
+            cause=info.cause,
+            why=None if info.why is None else info.why.value,
+        )
+
+    def started(self, group: WorkerGroup, names: Mapping[int, str]) -> None:
+        for local_rank, name in sorted(names.items()):
+            rank = group.worker(local_rank).rank
+            self._tell("worker.began", rank, local_rank=local_rank, name=name)
+
+    def ended(self, exit_: WorkerExit, *, supervised: bool) -> Cause | None:
+        """A worker ended; supervised: while nothing was being stopped. The cause to be told, if
+        this is one."""
+        self._tell(
+            "worker.ended",
+            exit_.rank,
+            local_rank=exit_.local_rank,
+            code=exit_.returncode,
+            ok=exit_.ok,
+            stopped=exit_.stopped,
+            how=exit_.describe(),
+            uptime=round(self._clock() - self._began_at, 6),
+        )
+        # What ends while it is being stopped did what it was told, and failed at nothing; unless
+        # it had said before that it failed.
+        if exit_.ok or exit_.failed or supervised:
+            self._exits[exit_.local_rank] = exit_
+        if exit_.ok or not supervised:
+            return None
+        return cause_of(exit_, self._host, self._generation)
+
+    def ended_without(self, reason: str) -> Cause:
+        """The workers could not all be started, or hang: no exit will tell of it."""
+        self._without_exit = cause_without_exit(reason, self._host, self._generation)
+        return self._without_exit
+
+    def hung(self, event: policy.Hung) -> Cause:
+        """Workers hang; what is known of it, and the cause to be told."""
+        if event.stacks:
+            log.warning("%s", "\n".join(event.stacks.splitlines()[: STACK_LINES + 1]))
+        return self.ended_without(event.reason)
+
+    def failure(self, failure: policy.ReportFailure) -> None:
+        log.warning("%s", failure.reason)
+        since = self._silent_since
+        word = (failure.kind.value or "ordinary") if since is None else "hang"
+        silent = None if since is None else round(self._clock() - since, 3)
+        self._tell("failure", reason=failure.reason, failure=word, silent=silent)
+
+    def draining(self, signal: str, why: str) -> None:
+        self._tell("drain.asked", signal=signal, why=why)
+
+    def stopping(self, notice: Notice | None) -> None:
+        self._stopping_at = self._clock()
+        why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.seconds)
+        self._tell("stopping", why=why, seconds=seconds, because=self._why)
+
+    def stopped(self, end: policy.GroupStopped) -> None:
+        self._idle_since = self._clock()
+        seconds = round(self._idle_since - self._stopping_at, 6)
+        self._tell("stopped", seconds=seconds, left=end.left)
+
+    def heard(self, change: Change) -> None:
+        """The generation is over, or the job is."""
+        self.failed_elsewhere = change.kind is ChangeKind.FAILED and bool(change.node)
+
+    # -- at the end ---------------------------------------------------------------------------
+
+    @property
+    def failed_ranks(self) -> list[int]:
+        """Of this node's workers that failed, the first one first."""
+        return [found.rank for found in self._exits.values() if found.failed]
+
+    def own_cause(self) -> Cause | None:
+        """Why the last generation failed, as far as this node knows."""
+        failed = [found for found in self._exits.values() if found.failed]
+        if not failed:
+            return self._without_exit
+        own = cause_of(failed[0], self._host, self._generation)
+        return followed_by(own, self.failed_ranks)
+
+    def result(self, outcome: Outcome, cause: Cause | None) -> RunResult:
+        """How the run ended, and why the job did if it failed; that is told, too."""
+        succeeded, group = outcome.state is WorkerState.SUCCEEDED, self._group
+        cause = None if succeeded else cause
+        exits = self._exits.values()
+        result = RunResult(
+            state=outcome.state,
+            reason=f"{outcome.reason}; {self.lost}" if self.lost else outcome.reason,
+            values={found.rank: found.value for found in exits} if succeeded else {},
+            failures={} if succeeded else {found.rank: found for found in exits if not found.ok},
+            generation=self._generation,
+            restarts=0 if group is None else group.restarts,
+            signal=outcome.signal,
+            cause=cause,
+            expelled=outcome.expelled,
+        )
+        self._tell(
+            "run.ended",
+            state=result.state.value,
+            reason=result.reason,
+            exit_code=result.exit_code,
+            expelled=result.expelled,
+            cause=None if cause is None else _in_short(cause),
+        )
+        # What was told has been heard, unless that takes too long.
+        self._journal.settle()
+        return result
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self._group is None else self._group.generation
+
+    def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
+        self._journal.tell(kind, generation=self._generation, rank=rank, **facts)
+
+
+def _in_short(cause: Cause) -> dict[str, object]:
+    return {"host": cause.host, "rank": cause.rank, "what": cause.sentence}

@@ -1,0 +1,200 @@
+"""What nodes post for one another over a store, whatever that does."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elasticlib import BootstrapStoreInfo, MemoryStore, Node, RendezvousInfo, Store, deal_seats
+from elasticlib.agent.board import Board, Gathered, Unheard
+from elasticlib.agent.policy import Gather, Post
+from elasticlib.errors import StoreRefused, StoreUnavailable
+from elasticlib.stores.interface import CompareSet, Entry, Listing, Watched
+
+NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
+PATIENCE = 30.0
+
+
+class Side:
+    """One node's board, and what it has heard there."""
+
+    def __init__(self, store: Store | None, rank: int = 0) -> None:
+        self.heard: queue.SimpleQueue[Gathered | Unheard | str] = queue.SimpleQueue()
+        self.board = Board(self.heard.put, self.heard.put)
+        self.open(store, rank)
+
+    def open(self, store: Store | None, rank: int = 0, board: str = "run/board/1.a/") -> None:
+        seat = deal_seats(NODES)[rank]
+        place = BootstrapStoreInfo("127.0.0.1", 1)
+        self.board.open(RendezvousInfo("run", 1, seat, place, store=store, board=board))
+
+    def hears(self, **posts: bytes) -> None:
+        """Waits until exactly these are gathered."""
+        while True:
+            news = self.heard.get(timeout=PATIENCE)
+            assert isinstance(news, Gathered)
+            if news.posts == posts:
+                return
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Side]]:
+    sides: list[Side] = []
+
+    def make(store: Store | None, rank: int = 0) -> Side:
+        sides.append(Side(store, rank))
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.board.close()
+
+
+class Pushing(MemoryStore):
+    """Says of itself that something has changed, with what is there then; never waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching: list[tuple[str, Callable[[Watched], None]]] = []
+
+    def watch(
+        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+    ) -> bool:
+        assert listing
+        if super().wait(prefix, after=after, timeout=0.0):
+            changed(True)
+        else:
+            self.watching.append((prefix, changed))
+        return True
+
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        del prefix, after, timeout
+        raise AssertionError("nobody need wait for a store that pushes")
+
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        done = super().compare_set(key, value, expected=expected, ttl=ttl)
+        watching, self.watching = self.watching, []
+        for prefix, changed in watching:
+            changed(self.list(prefix))
+        return done
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, Pushing])
+def test_what_a_node_posts_all_hear_and_the_first_word_stands(
+    kind: type[MemoryStore], make: Callable[..., Side]
+) -> None:
+    store = kind()
+    one, other = make(store, 0), make(store, 1)
+    one.board.do(Gather("stop/"))
+    one.hears()
+    other.board.do(Post("stop/", "b", b"1", first=True))
+    one.hears(b=b"1")
+    one.board.do(Post("stop/", "b", b"2", first=True))
+    one.board.do(Post("stop/", "a", b"3", first=True))
+    one.board.do(Post("else/", "c", b"4", first=True))
+    one.hears(a=b"3", b=b"1")
+    other.board.do(Gather("stop/"))
+    other.hears(a=b"3", b=b"1")
+
+
+class Faltering(MemoryStore):
+    """Answers the first few calls of each kind with an error."""
+
+    failures = 3
+
+    def __init__(self, error: type[Exception] = StoreUnavailable) -> None:
+        super().__init__()
+        self.error = error
+        self.left = {"list": self.failures, "set": self.failures}
+
+    def _fail(self, call: str) -> None:
+        if self.left[call]:
+            self.left[call] -= 1
+            raise self.error("as if its host had been taken away")
+
+    def list(self, prefix: str) -> Listing:
+        self._fail("list")
+        return super().list(prefix)
+
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSet:
+        self._fail("set")
+        return super().compare_set(key, value, expected=expected, ttl=ttl)
+
+
+def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side]) -> None:
+    store = Faltering()
+    side = make(store)
+    side.board.do(Post("stop/", "a", b"1", first=True))
+    side.board.do(Gather("stop/"))
+    side.hears(a=b"1")
+    assert store.left == {"list": 0, "set": 0}
+
+
+@pytest.mark.parametrize("error", [StoreRefused, ZeroDivisionError])
+def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
+    error: type[Exception], make: Callable[..., Side]
+) -> None:
+    store = Faltering(error)
+    store.left["list"] = 1
+    side = make(store)
+    side.board.do(Gather("stop/"))
+    assert side.heard.get(timeout=PATIENCE) == Unheard("run/board/1.a/", "stop/")
+    side.board.do(Gather("cause/"))
+    side.hears()
+
+
+def test_another_generations_posts_are_not_this_ones(make: Callable[..., Side]) -> None:
+    store = MemoryStore()
+    one, other = make(store, 0), make(store, 1)
+    other.board.do(Post("cause/", "first", b"old", first=True))
+    for side, rank in ((one, 0), (other, 1)):
+        side.open(store, rank, board="run/board/2.b/")
+    other.board.do(Post("cause/", "first", b"new", first=True))
+    one.board.do(Gather("cause/"))
+    one.hears(first=b"new")
+
+
+@pytest.mark.parametrize("store", [None, MemoryStore()])
+def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> None:
+    before = threading.active_count()
+    side = Side(None)
+    if store is not None:
+        (seat,) = deal_seats(NODES[:1])
+        place = BootstrapStoreInfo("127.0.0.1", 1)
+        side.board.open(RendezvousInfo("run", 1, seat, place, store=store, board="run/board/1.a/"))
+    assert side.board.name == ""
+    side.board.do(Post("stop/", "a", b"1"))
+    side.board.do(Gather("stop/"))
+    assert threading.active_count() == before
+    side.board.close()
+    assert side.heard.empty()
+
+
+class Hanging(MemoryStore):
+    """Does not answer before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = threading.Event()
+
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        self.answer.wait(PATIENCE)
+        return super().set(key, value, ttl=ttl)
+
+
+def test_a_store_that_hangs_holds_nobody_up() -> None:
+    store = Hanging()
+    side = Side(store)
+    side.board.do(Post("also/", "0", b"[]"))
+    with contextlib.closing(side.board):
+        pass
+    assert not store.answer.is_set(), "it was not waited for"
+    store.answer.set()

@@ -1,0 +1,186 @@
+"""A group on its way out, by the time and by what the nodes say alone."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from elasticlib import Ladder
+from elasticlib.agent.policy import Command, Gather, GroupStopped, Post
+from elasticlib.agent.stop import (
+    ANY_CALL,
+    Kill,
+    Need,
+    Notify,
+    Step,
+    StopAt,
+    Stopping,
+    Terminate,
+    decode_need,
+    post_need,
+)
+from elasticlib.workers.messages import DRAIN, RESIZE, Notice
+
+LADDER = Ladder(grace=30.0, reap=10.0)
+
+
+class Side:
+    """One of two nodes that stop, with what they have posted for all to read."""
+
+    def __init__(self, posts: dict[str, bytes], rank: int, nodes: int = 2) -> None:
+        self.posts, self.now = posts, 0.0
+        self.did: list[Command] = []
+        self.stopping = Stopping(LADDER, node=rank, nodes=nodes, reachable=nodes > 1, agrees=True)
+
+    def begin(self, notice: Notice | None) -> None:
+        self._take(self.stopping.begin(self.now, notice))
+
+    def sooner(self, notice: Notice | None) -> None:
+        self._take(self.stopping.sooner(self.now, notice))
+
+    def look(self, call: int | None = None, *, running: tuple[str, ...] = ("pid 1",)) -> None:
+        self.stopping = self.stopping.heard(self.posts)
+        self._take(self.stopping.look(self.now, running, call))
+
+    def _take(self, step: Step) -> None:
+        self.stopping, commands = step
+        self.did += commands
+        for command in commands:
+            if isinstance(command, Post):
+                assert command.first
+                self.posts.setdefault(command.key, command.value)
+
+    @property
+    def stops_at(self) -> StopAt:
+        (found,) = [command for command in self.did if isinstance(command, StopAt)]
+        return found
+
+
+@pytest.fixture
+def sides() -> tuple[Side, Side]:
+    posts: dict[str, bytes] = {}
+    return Side(posts, 0), Side(posts, 1)
+
+
+def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
+    sides: tuple[Side, Side],
+) -> None:
+    one, other = sides
+    one.begin(Notice(DRAIN, 30.0))
+    other.begin(Notice(RESIZE, 60.0))
+    assert one.did == [Gather("stop/")]
+    one.look(call=5)
+    assert one.stopping.undecided, "the other has not spoken"
+    other.look(call=9)
+    for side in sides:
+        side.look()
+        assert side.stops_at == StopAt(9, Notice(DRAIN, 30.0))
+        assert not side.stopping.undecided
+
+
+def test_a_node_alone_stops_where_its_own_workers_can() -> None:
+    side = Side({}, 0, nodes=1)
+    side.begin(Notice(DRAIN, 30.0))
+    side.look()
+    assert side.stopping.asking, "its workers are in a step"
+    side.now = 4.0
+    side.look(call=5)
+    assert side.did == [StopAt(5, Notice(DRAIN, 26.0))]
+
+
+def test_a_node_that_is_done_keeps_nobody_waiting(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    other.posts["1"] = post_need(1, ANY_CALL).value
+    one.begin(Notice(DRAIN, 30.0))
+    one.look(call=5)
+    one.look()
+    assert one.stops_at == StopAt(5, Notice(DRAIN, 30.0))
+
+
+def test_a_node_that_stops_for_another_reason_says_so_at_once(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.begin(Notice(DRAIN, 600.0))
+    other.begin(None)
+    assert other.did[0] == Terminate()
+    one.look(call=5)
+    one.look()
+    (asked,) = [command for command in one.did if isinstance(command, Terminate)]
+    assert asked.why.startswith("the workers cannot all stop at one step")
+
+
+def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
+    sides: tuple[Side, Side],
+) -> None:
+    one, _ = sides
+    one.begin(Notice(DRAIN, 600.0))
+    one.look(call=5)
+    one.stopping = one.stopping.no_answer()
+    one.look()
+    assert isinstance(one.did[-1], Terminate)
+
+
+def test_a_node_whose_workers_are_gone_has_spoken(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    one.begin(Notice(DRAIN, 600.0))
+    one.look(call=1, running=())
+    assert decode_need(one.posts["0"]) == Need(1, DRAIN, 600.0)
+    assert one.did[-1] == GroupStopped()
+
+
+def test_a_drain_that_comes_before_a_resize_is_agreed_on_is_what_all_hear_of(
+    sides: tuple[Side, Side],
+) -> None:
+    one, other = sides
+    for side in sides:
+        side.begin(Notice(RESIZE, 60.0))
+    other.look(call=9)
+    one.now = 5.0
+    one.look()
+    one.sooner(Notice(DRAIN, 600.0))
+    assert one.did[-1] == Notify(Notice(DRAIN, 55.0))
+    one.look(call=5)
+    for side in sides:
+        side.look()
+        assert side.stops_at == StopAt(9, Notice(DRAIN, 55.0))
+
+
+def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
+    side = Side({}, 0, nodes=1)
+    side.begin(Notice(RESIZE, 60.0))
+    side.sooner(Notice(DRAIN, 10.0))
+    assert side.stopping.left(side.now) == pytest.approx(10.0)
+    side.sooner(None)
+    side.look()
+    (asked,) = [command for command in side.did if isinstance(command, Terminate)]
+    assert "told to save and still there" in asked.why
+    side.sooner(Notice(DRAIN, 10.0))
+    side.look()
+    assert len(side.did) == 2, "who has been asked to stop gets no other notice"
+
+
+def test_the_ladder_is_climbed_by_the_time_alone() -> None:
+    side = Side({}, 0, nodes=1)
+    side.stopping = attrs.evolve(side.stopping, agrees=False)
+    side.begin(Notice(DRAIN, 5.0))
+    climbed: list[tuple[float, type]] = []
+    for second in range(60):
+        side.now, before = float(second), len(side.did)
+        side.look()
+        climbed += [(side.now, type(command)) for command in side.did[before:]]
+        if GroupStopped in (kind for _, kind in climbed):
+            break
+    assert climbed == [(5.0, Terminate), (35.0, Kill), (45.0, GroupStopped)]
+    assert side.did[-1] == GroupStopped(left="pid 1")
+
+
+def test_who_is_in_a_hurry_goes_a_rung_on_each_time() -> None:
+    side = Side({}, 0, nodes=1)
+    side.begin(None)
+    side.stopping = side.stopping.hurry(1.0)
+    side.now = 1.0
+    side.look()
+    assert side.did == [Terminate(), Kill("still there in a hurry, killing: pid 1")]
+    side.stopping = side.stopping.hurry(1.0)
+    assert side.stopping.left(1.0) == pytest.approx(10.0), "there is no rung after that"
+    side.look(running=())
+    assert side.did[-1] == GroupStopped()
