@@ -36,10 +36,9 @@ _HOMES = {
         "FailureKind",
         "Limits",
         "Node",
+        "Timing",
     ),
-    "rendezvous.timing": ("Timing",),
-    "rendezvous.dynamic": ("DynamicRendezvousHandler",),
-    "rendezvous.static": ("StaticRendezvousHandler",),
+    "rendezvous.handler": ("DynamicRendezvousHandler", "StaticRendezvousHandler"),
     "workers.spec": (
         "Ladder",
         "WorkerSpec",
@@ -143,14 +142,14 @@ if TYPE_CHECKING:
     from .rendezvous.document import FailureKind as FailureKind
     from .rendezvous.document import Limits as Limits
     from .rendezvous.document import Node as Node
-    from .rendezvous.dynamic import DynamicRendezvousHandler as DynamicRendezvousHandler
+    from .rendezvous.document import Timing as Timing
+    from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
+    from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import BootstrapStoreInfo as BootstrapStoreInfo
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.interface import Seat as Seat
     from .rendezvous.interface import deal_seats as deal_seats
-    from .rendezvous.static import StaticRendezvousHandler as StaticRendezvousHandler
-    from .rendezvous.timing import Timing as Timing
     from .stores.etcd import EtcdStore as EtcdStore
     from .stores.file import FileStore as FileStore
     from .stores.interface import ABSENT as ABSENT

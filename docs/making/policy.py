@@ -22,7 +22,7 @@ from elasticlib.agent.policy import (
     WorkerEnded,
     react,
 )
-from elasticlib.rendezvous.change import Change, ChangeKind
+from elasticlib.rendezvous.document import Change, ChangeKind
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 

@@ -20,8 +20,8 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
 from ..observe.interface import Journal, NoJournal
-from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.decide import NOT_RETRIED
+from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
 from ..signals import signal_name
 from ..threads import helper

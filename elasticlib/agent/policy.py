@@ -12,8 +12,7 @@ from collections.abc import Callable
 import attrs
 
 from ..errors import IllegalTransition
-from ..rendezvous.change import Change, ChangeKind
-from ..rendezvous.document import FailureKind
+from ..rendezvous.document import Change, ChangeKind, FailureKind
 from ..workers.exit import WorkerExit
 from ..workers.messages import RESIZE
 from ..workers.spec import WorkerState

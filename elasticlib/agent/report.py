@@ -15,7 +15,7 @@ import attrs
 from ..clock import Clock
 from ..foreign import read_json
 from ..observe.interface import Journal, Journals
-from ..rendezvous.change import Change, ChangeKind
+from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exit import WorkerExit
 from ..workers.messages import Notice, shorten

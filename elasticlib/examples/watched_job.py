@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elasticlib.clock import Clock, monotonic
 from elasticlib.errors import ConfigError, ElasticError
+from elasticlib.observe.asking import Asker
 from elasticlib.observe.history import History
 from elasticlib.observe.question import What
 from elasticlib.observe.read_events import read_history
@@ -25,7 +26,6 @@ from elasticlib.observe.report import Report
 from elasticlib.observe.runs import runs_folder
 from elasticlib.observe.status import JobStatus, status_of
 from elasticlib.observe.status_words import headline, lines, node_table
-from elasticlib.rendezvous.asking import Asker
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..errors import ConfigError, describe
-from ..rendezvous.document import Limits, Node
+from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.timing import Timing
 from ..stores.interface import Store
 from .backend_names import BACKENDS as BACKENDS
 from .backend_names import OUR_BACKENDS as OUR_BACKENDS

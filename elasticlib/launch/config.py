@@ -12,8 +12,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-from ..rendezvous.document import Limits
-from ..rendezvous.timing import Timing
+from ..rendezvous.document import Limits, Timing
 from ..workers.output_plan import OutputPlan, StreamChoice
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs

@@ -38,10 +38,11 @@ from ..errors import (
     present,
 )
 from ..rendezvous.bootstrap import BootstrapStore, open_torch_store, torch_store
-from ..rendezvous.change import Change, ChangeKind
 from ..rendezvous.document import FailureKind, Node
 from ..rendezvous.interface import (
     BootstrapStoreInfo,
+    Change,
+    ChangeKind,
     RendezvousHandler,
     RendezvousInfo,
     deal_seats,

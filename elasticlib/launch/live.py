@@ -12,12 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..agent.loop import ElasticAgent
+from ..observe.asking import Answerer
 from ..observe.question import Stacks
 from ..observe.standing import NodeStanding
 from ..observe.standing_journal import StandingJournal
-from ..rendezvous.answering import Answerer
-from ..rendezvous.dynamic import DynamicRendezvousHandler
-from ..rendezvous.keys import Keys
+from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
 from .config import LaunchConfig
 from .meeting import Meeting
@@ -43,7 +42,7 @@ def answering(
         return contextlib.nullcontext()
     return Answerer(
         store,
-        Keys(meeting.run_id),
+        meeting.run_id,
         meeting.me,
         standing=lambda: standing.look(agent.workers.beats()),
         stacks=stacks_of(agent),

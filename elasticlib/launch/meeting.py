@@ -14,11 +14,10 @@ import attrs
 from ..clock import monotonic
 from ..errors import ElasticError, StoreError, StoreUnavailable
 from ..rendezvous.bootstrap import torch_store
-from ..rendezvous.document import Node, Phase
-from ..rendezvous.dynamic import DynamicRendezvousHandler
+from ..rendezvous.document import Node, Phase, Timing
+from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.keys import Keys, Read
-from ..rendezvous.timing import Timing
+from ..rendezvous.layout import Keys, StoredJob
 from ..stores.failover import MovingStore
 from ..stores.file import FileStore
 from ..stores.interface import Store
@@ -85,7 +84,7 @@ class Meeting:
         keys, deadline = Keys(self.run_id), monotonic() + stopping + timing.close
         try:
             while not stopped() and monotonic() < deadline:
-                read = Read(keys, self.store.list(keys.job))
+                read = StoredJob(keys, self.store.list(keys.job))
                 if len(read.live(set())) < needed:
                     return
                 if goes_on_without(self.me, read):
@@ -107,22 +106,24 @@ class Meeting:
             self.own_server.close()
 
 
-def goes_on_without(node_id: str, read: Read) -> bool:
+def goes_on_without(node_id: str, read: StoredJob) -> bool:
     """Whether the job is over, or a generation without this node has met."""
     document, _ = read.document(None)
     if document is None or document.phase is Phase.OPEN:
         return False
-    met = read.gate is not None and bool(read.gate.value)
+    met = read.master_entry is not None and bool(read.master_entry.value)
     return document.phase.terminal or (met and document.rank_of(node_id) is None)
 
 
-def has_workers(read: Read) -> bool:
+def has_workers(read: StoredJob) -> bool:
     """Whether a member of the last generation has yet to stop its workers of it."""
     document, _ = read.document(None)
     if document is None:
         return False
     members = document.member_ids
-    return any(node.id in members and node.left != document.roll for node in read.live(set()))
+    return any(
+        node.id in members and node.stopped != document.membership for node in read.live(set())
+    )
 
 
 def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:

@@ -16,6 +16,7 @@ import attrs
 from ..clock import wall
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError, NoSuchRun, StoreError, StoreTimeout, StoreUnavailable
+from ..observe.asking import jobs_in
 from ..observe.event import Event
 from ..observe.facts import LARGEST
 from ..observe.question import Answer
@@ -23,7 +24,6 @@ from ..observe.read_events import EventsFile
 from ..observe.runs import find_runs, known_runs
 from ..observe.standing import NodeStanding, after
 from ..observe.status import JobStatus, NodeStatus, status_of_records
-from ..rendezvous.asking import jobs_in
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore

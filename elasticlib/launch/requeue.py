@@ -17,7 +17,7 @@ import attrs
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.document import Node
-from ..rendezvous.keys import Keys, Read
+from ..rendezvous.layout import Keys, StoredJob
 from ..stores.interface import ABSENT, Store
 from .meeting import Meeting, goes_on_without
 from .slurm import requeue_target
@@ -135,7 +135,7 @@ def _await_last(
 ) -> Last:
     keys, deadline = Keys(meeting.run_id), monotonic() + seconds
     while True:
-        read = Read(keys, store.list(keys.job))
+        read = StoredJob(keys, store.list(keys.job))
         last = decide(
             [node for node in read.live(set()) if node.id != meeting.me],
             go_on=goes_on_without(meeting.me, read),

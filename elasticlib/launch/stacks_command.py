@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 from ..errors import ConfigError, ElasticError, NoSuchRun, StoreError
+from ..observe.asking import Asker
 from ..observe.question import What
 from ..observe.same_stacks import told
 from ..observe.status import JobView
 from ..observe.status_words import NOBODY
-from ..rendezvous.asking import Asker
 from ..visible import visible
 from .chosen_ranks import ranks_of
 from .reach import Target, add_reach, find_target, reached, recorded

@@ -15,6 +15,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, StoreError
+from ..observe.asking import Asker
 from ..observe.question import What
 from ..observe.status import JobStatus, status_of
 from ..observe.status_words import (
@@ -29,7 +30,6 @@ from ..observe.status_words import (
     node_table,
     rank_table,
 )
-from ..rendezvous.asking import Asker
 from ..visible import visible
 from .reach import Target, add_reach, find_target, is_recorded, reached, recorded
 

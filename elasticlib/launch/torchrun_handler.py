@@ -36,7 +36,7 @@ from ..errors import (
     StoreError,
 )
 from ..rendezvous import interface as ours
-from ..rendezvous.change import Change, ChangeKind
+from ..rendezvous.interface import Change, ChangeKind
 from .config import LaunchConfig
 from .meeting import Meeting, open_meeting
 from .secret import read_secret

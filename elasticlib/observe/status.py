@@ -10,8 +10,7 @@ from typing import Any
 
 import attrs
 
-from ..rendezvous.codec import Note
-from ..rendezvous.document import Document, Node, Phase
+from ..rendezvous.document import Document, Node, Note, Phase
 from .history import JobState
 from .question import Answer, Stacks
 from .standing import NodeStanding, put_out

@@ -1,4 +1,4 @@
-"""The torch store through which the workers of one generation find each other.
+"""The torch store through which the workers of one generation find each other, and its server.
 
 Each generation gets a fresh one, on a socket that is bound to one address and owned from the
 first moment: no port is probed for, and no key of an earlier attempt can be read.
@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable
 from typing import Protocol
+
+import attrs
+
+from ..clock import monotonic
+from ..endpoint import join_endpoint
+from ..errors import RendezvousError
+from ..threads import helper
 
 
 class BootstrapStore(Protocol):
@@ -93,3 +101,113 @@ def import_torch() -> None:
     """So that opening one takes milliseconds. What fails here fails then, and is told then."""
     with contextlib.suppress(Exception):
         import torch.distributed  # noqa: F401
+
+
+@attrs.frozen
+class _Serving:
+    """What became of opening the store for the generation with this membership."""
+
+    membership: str
+    store: BootstrapStore | None = None
+    front: Front | None = None
+    endpoint: str = ""
+    error: Exception | None = None
+
+    def close(self) -> None:
+        if self.front is not None:
+            self.front.lead_nowhere()
+        if self.store is not None:
+            self.store.close()
+
+
+class BootstrapServer:
+    """The bootstrap store of the generation whose master this node is, if it is one.
+
+    Opening it may take long: at first torch is imported, and the address may have to be looked up.
+    So the first one is opened in a thread of its own, and so is each that follows one which took
+    longer than `quick` seconds; the others at once, in the thread that asks.
+
+    Args:
+        open_store: serves one at an address of this node.
+        find_front: the port of this node at which workers are to look for it, if there is one.
+        opened: called when one that was asked for is there, or has failed.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[str], BootstrapStore],
+        find_front: Callable[[], Front | None],
+        opened: Callable[[], object],
+        quick: float,
+    ) -> None:
+        self._open_store = open_store
+        self._find_front = find_front
+        self._opened = opened
+        self._quick = quick
+        self._last_took = float("inf")
+        self._lock = threading.Lock()
+        self._wanted = ""
+        self._serving: _Serving | None = None
+
+    def open(self, membership: str, address: str) -> None:
+        """Serve one for this generation, at this address of this node."""
+        self.close()
+        with self._lock:
+            self._wanted = membership
+        if self._last_took <= self._quick:
+            self._open(membership, address)
+        else:
+            helper(lambda: self._open(membership, address), "rendezvous-open").start()
+
+    def endpoint(self, membership: str) -> str | None:
+        """Where workers find the one that is served for this generation; None if none is (yet).
+
+        Raises:
+            RendezvousError: this node cannot serve at its address. Exception: whatever else
+                opening it raised.
+        """
+        with self._lock:
+            serving = self._serving
+        if serving is None or serving.membership != membership:
+            return None
+        if serving.error is not None:
+            raise serving.error
+        return serving.endpoint
+
+    def close(self) -> None:
+        """Serve none; one that is being opened is closed once it is there."""
+        with self._lock:
+            self._wanted, serving, self._serving = "", self._serving, None
+        if serving is not None:
+            serving.close()
+
+    def _open(self, membership: str, address: str) -> None:
+        began = monotonic()
+        try:
+            serving = self._serve(membership, address)
+        except Exception as error:  # raised where the endpoint is asked for
+            serving = _Serving(membership, error=error)
+        self._last_took = monotonic() - began
+        with self._lock:
+            wanted = self._wanted == membership
+            if wanted:
+                self._serving = serving
+        if wanted:
+            self._opened()
+        else:
+            serving.close()
+
+    def _serve(self, membership: str, address: str) -> _Serving:
+        front = self._find_front()
+        address = address if front is None else "127.0.0.1"
+        try:
+            store = self._open_store(address)
+        except OSError as error:
+            raise RendezvousError(
+                f"cannot serve torch's store at {address}, this node's own address: {error}; "
+                "name another with --local-addr"
+            ) from error
+        if front is None:
+            return _Serving(membership, store, None, join_endpoint(address, store.port))
+        front.lead_to(address, store.port)
+        return _Serving(membership, store, front, join_endpoint(front.address, front.port))

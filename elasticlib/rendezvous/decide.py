@@ -6,21 +6,21 @@ out is a `Decision`, whose sentence is the log line.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
 from ..errors import present
-from .budget import forgiven, forgiven_in, lasted, pause, quick_failures
 from .document import (
     Document,
     Ending,
     Failure,
     FailureKind,
-    Head,
     Limits,
     Node,
     Phase,
+    State,
     Why,
     end,
     expel,
@@ -33,6 +33,12 @@ from .document import (
 from .ranks import in_rank_order
 
 QUORUM = "without a quorum the job might go on twice; --rdzv-conf quorum=any lets it"
+QUICK_SECONDS = 10.0
+"""A generation that fails sooner than this has repeated what the one before it did."""
+FREE_RESTARTS = 2
+"""Quick failures in a row that are not held back: most are mended by the first restart."""
+FIRST_PAUSE = 0.5
+
 NOT_RETRIED = "not retried: they failed at start"
 
 
@@ -40,28 +46,28 @@ NOT_RETRIED = "not retried: they failed at start"
 class View:
     """What the node that leads has read of its job.
 
-    live: those whose lease stands, in the order in which they last spoke. done: ids of members
-    that finished the document's generation; gone: of those that have said that they leave it,
+    live: those whose lease stands, in the order in which they last spoke. finished: ids of members
+    that finished the document's generation; departed: of those that have said that they leave it,
     which they say where a quorum counts. memory: what a node that was in it says of a job
     that the store has forgotten. quiet: seconds, on the reader's own clock, since it last saw a
     node arrive. patience: seconds for which others may still be missing because the store was
     away. stands: seconds, likewise, since it first saw the document in this phase of this
-    generation. mark: a name that nobody has used. beyond: the incarnation that had ended before
-    this node came. today: the date and time, for people to read.
+    generation. nonce: a name that nobody has used. came_after: the incarnation that had ended
+    before this node came. today: the date and time, for people to read.
     """
 
     me: str
     limits: Limits
     document: Document | None
     live: tuple[Node, ...]
-    done: frozenset[str] = frozenset()
-    gone: frozenset[str] = frozenset()
-    memory: Head | None = None
+    finished: frozenset[str] = frozenset()
+    departed: frozenset[str] = frozenset()
+    memory: State | None = None
     quiet: float = 0.0
     patience: float = 0.0
     stands: float = 0.0
-    mark: str = ""
-    beyond: str = ""
+    nonce: str = ""
+    came_after: str = ""
     today: str = ""
 
 
@@ -84,12 +90,12 @@ def decide(view: View) -> Decision:
     recalled = _recall(view)
     if recalled is not None:
         return recalled
-    nothing = document is None or not (document.roll or document.phase.terminal)
+    nothing = document is None or not (document.membership or document.phase.terminal)
     if view.patience > 0 and nothing:
         # Those who were in the job may be on their way back, and it is for them to say.
         return Decision("the store was away, and has forgotten the job", again=view.patience)
     if document is None:
-        begun = Document(view.limits, view.mark)
+        begun = Document(view.limits, view.nonce)
         return Decision("the job's first node writes its limits", write=begun)
     if document.phase.terminal or _is_deserted(view, document):
         return _begin_anew(view, document)
@@ -105,28 +111,28 @@ def waiting(view: View) -> int:
     max_nodes are not counted: for them nobody need start anew.
     """
     document = view.document
-    if document is None or not document.roll or document.phase.terminal:
+    if document is None or not document.membership or document.phase.terminal:
         return 0
     members, over = document.member_ids, document.phase is Phase.OPEN
     here = [n for n in _candidates(view, document) if not n.draining]
-    back = [n for n in here if over and n.id in members and n.left == document.roll]
+    back = [n for n in here if over and n.id in members and n.stopped == document.membership]
     newcomers = [n for n in here if n.id not in members and not n.runs]
     staying = sum(n.id in members for n in here) if over else len(members)
     return min(len(back) + len(newcomers), document.limits.max_nodes - (staying - len(back)))
 
 
-def gives_way(head: Head | None, incarnation: str) -> bool:
+def gives_way(state: State | None, incarnation: str) -> bool:
     """Whether nothing has come yet of what the store holds, so that a job which it has forgotten
     may take its place. (One that was begun in place of that very job was begun knowingly.)"""
-    if head is None:
+    if state is None:
         return True
-    nothing = head.generation == 0 and not head.phase.terminal
-    return nothing and incarnation not in (head.incarnation, head.supersedes)
+    nothing = state.generation == 0 and not state.phase.terminal
+    return nothing and incarnation not in (state.incarnation, state.supersedes)
 
 
-def is_empty(head: Head | None, incarnation: str) -> bool:
+def is_empty(state: State | None, incarnation: str) -> bool:
     """Whether a node of this incarnation finds no generation of its job here."""
-    return head is None or not head.roll or gives_way(head, incarnation)
+    return state is None or not state.membership or gives_way(state, incarnation)
 
 
 def _recall(view: View) -> Decision | None:
@@ -134,7 +140,7 @@ def _recall(view: View) -> Decision | None:
     memory = view.memory
     if memory is None or not gives_way(view.document, memory.incarnation):
         return None
-    here = sorted((n for n in view.live if n.roll == memory.roll), key=lambda n: n.rank)
+    here = sorted((n for n in view.live if n.membership == memory.membership), key=lambda n: n.rank)
     if not here:
         return None
     job, count = of_members(memory, here), f"{len(here)} of {memory.nodes}"
@@ -158,7 +164,8 @@ def _is_deserted(view: View, document: Document) -> bool:
     """Whether all who are here came when nobody of this job was left, so that it ended unsaid."""
     known = document.member_ids
     return bool(view.live) and all(
-        n.beyond and n.beyond == document.incarnation and n.id not in known for n in view.live
+        n.came_after and n.came_after == document.incarnation and n.id not in known
+        for n in view.live
     )
 
 
@@ -166,28 +173,28 @@ def _begin_anew(view: View, document: Document) -> Decision:
     over = f"the job has {document.phase.value}: {document.cause}"
     if not document.phase.terminal:
         over = "nobody is left of the job that was here"
-    if view.beyond != document.incarnation:
+    if view.came_after != document.incarnation:
         return Decision(over)
-    old = [n for n in view.live if n.beyond != document.incarnation]
+    old = [n for n in view.live if n.came_after != document.incarnation]
     if old:
         return Decision(f"{over}; it begins anew once {_names(old, view)} have left")
     # Where the old one was not over, its generations' numbers are not used again.
     number = 0 if document.phase.terminal else document.generation
-    begun = Document(view.limits, view.mark, generation=number, supersedes=document.incarnation)
+    begun = Document(view.limits, view.nonce, generation=number, supersedes=document.incarnation)
     return Decision(f"{over}; it begins anew", write=begun)
 
 
 def _watch(view: View, document: Document) -> Decision:
     document = lasted(document, view.stands)
     members = document.member_ids
-    if members <= view.done:
+    if members <= view.finished:
         cause = f"{len(members)} node{'s' * (len(members) > 1)} done"
         return Decision("all are done", write=_over(view, document, Phase.SUCCEEDED, cause))
     live = {node.id: node for node in view.live}
-    lost = [m for m in document.members if m.id not in live and m.id not in view.done]
+    lost = [m for m in document.members if m.id not in live and m.id not in view.finished]
     if lost and view.patience > 0:
         return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
-    if lost and _lacks_quorum(view, document, {*live, *view.done}):
+    if lost and _lacks_quorum(view, document, {*live, *view.finished}):
         return _minority(lost, view, document)
     if lost:
         cause = f"{_names(lost, view)} left"
@@ -199,17 +206,19 @@ def _watch(view: View, document: Document) -> Decision:
         cause = f"{_name_of(failure.node, view)}: {failure.reason}"
         quick = quick_failures(document, failure, view.stands)
         return Decision(cause, write=attrs.evolve(reopen(document, cause, failure), quick=quick))
-    draining = [n for n in view.live if n.id in members and n.draining and n.id not in view.done]
+    draining = [
+        n for n in view.live if n.id in members and n.draining and n.id not in view.finished
+    ]
     if draining:
         verb = "drains" if len(draining) == 1 else "drain"
         cause = f"{_names(draining, view)} {verb} ({draining[0].draining})"
         return Decision(cause, write=resize(document, cause))
-    again = [n for n in view.live if n.id in members and n.left == document.roll]
+    again = [n for n in view.live if n.id in members and n.stopped == document.membership]
     if again:
         cause = f"{_names(again, view)} asked for a new generation"
         return Decision(cause, write=reopen(document, cause))
-    if view.done:
-        return Decision(f"{len(view.done)} of {len(members)} nodes are done")
+    if view.finished:
+        return Decision(f"{len(view.finished)} of {len(members)} nodes are done")
     return _stand(view, document)
 
 
@@ -232,7 +241,7 @@ def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool
     Half is enough where the store is: whoever has gone elsewhere needs more than half.
     """
     members = document.member_ids
-    accounted = members & {*here, *view.gone, *document.expelled}
+    accounted = members & {*here, *view.departed, *document.expelled}
     return document.limits.quorum and len(accounted) * 2 < len(members)
 
 
@@ -275,7 +284,7 @@ def _gather(view: View, document: Document) -> Decision:
     limits = document.limits
     candidates = _candidates(view, document)
     members = document.member_ids
-    busy = [n for n in candidates if n.id in members and n.left != document.roll]
+    busy = [n for n in candidates if n.id in members and n.stopped != document.membership]
     if busy:
         names, number = _names(busy, view), document.generation
         return Decision(f"waiting for {names} to stop the workers of generation {number}")
@@ -284,7 +293,7 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
-    if _lacks_quorum(view, document, {*view.done, *(n.id for n in view.live)}):
+    if _lacks_quorum(view, document, {*view.finished, *(n.id for n in view.live)}):
         return _minority([m for m in document.members if m.id not in here], view, document)
     charged = document.failure is not None and members <= here
     hopeless = [n for n in candidates if _failed_at_start(n, document)]
@@ -301,7 +310,7 @@ def _gather(view: View, document: Document) -> Decision:
     missing = _missing_ranks(ordered, limits)
     if len(ordered) < limits.min_nodes:
         return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here{missing}")
-    if limits.quorum and not document.roll and len(ordered) * 2 <= limits.max_nodes:
+    if limits.quorum and not document.membership and len(ordered) * 2 <= limits.max_nodes:
         return Decision(
             f"{len(ordered)} of up to {limits.max_nodes} nodes are here, and a job that may be "
             f"going on elsewhere begins with more than half ({QUORUM})",
@@ -312,7 +321,7 @@ def _gather(view: View, document: Document) -> Decision:
         return _last_call(view.quiet, limits)
     chosen = ordered[: limits.max_nodes]
     reason = f"generation {document.generation + 1} of {len(chosen)} nodes: {document.cause}"
-    return Decision(reason, write=settle(document, chosen, charged=charged, mark=view.mark))
+    return Decision(reason, write=settle(document, chosen, charged=charged, nonce=view.nonce))
 
 
 def _missing_ranks(here: Iterable[Node], limits: Limits) -> str:
@@ -346,7 +355,7 @@ def _spent(
 
 
 def _failed_at_start(node: Node, document: Document) -> bool:
-    return node.claim_roll == document.roll and node.claim_kind is FailureKind.AT_START
+    return node.claim_membership == document.membership and node.claim_kind is FailureKind.AT_START
 
 
 def _over(
@@ -365,7 +374,11 @@ def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
     members = document.member_ids
     for node in live:
-        if node.id in members and node.claim is not None and node.claim_roll == document.roll:
+        if (
+            node.id in members
+            and node.claim is not None
+            and node.claim_membership == document.membership
+        ):
             return Failure(node.id, node.claim, node.claim_kind)
     return None
 
@@ -388,3 +401,49 @@ def _name_of(node_id: str, view: View) -> str:
     hosts = {node.id: node.host for node in (*members, *view.live)}
     host = hosts.get(node_id, node_id)
     return node_id if sum(other == host for other in hosts.values()) > 1 else host
+
+
+# -- what failures cost a job ------------------------------------------------------------------
+# All seconds are of the deciding node's own clock, since it first saw the document as it stands.
+
+
+def quick_failures(document: Document, failure: Failure, stood: float) -> int:
+    """How many quick failures in a row there are with this one, after `stood` seconds.
+
+    What was killed from outside repeats nothing of its own, and is no more likely to be killed
+    again for being started at once.
+    """
+    if stood >= QUICK_SECONDS:
+        return 0
+    return document.quick + (failure.kind is not FailureKind.KILLED)
+
+
+def lasted(document: Document, stood: float) -> Document:
+    """The generation as it is after so many seconds: one that lasts ends the row of quick ones,
+    whatever it is ended by itself."""
+    return attrs.evolve(document, quick=0) if stood >= QUICK_SECONDS else document
+
+
+def pause(document: Document) -> float:
+    """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
+    beyond = document.quick - FREE_RESTARTS
+    longest = document.limits.restart_backoff
+    if beyond <= 0 or longest <= 0:
+        return 0.0
+    # Bounded before it is raised: the exponent grows for as long as the budget lasts.
+    grown = min(longest, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
+    draw = zlib.crc32(f"{document.incarnation} {document.membership}".encode()) / 0xFFFFFFFF
+    return grown * (0.5 + 0.5 * draw)
+
+
+def forgiven(document: Document) -> Document:
+    """The same generation, with all of the job's restarts to use again."""
+    return attrs.evolve(document, restarts=0, quick=0)
+
+
+def forgiven_in(document: Document, stood: float) -> float | None:
+    """Seconds until the generation that stands has earned the restarts back; None for never."""
+    window = document.limits.restart_window
+    if window <= 0 or not (document.restarts or document.quick):
+        return None
+    return max(0.0, window - stood)

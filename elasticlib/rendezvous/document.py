@@ -1,7 +1,8 @@
-"""The membership of a job as values, and the verbs that change it.
+"""A job's membership as values, and the verbs that change it; what else stands beside it in the
+store; and how long a node waits for what.
 
-A document is changed by these verbs alone, and each returns a new one. Every node reads its head;
-the members are for the one that decides, and for each member there is a seat (`ranks.py`).
+A document is changed by its verbs alone, and each returns a new one. Every node reads its state;
+the node that leads reads the members as well, and each member has a seat (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -52,6 +53,32 @@ class Phase(enum.Enum):
     @property
     def terminal(self) -> bool:
         return self not in (Phase.OPEN, Phase.SETTLED)
+
+
+@attrs.frozen
+class Timing:
+    """How long a handler waits, in seconds, each measured on the waiting node's own clock.
+
+    join: for a generation to settle. lease: how long a silent node counts as alive; refresh: how
+    often it speaks. store_grace: how long the store may be away. close: for leaving. loop: for how
+    long an agent's loop may stand still before its node gives up its place among the others.
+    """
+
+    join: float = 600.0
+    lease: float = 5.0
+    refresh: float = 1.0
+    store_grace: float = 300.0
+    close: float = 30.0
+    loop: float = 30.0
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < self.refresh < self.lease:
+            raise ConfigError(
+                f"a lease must be refreshed before it ends: need 0 < refresh < lease, "
+                f"got refresh={self.refresh:g} s and lease={self.lease:g} s"
+            )
+        if self.loop <= 0:
+            raise ConfigError(f"an agent's loop may stand still for > 0 s, got loop={self.loop:g}")
 
 
 @attrs.frozen
@@ -114,13 +141,14 @@ class FailureKind(enum.Enum):
 class Node:
     """What one agent says of itself, under its lease.
 
-    topology: nodes with the same one get adjacent ranks. roll and rank: the last generation that
-    it was in, and where; runs: whether it may be running workers of it. left: the generation that
-    it has no workers of, and waits for a later one. beyond: the incarnation that was over when it
-    came, and that it is no part of. claim: why its workers failed in generation `claim_roll`, and
-    claim_kind how. draining: why it is about to leave, once its workers have saved; empty if not.
+    topology: nodes with the same one get adjacent ranks. membership and rank: the last generation
+    that it was in, and where; runs: whether it may be running workers of it. stopped: the
+    generation whose workers it has stopped, to wait for a later one. came_after: the incarnation
+    that was over when it came, and that it is no part of. claim: why its workers failed in the
+    generation `claim_membership`, and claim_kind how. draining: why it is about to leave, once its
+    workers have saved; empty if not.
 
-    Generations are named by their rolls here: a number comes again if a store has forgotten it.
+    Generations are named by their memberships: a number comes again if a store has forgotten it.
     """
 
     id: str
@@ -130,13 +158,13 @@ class Node:
     role: str = "default"
     hint: int | None = None
     topology: str = ""
-    roll: str = ""
+    membership: str = ""
     rank: int = 0
     runs: bool = False
-    left: str = ""
-    beyond: str = ""
+    stopped: str = ""
+    came_after: str = ""
     claim: str | None = None
-    claim_roll: str = ""
+    claim_membership: str = ""
     claim_kind: FailureKind = FailureKind.ORDINARY
     draining: str = ""
 
@@ -159,13 +187,13 @@ class Ending:
 
 
 @attrs.frozen
-class Head:
+class State:
     """What every node reads of a job: small, however many nodes there are.
 
     incarnation names this run of the job as against one that ended before it, or one that another
     store, or the same one emptied, may hold. generation counts settled memberships from 1 (0:
-    none yet), and roll names the list of its members, of whom there are `nodes`. cause says why
-    the last generation ended or the next is sought, for people, and why tells it for programs
+    none yet), and membership names the list of its members, of whom there are `nodes`. cause says
+    why the last generation ended or the next is sought, for people, and why says it for programs
     (None: whoever wrote it did not say); failure is the claim that is to be charged
     when the next one settles; expelled nodes have used up the budget and must leave; refused ones
     are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
@@ -178,7 +206,7 @@ class Head:
     incarnation: str = ""
     phase: Phase = Phase.OPEN
     generation: int = 0
-    roll: str = ""
+    membership: str = ""
     nodes: int = 0
     restarts: int = 0
     cause: str = "the job starts"
@@ -193,15 +221,68 @@ class Head:
 
 
 @attrs.frozen
-class Document(Head):
-    """All of one job's membership: a head with its members. A member's index is its group rank."""
+class Leader:
+    """Which node decides for now, and which incarnation had ended before it came."""
+
+    id: str
+    host: str
+    came_after: str = ""
+
+
+@attrs.frozen
+class Note:
+    """What the node that leads lets the waiting ones know: why nothing happens yet, who is there
+    (the first names of `count`), how many wait for the generation with that membership to end, and
+    whether there are too few nodes to go on."""
+
+    reason: str = ""
+    here: tuple[str, ...] = ()
+    count: int = 0
+    waiting: int = 0
+    membership: str = ""
+    stuck: bool = False
+
+
+class ChangeKind(enum.Enum):
+    """REOPENED: rendezvous anew. RESIZE: the same, on purpose and with all workers at work, so that
+    they may first save and stop at a step that they agree on. SUCCEEDED, FAILED, ABORTED: the
+    job is over. EXPELLED: leave. LOST: the store has been out of reach for longer than the
+    handler allows.
+    """
+
+    REOPENED = "reopened"
+    RESIZE = "resize"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    EXPELLED = "expelled"
+    LOST = "lost"
+
+    @property
+    def final(self) -> bool:
+        """Whether there is nothing left to rendezvous for."""
+        return self not in (ChangeKind.REOPENED, ChangeKind.RESIZE)
+
+
+@attrs.frozen
+class Change:
+    """What happened to the generation that this node holds, why, and because of which node."""
+
+    kind: ChangeKind
+    reason: str
+    node: str = ""
+
+
+@attrs.frozen
+class Document(State):
+    """A job's state with its members. A member's index is its group rank."""
 
     members: tuple[Node, ...] = ()
 
     @property
-    def head(self) -> Head:
+    def state(self) -> State:
         """The document without its members."""
-        return Head(**{name: getattr(self, name) for name in attrs.fields_dict(Head)})
+        return State(**{name: getattr(self, name) for name in attrs.fields_dict(State)})
 
     @property
     def member_ids(self) -> frozenset[str]:
@@ -215,9 +296,9 @@ class Document(Head):
         return None
 
 
-def of_members(head: Head, members: Iterable[Node]) -> Document:
-    """The whole document of which this is the head."""
-    fields = {name: getattr(head, name) for name in attrs.fields_dict(Head)}
+def of_members(state: State, members: Iterable[Node]) -> Document:
+    """The whole document of which this is the state."""
+    fields = {name: getattr(state, name) for name in attrs.fields_dict(State)}
     return Document(**fields, members=tuple(members))
 
 
@@ -238,8 +319,8 @@ def resize(document: Document, cause: str) -> Document:
     return attrs.evolve(reopen(document, cause, why=Why.RESIZE), planned=True)
 
 
-def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: str) -> Document:
-    """The next generation, of these members in this order; `mark` is used for no other."""
+def settle(document: Document, members: Iterable[Node], *, charged: bool, nonce: str) -> Document:
+    """The next generation, of these members in this order; `nonce` is used for no other."""
     chosen = tuple(members)
     limits = document.limits
     if not limits.min_nodes <= len(chosen) <= limits.max_nodes:
@@ -251,7 +332,7 @@ def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: 
         document,
         phase=Phase.SETTLED,
         generation=generation,
-        roll=f"{generation}.{mark}",
+        membership=f"{generation}.{nonce}",
         nodes=len(chosen),
         members=tuple(_unclaimed(node) for node in chosen),
         restarts=document.restarts + charged,
@@ -261,7 +342,7 @@ def settle(document: Document, members: Iterable[Node], *, charged: bool, mark: 
 
 
 def _unclaimed(node: Node) -> Node:
-    return attrs.evolve(node, claim=None, claim_roll="", claim_kind=FailureKind.ORDINARY)
+    return attrs.evolve(node, claim=None, claim_membership="", claim_kind=FailureKind.ORDINARY)
 
 
 def expel(document: Document, node_ids: Iterable[str], live: Container[str]) -> Document:
@@ -280,17 +361,17 @@ def refuse(document: Document, node_ids: Iterable[str]) -> Document:
     return attrs.evolve(document, refused=tuple(node_ids))
 
 
-AnyHead = TypeVar("AnyHead", bound=Head)
+AnyState = TypeVar("AnyState", bound=State)
 
 
 def end(
-    document: AnyHead,
+    document: AnyState,
     phase: Phase,
     cause: str,
     *,
     ending: Ending,
     failure: Failure | None = None,
-) -> AnyHead:
+) -> AnyState:
     """The job is over, for as long as this incarnation lasts."""
     if document.phase.terminal or not phase.terminal:
         raise ConfigError(f"a job ends once, got {document.phase.value} -> {phase.value}")

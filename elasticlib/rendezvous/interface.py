@@ -12,8 +12,8 @@ from collections.abc import Callable
 import attrs
 
 from ..stores.interface import Store
-from .change import Change as Change
-from .change import ChangeKind as ChangeKind
+from .document import Change as Change
+from .document import ChangeKind as ChangeKind
 from .document import FailureKind as FailureKind
 from .document import Node as Node
 from .document import Why as Why

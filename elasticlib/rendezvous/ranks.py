@@ -1,6 +1,6 @@
 """Which member stands where: the order of a generation, and what each node need know of it.
 
-A node learns its own seat from one shard of the generation's roll, so that no node but the one
+A node learns its own seat from one shard of the generation's members, so that no node but the one
 that decides ever reads the names of all the others.
 """
 
@@ -16,7 +16,7 @@ import attrs
 from .document import Document, Node
 
 SHARD_NODES = 64
-"""Members on one shard of a roll, on average."""
+"""Members on one shard, on average."""
 
 
 @attrs.frozen
@@ -61,7 +61,7 @@ Row = tuple[Node, Seat]
 
 
 def shard_of(node_id: str, nodes: int) -> int:
-    """On which shard of the roll of a generation of `nodes` members this one stands."""
+    """On which shard this one stands, in a generation of `nodes` members."""
     return zlib.crc32(node_id.encode()) % shard_count(nodes)
 
 
@@ -70,7 +70,7 @@ def shard_count(nodes: int) -> int:
 
 
 def deal_shards(document: Document) -> Mapping[int, tuple[Row, ...]]:
-    """The roll of the document's generation, cut up; every shard is there, if only empty."""
+    """The members of the document's generation, cut up; every shard is there, if only empty."""
     count = shard_count(document.nodes)
     shards: dict[int, list[Row]] = {number: [] for number in range(count)}
     for row in zip(document.members, deal_seats(document.members), strict=True):

@@ -17,10 +17,9 @@ import attrs
 from ..agent.interface import RunResult
 from ..agent.loop import ElasticAgent
 from ..agent.options import AgentOptions
-from ..rendezvous.document import Limits, Node
-from ..rendezvous.dynamic import DynamicRendezvousHandler
+from ..rendezvous.document import Limits, Node, Timing
+from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.timing import Timing
 from ..stores.memory import MemoryStore
 from ..workers.spec import Entrypoint, Ladder, WorkerSpec
 from .agent_stage import Scene, Stage

@@ -12,10 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from ..rendezvous.document import Limits, Node
-from ..rendezvous.dynamic import DynamicRendezvousHandler
+from ..rendezvous.document import Limits, Node, Timing
+from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.timing import Timing
 from ..stores.interface import Store
 from .rendezvous_contract import HandlerRequest, MakeHandler, RendezvousContract
 

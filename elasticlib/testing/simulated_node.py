@@ -1,6 +1,6 @@
 """One agent of a simulated cluster, and the store as it reaches it.
 
-It runs the real `Participant`; what is simulated is when each step happens, and what fails.
+It runs the real `LocalNode`; what is simulated is when each step happens, and what fails.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import StoreUnavailable
-from ..rendezvous.change import change_since, final_change, has_entered
-from ..rendezvous.document import Document, Head, Node
+from ..rendezvous.document import Document, Node, Timing
 from ..rendezvous.intent import Intent
-from ..rendezvous.keys import Keys, Read
-from ..rendezvous.participant import Participant, Snapshot
-from ..rendezvous.ranks import Seat
+from ..rendezvous.layout import Keys, StoredJob
+from ..rendezvous.node import LocalNode, Reading
 from ..stores.interface import CompareSet
 from ..stores.keyspace import KeySpace
 from ..stores.memory import MemoryStore
@@ -46,13 +44,13 @@ class WatchedStore(MemoryStore):
         """What stands there now."""
         keys = Keys(RUN_ID)
         with super()._turn() as space:
-            return Read(keys, space.list(keys.job)).document(None)[0]
+            return StoredJob(keys, space.list(keys.job)).document(None)[0]
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
         outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        if outcome.won and key == Keys(RUN_ID).head:
+        if outcome.won and key == Keys(RUN_ID).state:
             document = self.document()
             assert document is not None
             self._seen(document)
@@ -67,7 +65,7 @@ class WatchedStore(MemoryStore):
 
 
 class SimulatedNode:
-    """One agent: a participant, workers that take time to stop, and a clock of its own."""
+    """One agent: its node, workers that take time to stop, and a clock of its own."""
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         self._simulation = simulation
@@ -81,12 +79,19 @@ class SimulatedNode:
         hint = index % simulation.limits.max_nodes if simulation.limits.fixed_ranks else None
         node = Node(id=f"{self.name}-1", host=self.name, address="127.0.0.1", slots=1, hint=hint)
         self.id = node.id
-        self.intent = Intent(node).seek()
-        self._participant = Participant(
-            simulation.store.client_of(self), RUN_ID, node, simulation.limits, simulation.lease
+        self.part = LocalNode(
+            simulation.store.client_of(self),
+            RUN_ID,
+            node,
+            simulation.limits,
+            Timing(lease=simulation.lease, refresh=simulation.lease / 5),
         )
+        self.part.seek()
         self._stopping = False
-        self._seen: Snapshot | None = None
+
+    @property
+    def intent(self) -> Intent:
+        return self.part.intent
 
     @property
     def training(self) -> int:
@@ -103,36 +108,32 @@ class SimulatedNode:
         if not self.alive or self._wait_out_stall(self.turn):
             return
         try:
-            snapshot = self._look()
+            reading = self._look()
         except StoreUnavailable:
             self._simulation.after(self._simulation.random.uniform(0.05, 1.0), self.turn)
             return
         delay = self._simulation.random.choice((0.0, 0.001, 0.05, 0.3))
-        self._simulation.after(delay, lambda: self._act(snapshot))
+        self._simulation.after(delay, lambda: self._act(reading))
 
-    def _look(self) -> Snapshot:
+    def _look(self) -> Reading:
         now = self._simulation.now * self._rate + self._origin
-        if self._seen is None:
-            self._seen = self._participant.read(self.intent, now)
-            seen = self._seen
-            self.intent = self.intent.arrive(
-                seen.head, self._simulation.limits, seen.leader, seen.seat
-            ).meet(seen.head)
-        self._participant.speak(self.intent, self._seen.head, now)
-        self._seen = self._participant.look(self.intent, now)
-        self._heed(self._seen)
-        return self._seen
+        if self.part.seen is None:
+            self.part.read(now)
+        self.part.speak(now)
+        reading = self.part.look(now)
+        self._heed(reading)
+        return reading
 
-    def _act(self, snapshot: Snapshot) -> None:
-        if not self.alive or self._wait_out_stall(lambda: self._act(snapshot)):
+    def _act(self, reading: Reading) -> None:
+        if not self.alive or self._wait_out_stall(lambda: self._act(reading)):
             return
-        pause = self._write(snapshot)
+        pause = self._write(reading)
         self._simulation.after(pause, self.turn)
 
-    def _write(self, snapshot: Snapshot) -> float:
+    def _write(self, reading: Reading) -> float:
         """Seconds until the next turn."""
         try:
-            decision, won = self._participant.act(snapshot)
+            decision, won = self.part.act(reading)
         except StoreUnavailable:
             return 0.1
         if decision.write is None:
@@ -148,24 +149,20 @@ class SimulatedNode:
             self._simulation.after(left, then)
         return left > 0
 
-    def _heed(self, snapshot: Snapshot) -> None:
-        self.intent = self.intent.meet(snapshot.head)
-        if final_change(snapshot.head, self.intent) is not None:
+    def _heed(self, reading: Reading) -> None:
+        if self.intent.final_change(reading.state) is not None:
             self.leave()
         elif self.intent.joining:
-            if has_entered(snapshot.head, snapshot.seat, self.intent):
-                assert snapshot.head is not None
-                assert snapshot.seat is not None
-                self._start(snapshot.head, snapshot.seat)
-        elif not self._stopping and change_since(snapshot.head, self.intent) is not None:
+            if self.part.enter() is not None:
+                self._start()
+        elif not self._stopping and self.intent.change(reading.state) is not None:
             self._stopping = True
             self._simulation.after(self._simulation.random.uniform(0.0, 2.0), self._stopped)
 
-    def _start(self, head: Head, seat: Seat) -> None:
-        self.intent = self.intent.enter(head, seat)
-        what = f"rank {seat.rank} of {seat.nodes} in {head.generation}"
-        self._simulation.tell(self.name, Mark.STARTS, what, generation=head.generation)
-        self._simulation.check_seat(self, head, seat)
+    def _start(self) -> None:
+        seat = self._simulation.check_seat(self)
+        what = f"rank {seat.rank} of {seat.nodes} in {self.training}"
+        self._simulation.tell(self.name, Mark.STARTS, what, generation=self.training)
 
     def _stopped(self) -> None:
         if self.alive and not self._wait_out_stall(self._stopped):
@@ -174,7 +171,7 @@ class SimulatedNode:
             if self.intent.node.draining:
                 self.leave()
                 return
-            self.intent = self.intent.seek()
+            self.part.seek()
 
     def forget(self) -> None:
         """The store is emptied, as by a restart without its memory."""
@@ -191,12 +188,12 @@ class SimulatedNode:
         self._simulation.tell(self.name, Mark.LEAVES, "leaves")
         self.alive = False
         if not self.cut:
-            self._participant.withdraw()
+            self.part.withdraw()
 
     def fail_workers(self) -> None:
         if self.training and not self._stopping:
             self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
-            self.intent = self.intent.fail("exit code 1")
+            self.part.fail("exit code 1")
 
     def drain(self) -> None:
         """It leaves at once if it has no workers, else when all who hear of it have stopped."""
@@ -204,7 +201,7 @@ class SimulatedNode:
             self.leave()
         elif not self.intent.node.draining:
             self._simulation.tell(self.name, Mark.DRAINS, "is about to leave")
-            self.intent = self.intent.drain("drain")
+            self.part.drain("drain")
 
     def stall(self, seconds: float) -> None:
         self.stalled_until = self._simulation.now + seconds
@@ -218,11 +215,11 @@ class SimulatedNode:
 
     def echo(self, delay: float) -> None:
         """A wake-up comes twice, the second time late: what was read is acted upon again."""
-        snapshot = self._seen
-        if snapshot is not None:
+        reading = self.part.seen
+        if reading is not None:
             self._simulation.tell(self.name, Mark.ECHOES, f"acts again in {delay:.1f} s")
-            self._simulation.after(delay, lambda: self._act_again(snapshot))
+            self._simulation.after(delay, lambda: self._act_again(reading))
 
-    def _act_again(self, snapshot: Snapshot) -> None:
-        if self.alive and not self._wait_out_stall(lambda: self._act_again(snapshot)):
-            self._write(snapshot)
+    def _act_again(self, reading: Reading) -> None:
+        if self.alive and not self._wait_out_stall(lambda: self._act_again(reading)):
+            self._write(reading)

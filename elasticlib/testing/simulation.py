@@ -1,6 +1,6 @@
 """A seeded cluster that never was: many nodes, one store, and whatever can go wrong between.
 
-Each node runs the real `Participant` step by step; the simulator chooses when each step happens,
+Each node runs the real `LocalNode` step by step; the simulator chooses when each step happens,
 what fails, and how each node's clock differs in origin and rate. The same seed is the same run.
 """
 
@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from ..rendezvous.document import Document, Head, Limits, Phase
+from ..rendezvous.document import Document, Limits, Phase
 from ..rendezvous.ranks import Seat
 from .simulated_node import SimulatedNode, WatchedStore
 from .story import Faults as Faults
@@ -164,14 +164,21 @@ class Simulation:
         """From now on, nobody can know of a generation but those who were in it."""
         self._last.clear()
 
-    def check_seat(self, node: SimulatedNode, head: Head, seat: Seat) -> None:
+    def check_seat(self, node: SimulatedNode) -> Seat:
         """Each node sees its own rank: no two the same one, in one generation of one size."""
-        taken = self._seats.setdefault(head.roll, {})
+        reading = node.part.seen
+        assert reading is not None
+        state, seat = reading.state, reading.seat
+        assert state is not None
+        assert seat is not None
+        taken = self._seats.setdefault(state.membership, {})
         holder = taken.setdefault(seat.rank, node.name)
         if holder != node.name:
-            self._broken(f"{holder} and {node.name} both have rank {seat.rank} in {head.roll}")
-        if not seat.rank < seat.nodes == head.nodes:
-            self._broken(f"{node.name} has rank {seat.rank} of {seat.nodes} in {head.roll}")
+            what = f"{holder} and {node.name} both have rank {seat.rank}"
+            self._broken(f"{what} in {state.membership}")
+        if not seat.rank < seat.nodes == state.nodes:
+            self._broken(f"{node.name} has rank {seat.rank} of {seat.nodes} in {state.membership}")
+        return seat
 
     def _watch(self, document: Document) -> None:
         last = self._last.get(document.incarnation)

@@ -21,7 +21,7 @@ from elasticlib.agent.report import (
 )
 from elasticlib.errors import RendezvousClosed
 from elasticlib.rendezvous.interface import Change, ChangeKind
-from elasticlib.rendezvous.keys import Keys, Read
+from elasticlib.rendezvous.layout import Keys, StoredJob
 from elasticlib.stores.interface import CompareSet, Listing
 from elasticlib.workers.exit import WorkerExit
 
@@ -82,7 +82,7 @@ def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> Non
     store, keys = MemoryStore(), Keys("run")
     for roll in ("1.a", "2.b"):
         store.set(f"{keys.board(roll)}first", b"")
-    left = Read(keys, store.list(keys.job)).left_over("2.b")
+    left = StoredJob(keys, store.list(keys.job)).left_over("2.b")
     assert left == (f"{keys.board('1.a')}first",)
 
 

@@ -32,8 +32,7 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.errors import IllegalTransition
-from elasticlib.rendezvous.change import Change, ChangeKind
-from elasticlib.rendezvous.document import FailureKind
+from elasticlib.rendezvous.interface import Change, ChangeKind, FailureKind
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 

@@ -12,10 +12,9 @@ from lone_agent import OneWorker, Run, running
 
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerGroup, WorkerState
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Limits
-from elasticlib.rendezvous.keys import Keys
-from elasticlib.rendezvous.standstill import Standstill
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Timing
+from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.node import Standstill
 from elasticlib.testing.rendezvous_over_store import Listener
 
 PATIENCE = 60.0

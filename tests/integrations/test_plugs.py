@@ -25,7 +25,7 @@ import elasticlib
 from elasticlib.errors import RendezvousClosed
 from elasticlib.launch.from_torch import HandlerFromTorch, open_from_torch
 from elasticlib.rendezvous.bootstrap import open_threaded_torch_store
-from elasticlib.rendezvous.change import ChangeKind
+from elasticlib.rendezvous.interface import ChangeKind
 
 BACKENDS = ("el-tcp", "el-file", "el-etcd")
 

@@ -16,7 +16,6 @@ from elasticlib.observe.status import (
     JobStatus,
     JobView,
     NodeStatus,
-    Note,
     status_of,
     status_of_records,
 )
@@ -39,6 +38,7 @@ from elasticlib.rendezvous.document import (
     Failure,
     Limits,
     Node,
+    Note,
     Phase,
     reopen,
     resize,
@@ -46,7 +46,7 @@ from elasticlib.rendezvous.document import (
 )
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 2) for n in range(3))
-SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, mark="m")
+SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, nonce="m")
 S = JobState
 
 

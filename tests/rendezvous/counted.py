@@ -6,11 +6,9 @@ import itertools
 from collections import Counter
 
 from elasticlib.errors import StoreUnavailable
-from elasticlib.rendezvous.change import change_since, has_entered
-from elasticlib.rendezvous.document import Document, Limits, Node, Phase
-from elasticlib.rendezvous.intent import Intent
-from elasticlib.rendezvous.keys import Keys, Read
-from elasticlib.rendezvous.participant import Participant, Snapshot
+from elasticlib.rendezvous.document import Document, Limits, Node, Phase, Timing
+from elasticlib.rendezvous.layout import Keys, StoredJob
+from elasticlib.rendezvous.node import LocalNode, Reading
 from elasticlib.stores.interface import CompareSet, Entry, Listing, Store
 from elasticlib.stores.memory import MemoryStore
 
@@ -95,69 +93,51 @@ class Member:
         self.store = CountedStore(crew.memory.client())
         node = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
         self.id = node.id
-        self.intent = Intent(node).seek()
-        self.participant = Participant(self.store, RUN, node, limits, LEASE)
-        self.seen: Snapshot | None = None
+        self.part = LocalNode(self.store, RUN, node, limits, Timing(lease=LEASE))
+        self.part.seek()
         self.publishes = True
+
+    @property
+    def seen(self) -> Reading:
+        assert self.part.seen is not None
+        return self.part.seen
 
     @property
     def generation(self) -> int:
         """Whose workers run here, or 0."""
-        return 0 if self.intent.joining else self.intent.held
+        return 0 if self.part.intent.joining else self.part.intent.held
 
     def turn(self) -> None:
         """What the handler's loop does in one turn; workers are stopped as soon as they must."""
-        now, joined = self._crew.now, self.seen is None
-        if self.seen is None:
-            self._meet(self.participant.read(self.intent, now))
-        assert self.seen is not None
-        self.participant.speak(self.intent, self.seen.head, now)
+        joined = self.part.seen is None
+        if joined:
+            self.part.read(self._crew.now)
+        self.part.speak(self._crew.now)
         if (joined and self.seen.leader is None) or self._stirred():
             self.look()
 
-    def arrive(self) -> Snapshot:
-        """A first look, by which the node finds out whether the job was over before it came."""
-        first = self.participant.read(self.intent, self._crew.now)
-        self.intent = self.intent.arrive(first.head, self.participant.limits, first.leader)
-        return first
-
-    def come(self) -> None:
-        """The same, and a turn."""
-        self.arrive()
-        self.turn()
-
     def _stirred(self) -> bool:
-        assert self.seen is not None
-        prefix, version = self.participant.prefix, self.seen.version
-        return self.store.inner.wait(prefix, after=version, timeout=0.0)
+        return self.store.inner.wait(self.part.prefix, after=self.seen.version, timeout=0.0)
 
     def look(self) -> None:
         now = self._crew.now
-        self._meet(self.participant.look(self.intent, now))
-        assert self.seen is not None
-        self._heed(self.seen)
-        self.participant.act(self.seen)
-        self.participant.speak(self.intent, self.seen.head, now)
+        reading = self.part.look(now)
+        self._heed(reading)
+        self.part.act(reading)
+        self.part.speak(now)
 
     def leave(self) -> None:
-        self.participant.leave(self.intent)
+        self.part.leave()
         self.store.close()
 
-    def _meet(self, snapshot: Snapshot) -> None:
-        self.seen = snapshot
-        live = () if snapshot.view is None else snapshot.view.live
-        self.intent = self.intent.meet(snapshot.head).notice(snapshot.head, snapshot.leader, live)
-
-    def _heed(self, snapshot: Snapshot) -> None:
-        head, seat = snapshot.head, snapshot.seat
-        if self.intent.joining and has_entered(head, seat, self.intent):
-            assert head is not None
-            assert seat is not None
-            self.intent = self.intent.enter(head, seat)
-            if seat.rank == 0 and self.publishes:
-                self.participant.publish_master(snapshot, head.roll, "127.0.0.1:1")
-        elif not self.intent.joining and change_since(head, self.intent) is not None:
-            self.intent = self.intent.seek()
+    def _heed(self, reading: Reading) -> None:
+        if self.part.intent.joining:
+            seat = self.part.enter()
+            if seat is not None and seat.rank == 0 and self.publishes:
+                self.part.serve("127.0.0.1:1")
+                self.part.report(reading)
+        elif self.part.intent.change(reading.state) is not None:
+            self.part.seek()
 
 
 class Crew:
@@ -195,13 +175,13 @@ class Crew:
         raise AssertionError("no common generation in twelve turns")
 
     def document(self) -> Document | None:
-        return Read(KEYS, self.memory.list(KEYS.job)).document(None)[0]
+        return StoredJob(KEYS, self.memory.list(KEYS.job)).document(None)[0]
 
     @property
     def leader(self) -> Member:
-        (leader,) = [member for member in self.members if member.participant.leads]
+        (leader,) = [member for member in self.members if member.part.leads]
         return leader
 
     @property
     def followers(self) -> list[Member]:
-        return [member for member in self.members if not member.participant.leads]
+        return [member for member in self.members if not member.part.leads]

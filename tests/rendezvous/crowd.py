@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticlib.rendezvous.document import Limits, Node
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Node, Timing
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.testing.rendezvous_over_store import Listener
 

@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.rendezvous.budget import FIRST_PAUSE, FREE_RESTARTS, QUICK_SECONDS, pause
-from elasticlib.rendezvous.change import ChangeKind, change_since
-from elasticlib.rendezvous.decide import Decision, View, decide
+from elasticlib.rendezvous.decide import (
+    FIRST_PAUSE,
+    FREE_RESTARTS,
+    QUICK_SECONDS,
+    Decision,
+    View,
+    decide,
+    pause,
+)
 from elasticlib.rendezvous.document import (
     Document,
     Failure,
@@ -21,6 +27,7 @@ from elasticlib.rendezvous.document import (
     settle,
 )
 from elasticlib.rendezvous.intent import Intent
+from elasticlib.rendezvous.interface import ChangeKind
 
 LIMITS = Limits(
     1, 4, max_restarts=9, restart_window=60.0, restart_backoff=8.0, resize_interval=20.0
@@ -29,12 +36,12 @@ A, B, C = (Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for nam
 
 
 def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Document:
-    document = settle(Document(limits, "one"), members, charged=False, mark="m")
+    document = settle(Document(limits, "one"), members, charged=False, nonce="m")
     return attrs.evolve(document, **fields)
 
 
 def next_of(document: Document, *live: Node, **fields: object) -> Decision:
-    seen = View(live[0].id, document.limits, document, live, mark="next", today="now")
+    seen = View(live[0].id, document.limits, document, live, nonce="next", today="now")
     return decide(attrs.evolve(seen, **fields))
 
 
@@ -45,26 +52,28 @@ def written(document: Document, *live: Node, **fields: object) -> Document:
 
 
 def waiting(*members: Node) -> list[Node]:
-    return [attrs.evolve(member, left="1.m") for member in members]
+    return [attrs.evolve(member, stopped="1.m") for member in members]
 
 
 def failed(member: Node, kind: FailureKind = FailureKind.ORDINARY) -> Node:
-    return attrs.evolve(member, claim=f"{member.host} broke", claim_roll="1.m", claim_kind=kind)
+    return attrs.evolve(
+        member, claim=f"{member.host} broke", claim_membership="1.m", claim_kind=kind
+    )
 
 
 # -- drains ----------------------------------------------------------------------------------------
 
 
 def drained(member: Node) -> Node:
-    return attrs.evolve(member, roll="1.m", runs=True, draining="SIGUSR2")
+    return attrs.evolve(member, membership="1.m", runs=True, draining="SIGUSR2")
 
 
 def test_a_member_that_drains_ends_the_generation_on_purpose() -> None:
     after = written(settled(A, B), A, drained(B))
     assert (after.phase, after.cause, after.planned) == (Phase.OPEN, "b drains (SIGUSR2)", True)
     for member in (A, B):
-        intent = Intent(attrs.evolve(member, roll="1.m"), False, False, "one", after)
-        change = change_since(after, intent)
+        intent = Intent(attrs.evolve(member, membership="1.m"), False, False, "one", after)
+        change = intent.change(after)
         assert change is not None
         assert (change.kind, change.reason) == (ChangeKind.RESIZE, "b drains (SIGUSR2)")
 
@@ -88,7 +97,7 @@ def test_a_node_that_drains_is_no_candidate() -> None:
 
 
 def test_who_is_done_may_drain_without_ending_the_others_generation() -> None:
-    waits = next_of(settled(A, B), A, drained(B), done=frozenset({B.id}))
+    waits = next_of(settled(A, B), A, drained(B), finished=frozenset({B.id}))
     assert (waits.write, waits.reason) == (None, "1 of 2 nodes are done")
 
 
@@ -98,8 +107,8 @@ def test_a_failure_is_told_before_a_drain_and_stops_all_without_a_notice() -> No
 
 
 def test_who_slept_through_a_resize_hears_of_a_generation_that_it_is_not_in() -> None:
-    later = attrs.evolve(settled(A), generation=2, roll="2.m", planned=True)
-    change = change_since(later, Intent(attrs.evolve(B, roll="1.m"), False, False, "one", later))
+    later = attrs.evolve(settled(A), generation=2, membership="2.m", planned=True)
+    change = Intent(attrs.evolve(B, membership="1.m"), False, False, "one", later).change(later)
     assert change is not None
     assert change.kind is ChangeKind.REOPENED
 
@@ -124,7 +133,7 @@ def test_nodes_that_failed_at_start_leave_together_and_the_others_go_on() -> Non
     after = written(opened, *waiting(*here))
     assert (after.phase, after.expelled) == (Phase.OPEN, (B.id, C.id))
     intent = Intent(here[1], False, True, "one", opened)
-    change = change_since(after, intent)
+    change = intent.change(after)
     assert change is not None
     assert change.kind is ChangeKind.EXPELLED
     assert "(not retried: they failed at start)" in change.reason
@@ -191,9 +200,9 @@ def test_the_last_failure_that_the_budget_allows_is_told_at_once() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(0, 1e6), st.text())
-def test_no_pause_is_longer_than_was_asked_for(quick: int, longest: float, roll: str) -> None:
+def test_no_pause_is_longer_than_was_asked_for(quick: int, longest: float, membership: str) -> None:
     limits = attrs.evolve(LIMITS, restart_backoff=longest)
-    assert 0 <= pause(Document(limits, quick=quick, roll=roll)) <= longest
+    assert 0 <= pause(Document(limits, quick=quick, membership=membership)) <= longest
 
 
 # -- what time brings ------------------------------------------------------------------------------

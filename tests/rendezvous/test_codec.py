@@ -9,30 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousMismatch
-from elasticlib.rendezvous.codec import (
-    Note,
-    decode_head,
-    decode_leader,
-    decode_node,
-    decode_note,
-    decode_shard,
-    encode_head,
-    encode_leader,
-    encode_node,
-    encode_note,
-    encode_shard,
-)
 from elasticlib.rendezvous.document import (
     Ending,
     Failure,
     FailureKind,
-    Head,
+    Leader,
     Limits,
     Node,
+    Note,
     Phase,
+    State,
     Why,
 )
-from elasticlib.rendezvous.intent import Leader
+from elasticlib.rendezvous.layout import (
+    decode,
+    decode_node,
+    decode_shard,
+    decode_state,
+    encode,
+    encode_shard,
+    encode_state,
+)
 from elasticlib.rendezvous.ranks import deal_seats
 
 nodes = st.builds(
@@ -44,23 +41,23 @@ nodes = st.builds(
     role=st.text(),
     hint=st.none() | st.integers(0, 9),
     topology=st.text(),
-    roll=st.text(),
+    membership=st.text(),
     rank=st.integers(0, 9),
     runs=st.booleans(),
-    left=st.text(),
-    beyond=st.text(),
+    stopped=st.text(),
+    came_after=st.text(),
     claim=st.none() | st.text(),
-    claim_roll=st.text(),
+    claim_membership=st.text(),
     claim_kind=st.sampled_from(FailureKind),
     draining=st.text(),
 )
 LIMITS = Limits(1, 9, 3, last_call=0.5, spares=2, quorum=True, launch="l")
-heads = st.builds(
-    Head,
+states = st.builds(
+    State,
     limits=st.just(LIMITS),
     phase=st.sampled_from(Phase),
     generation=st.integers(0, 1 << 40),
-    roll=st.text(),
+    membership=st.text(),
     nodes=st.integers(0, 9),
     restarts=st.integers(0, 9),
     cause=st.text(),
@@ -77,63 +74,68 @@ heads = st.builds(
 
 
 def test_a_head_of_a_version_that_did_not_say_why_is_read() -> None:
-    said = json.loads(encode_head(Head(LIMITS, cause="n2 left", why=Why.LOSS)))
+    said = json.loads(encode_state(State(LIMITS, cause="n2 left", why=Why.LOSS)))
     del said["why"]
-    old = decode_head(json.dumps({**said, "format": 3}).encode())
-    assert old == Head(LIMITS, cause="n2 left", why=None)
+    old = decode_state(json.dumps({**said, "format": 3}).encode())
+    assert old == State(LIMITS, cause="n2 left", why=None)
     new = json.dumps({**said, "format": 4, "why": "for a reason of tomorrow"}).encode()
-    assert decode_head(new).why is None
+    assert decode_state(new).why is None
 
 
 @given(nodes)
 def test_a_node_comes_back_as_it_went(node: Node) -> None:
-    assert decode_node(encode_node(node)) == node
+    assert decode_node(encode(node)) == node
 
 
-@given(heads)
-def test_a_head_comes_back_as_it_went(head: Head) -> None:
-    assert decode_head(encode_head(head)) == head
+@given(states)
+def test_a_head_comes_back_as_it_went(state: State) -> None:
+    assert decode_state(encode_state(state)) == state
 
 
 @given(st.lists(nodes, max_size=5, unique_by=lambda node: node.id))
-def test_a_roll_comes_back_with_everyones_seat(members: list[Node]) -> None:
+def test_a_shard_comes_back_with_everyones_seat(members: list[Node]) -> None:
     rows = tuple(zip(members, deal_seats(members), strict=True))
     assert decode_shard(encode_shard(rows)) == rows
 
 
-@given(st.builds(Leader, id=st.text(), host=st.text(), beyond=st.text()))
+@given(st.builds(Leader, id=st.text(), host=st.text(), came_after=st.text()))
 def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
-    assert decode_leader(encode_leader(leader)) == leader
+    assert decode(Leader, encode(leader), "the leader") == leader
 
 
 @given(st.builds(Note, reason=st.text(), here=st.lists(st.text()).map(tuple), count=st.just(3)))
 def test_a_note_comes_back_as_it_went(note: Note) -> None:
-    assert decode_note(encode_note(note)) == note
+    assert decode(Note, encode(note), "the note") == note
 
 
 def test_a_kind_of_failure_that_we_do_not_know_is_refused() -> None:
-    said = encode_node(Node("a-1", "a", "", 1, claim_kind=FailureKind.KILLED))
-    with pytest.raises(RendezvousMismatch, match="unknown kind of failure 'eaten'"):
+    said = encode(Node("a-1", "a", "", 1, claim_kind=FailureKind.KILLED))
+    with pytest.raises(RendezvousMismatch, match="field 'claim_kind' is 'eaten'"):
         decode_node(said.replace(b'"killed"', b'"eaten"'))
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
-    for decode in (decode_head, decode_leader, decode_node, decode_note):
+    for kind in (Leader, Note, Node):
         with pytest.raises(RendezvousMismatch):
-            decode(noise)
+            decode(kind, noise, "noise")
+    with pytest.raises(RendezvousMismatch):
+        decode_state(noise)
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[1]", b"[[1,2]]", b'[[{},{"rank":0}]]', b"\xff"])
-def test_a_roll_that_is_none_is_refused(data: bytes) -> None:
+def test_a_shard_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(RendezvousMismatch):
         decode_shard(data)
 
 
 def spoilt(**fields: object) -> bytes:
-    raw = json.loads(encode_head(Head(Limits(1, 2))))
+    raw = json.loads(encode_state(State(Limits(1, 2))))
     raw.update(fields)
     return json.dumps(raw).encode()
+
+
+LIMITS_SAID = json.loads(encode_state(State(Limits(1, 2))))["limits"]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +151,15 @@ def spoilt(**fields: object) -> bytes:
         (spoilt(expelled=[1]), "expelled"),
         (spoilt(extra=1), "extra"),
         (spoilt(limits={}), "limits"),
+        (
+            spoilt(failure={"node": 1, "reason": "", "kind": ""}),
+            "the document: field 'failure': field 'node' is 1",
+        ),
+        (spoilt(generation=1 << 70), "generation"),
+        (spoilt(limits={**LIMITS_SAID, "last_call": float("nan")}), "last_call"),
+        (spoilt(limits={**LIMITS_SAID, "min_nodes": 0}), "need 1 <= min_nodes"),
     ],
 )
 def test_an_error_names_the_field(data: bytes, named: str) -> None:
     with pytest.raises(RendezvousMismatch, match=named):
-        decode_head(data)
+        decode_state(data)

@@ -11,6 +11,7 @@ from elasticlib.rendezvous.document import (
     Document,
     Ending,
     Failure,
+    Leader,
     Limits,
     Node,
     Phase,
@@ -19,7 +20,7 @@ from elasticlib.rendezvous.document import (
     reopen,
     settle,
 )
-from elasticlib.rendezvous.intent import Leader, late_for
+from elasticlib.rendezvous.intent import late_for
 from elasticlib.rendezvous.ranks import in_rank_order
 
 LIMITS = Limits(2, 4, max_restarts=1, last_call=2.0)
@@ -31,27 +32,27 @@ def node(name: str, **fields: object) -> Node:
 
 
 def settled(*members: Node, limits: Limits = LIMITS, **fields: object) -> Document:
-    document = settle(Document(limits, "one"), members, charged=False, mark="m")
+    document = settle(Document(limits, "one"), members, charged=False, nonce="m")
     return attrs.evolve(document, **fields)
 
 
 def view(document: Document | None, *live: Node, **fields: object) -> View:
     limits = LIMITS if document is None else document.limits
     me = live[0].id if live else "nobody"
-    return attrs.evolve(View(me, limits, document, live, mark="next", today="now"), **fields)
+    return attrs.evolve(View(me, limits, document, live, nonce="next", today="now"), **fields)
 
 
 A, B, C, D, E = (node(name) for name in "abcde")
 
 
 def waiting(member: Node, left: str = "1.m") -> Node:
-    return attrs.evolve(member, left=left)
+    return attrs.evolve(member, stopped=left)
 
 
 def holding(document: Document) -> list[Node]:
     """Its members, as each of them remembers where it is."""
     return [
-        attrs.evolve(member, roll=document.roll, rank=rank, runs=True)
+        attrs.evolve(member, membership=document.membership, rank=rank, runs=True)
         for rank, member in enumerate(document.members)
     ]
 
@@ -94,9 +95,11 @@ def test_why_a_generation_ends_is_told_apart_from_its_words() -> None:
     """Whatever a failure, or a node, is called."""
     stands = settled(A, B, C)
     a, b, c = holding(stands)
-    failed = attrs.evolve(a, claim="ValueError: no batches left", claim_roll=stands.roll)
+    failed = attrs.evolve(
+        a, claim="ValueError: no batches left", claim_membership=stands.membership
+    )
     drains = attrs.evolve(a, draining="nobody left")
-    again = attrs.evolve(a, left=stands.roll)
+    again = attrs.evolve(a, stopped=stands.membership)
     told = {
         Why.FAILURE: [(failed, b, c)],
         Why.LOSS: [(b, c), (failed, b), (again, b, c)],
@@ -126,7 +129,7 @@ def test_nobody_is_left_out_while_it_stops_its_workers() -> None:
 
 
 def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
-    claimed = attrs.evolve(B, claim="exit code 1", claim_roll="1.m")
+    claimed = attrs.evolve(B, claim="exit code 1", claim_membership="1.m")
     opened = decide(view(settled(A, B), A, claimed)).write
     assert opened is not None
     assert opened.failure == Failure(B.id, "exit code 1")
@@ -136,16 +139,16 @@ def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
 
 
 def test_the_earliest_claim_is_the_cause() -> None:
-    first = attrs.evolve(B, claim="first", claim_roll="1.m")
-    second = attrs.evolve(A, claim="second", claim_roll="1.m")
+    first = attrs.evolve(B, claim="first", claim_membership="1.m")
+    second = attrs.evolve(A, claim="second", claim_membership="1.m")
     opened = decide(view(settled(A, B), first, second)).write
     assert opened is not None
     assert opened.failure == Failure(B.id, "first")
 
 
 def test_an_old_claim_means_nothing_to_a_later_generation() -> None:
-    old = attrs.evolve(B, claim="exit code 1", claim_roll="1.m")
-    document = attrs.evolve(settled(A, B), generation=2, roll="2.m")
+    old = attrs.evolve(B, claim="exit code 1", claim_membership="1.m")
+    document = attrs.evolve(settled(A, B), generation=2, membership="2.m")
     assert decide(view(document, A, old)).write is None
 
 
@@ -182,20 +185,20 @@ def test_surplus_nodes_are_spares_and_change_nothing() -> None:
 
 
 def test_a_stranger_whose_workers_may_still_run_is_not_let_in() -> None:
-    stale = attrs.evolve(C, roll="3.m", runs=True)
+    stale = attrs.evolve(C, membership="3.m", runs=True)
     assert decide(view(settled(A, B), A, B, stale, quiet=9.0)).write is None
 
 
 def test_all_done_is_success_and_nobody_joins_once_one_is_done() -> None:
     document = settled(A, B)
-    assert decide(view(document, A, B, C, done=frozenset({A.id}), quiet=9.0)).write is None
-    ended = decide(view(document, A, B, done=frozenset({A.id, B.id}))).write
+    assert decide(view(document, A, B, C, finished=frozenset({A.id}), quiet=9.0)).write is None
+    ended = decide(view(document, A, B, finished=frozenset({A.id, B.id}))).write
     assert ended is not None
     assert ended.phase is Phase.SUCCEEDED
 
 
 def test_a_done_node_that_has_gone_is_no_loss() -> None:
-    assert decide(view(settled(A, B), B, done=frozenset({A.id}))).write is None
+    assert decide(view(settled(A, B), B, finished=frozenset({A.id}))).write is None
 
 
 def test_asking_again_starts_a_new_generation_for_all() -> None:
@@ -232,15 +235,15 @@ def test_with_fixed_ranks_each_stands_where_it_asked_and_a_double_waits() -> Non
 
 
 names = st.sampled_from([f"n{i}" for i in range(7)])
-rolls = st.sampled_from(["", "1.m", "2.m"])
+memberships = st.sampled_from(["", "1.m", "2.m"])
 some_nodes = st.builds(
     lambda name, left, runs, failed: node(
-        name, left=left, runs=runs, claim="x" if failed else None, claim_roll=failed
+        name, stopped=left, runs=runs, claim="x" if failed else None, claim_membership=failed
     ),
     names,
-    rolls,
+    memberships,
     st.booleans(),
-    rolls,
+    memberships,
 )
 lives = st.lists(some_nodes, unique_by=lambda n: n.id, max_size=7)
 
@@ -252,7 +255,7 @@ def documents(draw: st.DrawFn) -> Document:
     document = Document(limits)
     members = draw(lives)
     if limits.min_nodes <= len(members) <= limits.max_nodes:
-        document = settle(document, members, charged=False, mark="m")
+        document = settle(document, members, charged=False, nonce="m")
         if draw(st.booleans()):
             failure = draw(st.sampled_from([None, Failure(members[0].id, "x")]))
             document = reopen(document, "x", failure)
@@ -266,7 +269,7 @@ def test_whatever_is_written_keeps_the_promises(
 ) -> None:
     ids = frozenset(f"{name}-1" for name in done) & document.member_ids
     me = live[0].id if live else "nobody"
-    seen = View(me, document.limits, document, tuple(live), ids, quiet=quiet, mark="next")
+    seen = View(me, document.limits, document, tuple(live), ids, quiet=quiet, nonce="next")
     after = decide(seen).write
     if after is not None:
         _check(document, after, live)
@@ -280,14 +283,16 @@ def _check(before: Document, after: Document, live: list[Node]) -> None:
         assert after.members == before.members
         return
     ids = [member.id for member in after.members]
-    assert after.roll != before.roll
+    assert after.membership != before.membership
     assert after.nodes == len(ids)
     assert before.phase is Phase.OPEN
     assert before.limits.min_nodes <= len(ids) <= before.limits.max_nodes
     assert len(set(ids)) == len(ids)
     assert not set(ids) & {*before.expelled, *before.refused}
     ready = {
-        n.id for n in live if (n.left == before.roll if n.id in before.member_ids else not n.runs)
+        n.id
+        for n in live
+        if (n.stopped == before.membership if n.id in before.member_ids else not n.runs)
     }
     assert set(ids) <= ready
     survivors = [m.id for m in before.members if m.id in ids]
@@ -298,14 +303,14 @@ def _check(before: Document, after: Document, live: list[Node]) -> None:
 
 
 def forgotten(document: Document, *live: Node, **fields: object) -> View:
-    return view(None, *live, memory=document.head, **fields)
+    return view(None, *live, memory=document.state, **fields)
 
 
 def test_a_forgotten_generation_is_the_same_again_when_all_its_nodes_remember_it() -> None:
     document = settled(A, B)
     a, b = holding(document)
     again = decide(forgotten(document, b, C, a)).write
-    assert again == of_members(document.head, (a, b))
+    assert again == of_members(document.state, (a, b))
     assert again.phase is Phase.SETTLED
 
 
@@ -333,12 +338,12 @@ def test_with_a_quorum_more_than_half_must_remember() -> None:
 def test_a_document_in_which_nothing_came_gives_way_to_what_is_remembered() -> None:
     document = settled(A, B)
     fresh = Document(LIMITS, "two")
-    seen = view(fresh, *holding(document), memory=document.head)
+    seen = view(fresh, *holding(document), memory=document.state)
     again = decide(seen).write
     assert again is not None
     assert (again.incarnation, again.generation) == ("one", 1)
     other = attrs.evolve(settled(C, D), incarnation="two")
-    assert decide(view(other, C, D, *holding(document), memory=document.head)).write is None
+    assert decide(view(other, C, D, *holding(document), memory=document.state)).write is None
 
 
 def test_a_memory_that_nobody_has_any_more_counts_for_nothing() -> None:
@@ -358,22 +363,22 @@ def test_what_an_absence_of_the_store_ended_is_given_time_to_come_back() -> None
 
 def test_a_job_that_is_over_begins_anew_once_its_nodes_have_left() -> None:
     ended = attrs.evolve(settled(A, B), phase=Phase.SUCCEEDED)
-    new = attrs.evolve(C, beyond="one")
+    new = attrs.evolve(C, came_after="one")
     assert decide(view(ended, A, new)).write is None
-    assert decide(view(ended, new, A, beyond="one")).write is None
+    assert decide(view(ended, new, A, came_after="one")).write is None
     anew = Document(LIMITS, "next", supersedes="one")
-    assert decide(view(ended, new, beyond="one")).write == anew
+    assert decide(view(ended, new, came_after="one")).write == anew
     # Who slept through all that has nothing to put in its place.
     sleeper = holding(settled(A, B))
-    stays = decide(view(anew, C, D, *sleeper, memory=settled(A, B).head, quiet=9.0)).write
+    stays = decide(view(anew, C, D, *sleeper, memory=settled(A, B).state, quiet=9.0)).write
     assert stays is not None
     assert stays.incarnation == "next"
 
 
 def test_a_job_of_which_nobody_is_left_begins_anew_but_not_under_a_spare() -> None:
     left = settled(A, B)
-    came = attrs.evolve(C, beyond="one")
-    anew = decide(view(left, came, beyond="one")).write
+    came = attrs.evolve(C, came_after="one")
+    anew = decide(view(left, came, came_after="one")).write
     assert anew == Document(LIMITS, "next", generation=1, supersedes="one")
     kept = decide(view(left, D, came)).write
     assert kept is not None
@@ -383,7 +388,7 @@ def test_a_job_of_which_nobody_is_left_begins_anew_but_not_under_a_spare() -> No
 def test_who_comes_after_the_end_is_late_if_there_was_room_for_it() -> None:
     ended = attrs.evolve(settled(A, B), phase=Phase.FAILED)
     full = attrs.evolve(settled(A, B, C, D), phase=Phase.FAILED)
-    old, new = Leader("a", "a"), Leader("c", "c", beyond="one")
+    old, new = Leader("a", "a"), Leader("c", "c", came_after="one")
     assert late_for(ended, LIMITS, None)
     assert not late_for(full, LIMITS, None)
     assert not late_for(full, LIMITS, new)
@@ -398,6 +403,6 @@ def test_where_starts_have_names_the_name_says_who_is_late() -> None:
 
 
 def test_the_end_says_who_wrote_it_down_and_when() -> None:
-    ended = decide(view(settled(A, B), A, B, done=frozenset({A.id, B.id}))).write
+    ended = decide(view(settled(A, B), A, B, finished=frozenset({A.id, B.id}))).write
     assert ended is not None
     assert ended.ending == Ending("a", "now")

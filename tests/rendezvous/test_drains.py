@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from test_ending import head_of
+from test_ending import state_of
 from test_handlers import Cluster, change
 
-from elasticlib.rendezvous.change import Change, ChangeKind
 from elasticlib.rendezvous.document import FailureKind, Limits
+from elasticlib.rendezvous.interface import Change, ChangeKind
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def test_restarts_are_forgiven_once_a_generation_has_stood_for_the_window(
         info = cluster.join(handler).result(20)
         assert info.restarts == 1
         for _ in range(1000):
-            if head_of(cluster).restarts == 0:
+            if state_of(cluster).restarts == 0:
                 break
             threading.Event().wait(0.01)
-        assert head_of(cluster).restarts == 0
+        assert state_of(cluster).restarts == 0
         # Nobody's workers are stopped for that.
         assert handler.wait_for_change(0.0) is None

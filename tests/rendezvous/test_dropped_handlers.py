@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 from jobs import until
 
-from elasticlib.rendezvous.change import ChangeKind
-from elasticlib.rendezvous.document import Limits, Node
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.interface import RendezvousInfo
-from elasticlib.rendezvous.keys import Keys
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Node, Timing
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.interface import ChangeKind, RendezvousInfo
+from elasticlib.rendezvous.layout import Keys
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore

@@ -12,10 +12,9 @@ import pytest
 from jobs import until
 
 from elasticlib.errors import RendezvousClosed
-from elasticlib.rendezvous.document import Limits, Node
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.keys import Keys
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Node, Timing
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.layout import Keys
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore

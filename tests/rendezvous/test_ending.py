@@ -12,22 +12,24 @@ from counted import LEASE, Crew
 from test_handlers import Cluster, change
 
 from elasticlib.errors import RendezvousClosed
-from elasticlib.rendezvous.change import ChangeKind, final_change
-from elasticlib.rendezvous.codec import decode_head
-from elasticlib.rendezvous.document import Ending, Head, Limits, Phase
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler as Handler
-from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.keys import Keys
+from elasticlib.rendezvous.document import Limits, Phase, State
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler as Handler
+from elasticlib.rendezvous.interface import (
+    ChangeKind,
+    RendezvousHandler,
+    RendezvousInfo,
+)
+from elasticlib.rendezvous.layout import Keys, decode_state
 
 FULL = Limits(2, 2)
 ROOM = Limits(2, 3, last_call=0.0)
 SAID = r"\(said by [ab] at \d{4}-\d\d-\d\d.\d\d:\d\d:\d\d"
 
 
-def head_of(cluster: Cluster) -> Head:
-    entry = cluster.store.get(Keys("run").head)
+def state_of(cluster: Cluster) -> State:
+    entry = cluster.store.get(Keys("run").state)
     assert entry is not None
-    return decode_head(entry.value)
+    return decode_state(entry.value)
 
 
 def met(futures: list[Future[RendezvousInfo]]) -> list[int]:
@@ -52,10 +54,10 @@ def crew_that_succeeded() -> Crew:
     """Two nodes of a full job that is over, who are still there."""
     crew = Crew()
     crew.add(2, FULL)
-    roll = crew.settle().roll
+    crew.settle()
     for member in crew.members:
-        assert member.seen is not None
-        member.participant.report_done(member.seen, roll)
+        member.part.finish()
+        member.part.report(member.seen)
     crew.turns()
     return crew
 
@@ -77,7 +79,7 @@ def test_a_run_id_can_be_used_again_once_all_nodes_of_a_full_job_have_left(
     incarnations = set()
     for names in ("ab", "cd", "ef"):
         handlers = job_of_two(cluster, FULL, names)
-        incarnations.add(head_of(cluster).incarnation)
+        incarnations.add(state_of(cluster).incarnation)
         succeed(handlers)
         leave(handlers)
     assert len(incarnations) == 3
@@ -109,7 +111,7 @@ def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: C
     succeed(handlers)
     heard = turned_away(cluster, "c", FULL)
     assert re.search(f"succeeded: 2 nodes done; nothing was run here {SAID}", heard), heard
-    assert head_of(cluster).phase.terminal
+    assert state_of(cluster).phase.terminal
 
 
 def test_who_finds_an_old_node_is_late_even_while_nobody_leads() -> None:
@@ -118,16 +120,14 @@ def test_who_finds_an_old_node_is_late_even_while_nobody_leads() -> None:
     (old,) = crew.members
     crew.add(1, FULL)
     late = crew.members.pop()
-    first = late.participant.read(late.intent, crew.now)
-    assert first.head is not None
-    assert (first.head.phase, first.leader) == (Phase.SUCCEEDED, None)
-    intent = late.intent.arrive(first.head, FULL, first.leader)
-    late.participant.speak(intent, first.head, crew.now)
-    assert late.participant.look(intent, crew.now).leader is None
+    first = late.part.read(crew.now)
+    assert first.state is not None
+    assert (first.state.phase, first.leader) == (Phase.SUCCEEDED, None)
+    late.part.speak(crew.now)
+    assert late.part.look(crew.now).leader is None
     old.turn()
-    seen = late.participant.look(intent, crew.now)
-    intent = intent.meet(seen.head).notice(seen.head, seen.leader)
-    assert final_change(seen.head, intent) is not None
+    seen = late.part.look(crew.now)
+    assert late.part.intent.final_change(seen.state) is not None
 
 
 def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> None:
@@ -138,19 +138,18 @@ def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> Non
     crew.add(1, ROOM)
     # It came while nobody led, so that it leads before it knows that the job goes on.
     newcomer = crew.members[-1]
-    newcomer.come()
+    newcomer.turn()
     crew.settle()
     assert newcomer is crew.leader
-    assert newcomer.seen is not None
-    ending = Ending("n3", "today")
-    assert newcomer.participant.close(newcomer.seen, Phase.ABORTED, "by the test", ending)
+    newcomer.part.close("by the test")
+    assert newcomer.part.report(newcomer.seen)
+    assert not newcomer.part.closing
     crew.turns()
     crew.add(1, ROOM)
-    crew.members[-1].come()
+    crew.members[-1].turn()
     crew.turns(3)
     late = crew.members[-1]
-    assert late.seen is not None
-    assert final_change(late.seen.head, late.intent) is not None
+    assert late.part.intent.final_change(late.seen.state) is not None
 
 
 def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back() -> None:
@@ -163,15 +162,14 @@ def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back()
         crew.memory.list("")
     crew.add(2, FULL)
     first, second = crew.members
-    empty = first.arrive()
-    first.participant.speak(first.intent, empty.head, crew.now)
-    assert first.participant.stand(empty, first.intent)
+    empty = first.part.read(crew.now)
+    first.part.speak(crew.now)
+    assert first.part.lead(empty)
     old[1].turn()
-    second.come()
+    second.turn()
     crew.turns(3)
     for member in (first, second):
-        assert member.seen is not None
-        assert final_change(member.seen.head, member.intent) is not None
+        assert member.part.intent.final_change(member.seen.state) is not None
 
 
 def test_who_comes_late_where_there_was_room_for_it_belongs_to_the_job_that_is_over(
@@ -209,7 +207,7 @@ def test_where_starts_have_names_another_name_begins_anew_and_the_same_is_late(
     assert "succeeded: 2 nodes done; nothing was run here" in turned_away(cluster, "c", first)
     leave([cluster.handlers[-1]])
     job_of_two(cluster, second, "de")
-    assert head_of(cluster).limits.launch == "tuesday"
+    assert state_of(cluster).limits.launch == "tuesday"
 
 
 def test_a_named_start_waits_for_the_last_nodes_of_the_one_before(cluster: Cluster) -> None:
@@ -222,7 +220,7 @@ def test_a_named_start_waits_for_the_last_nodes_of_the_one_before(cluster: Clust
     while len((listing := cluster.store.list(nodes)).entries) < 3:
         assert cluster.store.wait(nodes, after=listing.version, timeout=10.0)
     assert not any(future.done() for future in again)
-    assert head_of(cluster).limits == first
+    assert state_of(cluster).limits == first
     leave(handlers[1:])
     assert met(again) == [1, 1]
 
@@ -245,7 +243,7 @@ def test_the_end_names_its_node_and_its_time(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, FULL)
     handlers[1].set_closed()
     assert change(handlers[0]).reason == "closed by b"
-    ending = head_of(cluster).ending
+    ending = state_of(cluster).ending
     assert ending is not None
     assert ending.by == "b"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", ending.at)

@@ -8,7 +8,7 @@ from counted import KEYS, Crew, Member
 
 from elasticlib.errors import StoreUnavailable
 from elasticlib.rendezvous.document import Document, Limits, Phase
-from elasticlib.rendezvous.participant import Snapshot
+from elasticlib.rendezvous.node import Reading
 from elasticlib.stores.interface import Entry
 
 LIMITS = Limits(1, 4, max_restarts=1000, last_call=0.0)
@@ -28,11 +28,11 @@ def entries(crew: Crew) -> tuple[Entry, ...]:
     return crew.memory.list("").entries
 
 
-def keys_of(crew: Crew, roll: str) -> list[str]:
-    return [entry.key for entry in entries(crew) if roll in entry.key]
+def keys_of(crew: Crew, membership: str) -> list[str]:
+    return [entry.key for entry in entries(crew) if membership in entry.key]
 
 
-def asleep(crew: Crew, member: Member) -> tuple[Snapshot, Document]:
+def asleep(crew: Crew, member: Member) -> tuple[Reading, Document]:
     """It stands still until the others have gone on without it; what it last read, and the
     generation that they are in."""
     crew.members.remove(member)
@@ -41,7 +41,6 @@ def asleep(crew: Crew, member: Member) -> tuple[Snapshot, Document]:
     crew.turns(7, seconds=1.0)
     after = crew.settle()
     assert after.generation == before.generation + 1
-    assert member.seen is not None
     return member.seen, after
 
 
@@ -49,54 +48,57 @@ def test_rank_0_of_a_generation_that_is_over_can_tell_nobody_where_its_store_is(
     crew = crew_of(3)
     first = crew.members[0]
     stale, after = asleep(crew, first)
-    assert stale.head is not None
-    assert (stale.head.generation, stale.seat and stale.seat.rank, stale.master) == (1, 0, None)
+    assert stale.state is not None
+    assert (stale.state.generation, stale.seat and stale.seat.rank, stale.master_endpoint) == (
+        1,
+        0,
+        None,
+    )
     before = entries(crew)
-    assert not first.participant.publish_master(stale, stale.head.roll, "10.0.0.1:1")
-    woken = first.participant.read(first.intent, crew.now)
-    assert not first.participant.publish_master(woken, stale.head.roll, "10.0.0.1:1")
+    first.part.serve("10.0.0.1:1")
+    first.part.report(stale)
+    woken = first.part.read(crew.now)
+    first.part.report(woken)
     assert entries(crew) == before
-    assert keys_of(crew, stale.head.roll) == []
-    assert woken.head == after.head
-    assert woken.master is None
+    assert keys_of(crew, stale.state.membership) == []
+    assert woken.state == after.state
+    assert woken.master_endpoint is None
 
 
 def test_rank_0_of_the_generation_that_stands_tells_all_and_once() -> None:
     crew = crew_of(2)
-    document = crew.document()
-    assert document is not None
     for endpoint in ("10.0.0.1:1", "10.0.0.1:2"):
         for member in crew.members:
             member.look()
-        first = next(m for m in crew.members if m.seen and m.seen.seat and m.seen.seat.rank == 0)
-        assert first.seen is not None
-        assert first.participant.publish_master(first.seen, document.roll, endpoint)
+        first = next(m for m in crew.members if m.seen.seat and m.seen.seat.rank == 0)
+        first.part.serve(endpoint)
+        first.part.report(first.seen)
     for member in crew.members:
         member.look()
-        assert member.seen is not None
-        assert member.seen.master == "10.0.0.1:1"
+        assert member.seen.master_endpoint == "10.0.0.1:1"
 
 
 def test_who_is_done_with_a_generation_that_is_over_has_done_nothing_for_the_next() -> None:
     crew = crew_of(2)
     last = crew.followers[0]
     stale, after = asleep(crew, last)
-    assert stale.head is not None
-    woken = last.participant.read(last.intent, crew.now)
+    assert stale.state is not None
+    last.part.finish()
+    woken = last.part.read(crew.now)
     before = entries(crew)
-    last.participant.report_done(woken, stale.head.roll)
+    last.part.report(woken)
     assert entries(crew) == before
-    # It had read its head before that was over, and writes after.
-    last.participant.report_done(stale, stale.head.roll)
+    # It had read the state before that generation was over, and writes after.
+    last.part.report(stale)
+    assert entries(crew) != before
     crew.leader.look()
-    assert crew.leader.seen is not None
     assert crew.leader.seen.view is not None
-    assert crew.leader.seen.view.done == frozenset()
+    assert crew.leader.seen.view.finished == frozenset()
     assert crew.document() == after
-    crew.leader.intent = crew.leader.intent.fail("exit code 1")
+    crew.leader.part.fail("exit code 1")
     crew.turns()
     assert crew.settle().generation == after.generation + 1
-    assert keys_of(crew, stale.head.roll) == []
+    assert keys_of(crew, stale.state.membership) == []
 
 
 @pytest.mark.parametrize("what", ["begins", "settles", "reopens"])
@@ -105,19 +107,19 @@ def test_acting_twice_upon_one_snapshot_loses_and_leaves_the_store_as_it_was(wha
     crew.add(3, Limits(2, 3, last_call=0.0))
     leader, *others = crew.members
     if what == "begins":
-        leader.participant.speak(leader.intent, None, crew.now)
+        leader.part.speak(crew.now)
     else:
         crew.turns(1)
     if what == "reopens":
         crew.settle()
         crew.lose(others[0])
-    snapshot = leader.participant.look(leader.intent, crew.now)
-    decision, won = leader.participant.act(snapshot)
+    snapshot = leader.part.look(crew.now)
+    decision, won = leader.part.act(snapshot)
     assert won
     assert decision.write is not None
     assert (decision.write.phase is Phase.SETTLED) == (what == "settles")
     before = entries(crew)
-    again, won = leader.participant.act(snapshot)
+    again, won = leader.part.act(snapshot)
     assert not won
     assert again.write is not None
     assert again.write.phase is decision.write.phase
@@ -129,13 +131,13 @@ def test_a_leader_whose_lease_has_ended_decides_nothing() -> None:
     old = crew.leader
     asleep(crew, old)
     assert crew.leader is not old
-    woken = old.participant.read(old.intent, crew.now)
+    woken = old.part.read(crew.now)
     before = entries(crew)
     assert woken.view is None
-    decision, won = old.participant.act(woken)
+    decision, won = old.part.act(woken)
     assert (decision.write, won) == (None, False)
     assert decision.reason == f"{crew.leader.name} decides, and this node waits"
-    assert not old.participant.stand(woken, old.intent)
+    assert not old.part.lead(woken)
     assert entries(crew) == before
 
 
@@ -170,10 +172,12 @@ def test_a_leader_that_dies_after_any_step_of_settling_leaves_nothing_that_lasts
         crew.lose(leader)
         after = crew.settle()
         assert after.generation == before.generation + 1 + settled_by_it[-1]
-        assert keys_of(crew, before.roll) == []
-        rolls = [e.key for e in entries(crew) if e.key.startswith((KEYS.rolls, KEYS.gate()))]
-        assert [key for key in rolls if after.roll not in key] == []
-    # It died before the head was written, and after.
+        assert keys_of(crew, before.membership) == []
+        rolls = [
+            e.key for e in entries(crew) if e.key.startswith((KEYS.shard(), KEYS.master_endpoint()))
+        ]
+        assert [key for key in rolls if after.membership not in key] == []
+    # It died before the state was written, and after.
     assert settled_by_it == sorted(settled_by_it)
     assert settled_by_it.count(False) >= 5
     assert settled_by_it.count(True) >= 1
@@ -184,18 +188,18 @@ def test_keys_do_not_pile_up_over_two_hundred_generations() -> None:
     most = 0
     for number in range(200):
         some = crew.members[number % 4]
-        assert some.seen is not None
         if number % 2:
             crew.lose(some)
             crew.settle()
             crew.add(1, attrs.evolve(LIMITS, quorum=True))
         else:
-            some.participant.report_done(some.seen, some.intent.node.roll)
-            some.intent = some.intent.fail("exit code 1")
+            some.part.finish()
+            some.part.report(some.seen)
+            some.part.fail("exit code 1")
         crew.turns()
         document = crew.settle()
         assert len(document.members) == 4
         most = max(most, len(entries(crew)))
     assert document.generation > 200
-    # Nodes, head, leader, gate and one shard; and what two nodes said of the last one.
+    # Nodes, state, leader, master endpoint and one shard; and what two nodes said of the last one.
     assert most <= 4 + 4 + 2

@@ -14,13 +14,10 @@ from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
-from elasticlib.rendezvous.change import Change, ChangeKind
-from elasticlib.rendezvous.document import Limits, Node
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.interface import RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.keys import Keys
-from elasticlib.rendezvous.static import StaticRendezvousHandler
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Node, Timing
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
+from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
+from elasticlib.rendezvous.layout import Keys
 from elasticlib.stores.interface import Listing
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
@@ -41,13 +38,13 @@ class Cluster:
         self.clients.append(self.store.client())
         return self.clients[-1]
 
-    def node(self, name: str, limits: Limits, **node: int) -> DynamicRendezvousHandler:
+    def node(self, name: str, limits: Limits, timing: Timing = TIMING) -> DynamicRendezvousHandler:
         handler = DynamicRendezvousHandler(
             self.client(),
             "run",
-            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1, **node),
+            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
             limits,
-            timing=TIMING,
+            timing=timing,
             open_bootstrap=Listener,
         )
         self.handlers.append(handler)
@@ -158,16 +155,15 @@ def test_success_is_known_when_all_are_done_and_a_late_joiner_hears_of_it(
 
 
 def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(2, 2))
-    handler._timing = attrs.evolve(TIMING, join=1.0)
+    handler = cluster.node("a", Limits(2, 2), attrs.evolve(TIMING, join=1.0))
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
 
 
 def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) -> None:
-    first, spare = cluster.node("a", Limits(1, 1)), cluster.node("b", Limits(1, 1))
+    first = cluster.node("a", Limits(1, 1))
+    spare = cluster.node("b", Limits(1, 1), attrs.evolve(TIMING, join=0.1))
     cluster.join(first).result(20)
-    spare._timing = attrs.evolve(TIMING, join=0.1)
     assert not spare.is_closed()  # it has seen by now that a generation stands
     waiting = cluster.join(spare)
     key = Keys("run").node("b-1")

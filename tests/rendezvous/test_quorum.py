@@ -51,23 +51,25 @@ def test_newcomers_do_not_make_the_half_full() -> None:
 
 def test_who_said_that_it_leaves_counts_for_the_half_and_is_missed() -> None:
     gone = frozenset({B.id, C.id})
-    opened = decide(view(stands(*FIVE), A, gone=gone)).write
+    opened = decide(view(stands(*FIVE), A, departed=gone)).write
     assert opened is not None
     assert opened.cause == "b, c, d and 1 more left"
-    check_stuck(decide(view(stands(*FIVE), A, gone=frozenset({B.id}))), "b", "c", "d and 1 more")
+    check_stuck(
+        decide(view(stands(*FIVE), A, departed=frozenset({B.id}))), "b", "c", "d and 1 more"
+    )
 
 
 def test_who_is_done_counts_for_the_half() -> None:
     done = frozenset({B.id, C.id})
-    opened = decide(view(stands(*FIVE), A, done=done)).write
+    opened = decide(view(stands(*FIVE), A, finished=done)).write
     assert opened is not None
     assert opened.cause == "d, e left"
-    check_stuck(decide(view(stands(*FIVE), A, done=frozenset({B.id}))), "c", "d", "e")
+    check_stuck(decide(view(stands(*FIVE), A, finished=frozenset({B.id}))), "c", "d", "e")
 
 
 def test_the_last_of_a_job_whose_others_are_done_is_not_stuck() -> None:
     done = frozenset({B.id, C.id, D.id})
-    decision = decide(view(stands(*FOUR), A, done=done))
+    decision = decide(view(stands(*FOUR), A, finished=done))
     assert (decision.write, decision.stuck) == (None, False)
     assert decision.reason == "3 of 4 nodes are done"
 
@@ -84,7 +86,7 @@ def test_who_was_sent_away_counts_for_the_half() -> None:
 def test_strangers_that_are_gone_done_or_sent_away_count_for_nothing() -> None:
     strangers = frozenset({"x-1", "y-1", "z-1"})
     document = attrs.evolve(stands(*FOUR), expelled=tuple(strangers))
-    check_stuck(decide(view(document, A, gone=strangers, done=strangers)), "b", "c", "d")
+    check_stuck(decide(view(document, A, departed=strangers, finished=strangers)), "b", "c", "d")
 
 
 def test_those_who_may_still_come_are_waited_for_before_anybody_is_stuck() -> None:
@@ -93,7 +95,7 @@ def test_those_who_may_still_come_are_waited_for_before_anybody_is_stuck() -> No
 
 
 def test_a_failure_in_the_lesser_part_makes_no_generation_of_it() -> None:
-    failed = attrs.evolve(A, claim="its peer vanished", claim_roll="1.m")
+    failed = attrs.evolve(A, claim="its peer vanished", claim_membership="1.m")
     check_stuck(decide(view(stands(*FOUR), failed)), "b", "c", "d")
 
 
@@ -109,7 +111,7 @@ def test_half_settles_the_next_generation_and_less_does_not() -> None:
 
 def test_who_said_that_it_leaves_is_not_waited_for_by_those_who_settle() -> None:
     gone = frozenset({C.id, D.id, E.id})
-    written = decide(view(is_over(*FIVE), waiting(A), gone=gone)).write
+    written = decide(view(is_over(*FIVE), waiting(A), departed=gone)).write
     assert written is not None
     assert [m.host for m in written.members] == ["a"]
 
@@ -140,7 +142,7 @@ def test_a_first_generation_needs_more_than_half_of_all_that_may_come() -> None:
 
 def test_who_is_done_counts_when_the_others_gather_too() -> None:
     done = frozenset({B.id, C.id})
-    assert decide(view(is_over(*FIVE), waiting(A), done=done)).write is not None
+    assert decide(view(is_over(*FIVE), waiting(A), finished=done)).write is not None
 
 
 # -- where a store has forgotten it ------------------------------------------------------------
@@ -149,7 +151,7 @@ def test_who_is_done_counts_when_the_others_gather_too() -> None:
 @pytest.mark.parametrize(("here", "enough"), [(1, False), (2, False), (3, True), (4, True)])
 def test_where_the_store_has_forgotten_it_half_is_not_enough(here: int, enough: bool) -> None:
     document = stands(*FOUR)
-    decision = decide(view(None, *holding(document)[:here], memory=document.head))
+    decision = decide(view(None, *holding(document)[:here], memory=document.state))
     assert (decision.write is not None, decision.stuck) == (enough, not enough)
     if not enough:
         assert f"{here} of 4 of its nodes are here, and more than half must be" in decision.reason
@@ -163,7 +165,7 @@ def test_of_two_stores_no_two_parts_go_on() -> None:
         for staying in range(size + 1):
             stay = decide(view(document, *FIVE[:staying])) if staying else Decision("", stuck=True)
             went = holding(document)[staying:]
-            go = decide(view(None, *went, memory=document.head)) if went else stay
+            go = decide(view(None, *went, memory=document.state)) if went else stay
             if went and staying:
                 assert stay.stuck or go.stuck, (size, staying)
 
@@ -174,8 +176,8 @@ def test_of_two_stores_no_two_parts_go_on() -> None:
 def test_without_a_quorum_any_one_goes_on() -> None:
     for document in (stands(*FIVE, limits=ANY), is_over(*FIVE, limits=ANY)):
         one = A if document.phase is Phase.SETTLED else waiting(A)
-        decision = decide(view(document, one, gone=frozenset({B.id})))
+        decision = decide(view(document, one, departed=frozenset({B.id})))
         assert decision.write is not None
         assert not decision.stuck
     document = stands(*FIVE, limits=ANY)
-    assert decide(view(None, *holding(document)[:1], memory=document.head)).write is not None
+    assert decide(view(None, *holding(document)[:1], memory=document.state)).write is not None

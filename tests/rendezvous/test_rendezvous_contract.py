@@ -8,10 +8,9 @@ from pathlib import Path
 import attrs
 import pytest
 
-from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.document import Node, Timing
+from elasticlib.rendezvous.handler import StaticRendezvousHandler
 from elasticlib.rendezvous.interface import RendezvousHandler
-from elasticlib.rendezvous.static import StaticRendezvousHandler
-from elasticlib.rendezvous.timing import Timing
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore

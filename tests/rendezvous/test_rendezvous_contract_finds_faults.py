@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -10,11 +11,14 @@ import pytest
 from hypothesis.errors import FlakyFailure
 
 from elasticlib.errors import RendezvousClosed, RendezvousTimeout
-from elasticlib.rendezvous.change import Change
-from elasticlib.rendezvous.document import Limits, Node
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Node, Timing
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.interface import (
+    BootstrapStoreInfo,
+    Change,
+    RendezvousHandler,
+    RendezvousInfo,
+)
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract
@@ -42,9 +46,10 @@ class NamesItselfMaster(DynamicRendezvousHandler):
 
 class NamesAMasterThatDoesNotServe(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
-        info = super().next_rendezvous()
-        self._close_bootstrap()
-        return info
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        nowhere = BootstrapStoreInfo("127.0.0.1", port)
+        return attrs.evolve(super().next_rendezvous(), bootstrap_store_info=nowhere)
 
 
 class LeavesItsCallerBlocked(DynamicRendezvousHandler):
@@ -85,11 +90,11 @@ class CountsNobody(DynamicRendezvousHandler):
 
 class CountsSpares(DynamicRendezvousHandler):
     def num_nodes_waiting(self) -> int:
-        snapshot = self._exchange.snapshot
-        if snapshot is None or snapshot.view is None or snapshot.view.document is None:
+        reading = self._loop.node.seen
+        if reading is None or reading.view is None or reading.view.document is None:
             return 0
-        members = snapshot.view.document.member_ids
-        return sum(node.id not in members for node in snapshot.view.live)
+        members = reading.view.document.member_ids
+        return sum(node.id not in members for node in reading.view.live)
 
 
 class WaitsForEver(DynamicRendezvousHandler):

@@ -12,9 +12,8 @@ from counted import KEYS, RUN, CountedStore, Crew, Member
 from jobs import until
 
 from elasticlib.clock import Clock, monotonic
-from elasticlib.rendezvous.document import Limits, Node
-from elasticlib.rendezvous.dynamic import DynamicRendezvousHandler
-from elasticlib.rendezvous.timing import Timing
+from elasticlib.rendezvous.document import Limits, Node, Timing
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
@@ -58,10 +57,12 @@ def check_frugal(crew: Crew) -> None:
 def check_reads_its_own_alone(store: CountedStore) -> None:
     """Nothing that tells of all nodes: the watched part, and one shard of each roll."""
     assert set(store.listed) <= {KEYS.watched}
-    rolls = [key.removeprefix(KEYS.rolls).partition("/")[0] for key in store.got]
-    read = [roll for key, roll in zip(store.got, rolls, strict=True) if key.startswith(KEYS.rolls)]
+    rolls = [key.removeprefix(KEYS.shard()).partition("/")[0] for key in store.got]
+    read = [
+        roll for key, roll in zip(store.got, rolls, strict=True) if key.startswith(KEYS.shard())
+    ]
     assert len(set(read)) == len(read)
-    assert all(store.got[key] == 1 for key in store.got if key.startswith(KEYS.rolls))
+    assert all(store.got[key] == 1 for key in store.got if key.startswith(KEYS.shard()))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -126,13 +127,15 @@ class Ticking(CountedStore):
             self.rounds += 1
 
     def clock(self) -> float:
-        self._now += self._step / 5
+        self._now += self._step / 4
         return self._now
 
-    def go_on(self, rounds: int) -> None:
-        """Wait until its node has taken so many more."""
-        last = self.rounds + rounds
-        until(f"{rounds} more rounds", lambda: self.rounds > last)
+
+def go_on(stores: Sequence[Ticking], rounds: int) -> None:
+    """Wait until all of their nodes have taken so many more."""
+    last = [store.rounds + rounds for store in stores]
+    for store, number in zip(stores, last, strict=True):
+        until(f"{rounds} more rounds", lambda s=store, n=number: s.rounds > n)
 
 
 class Handlers:
@@ -192,11 +195,9 @@ def test_a_handler_that_has_settled_looks_once_a_lease(handlers: Handlers) -> No
     stores = [Ticking(handlers.client(), step) for _ in range(4)]
     timing = Timing(join=1e6, lease=rounds * step, refresh=step)
     handlers.settle([(store, store.clock) for store in stores], timing)
-    for store in stores:
-        store.go_on(2 * rounds)
+    go_on(stores, 2 * rounds)
     before = [(store.rounds, Counter(store.calls)) for store in stores]
-    for store in stores:
-        store.go_on(4 * rounds)
+    go_on(stores, 4 * rounds)
     for store, (first, calls) in zip(stores, before, strict=True):
         more, leases = store.calls - calls, 1 + 2 * (store.rounds - first) / rounds
         leads = store.listed[KEYS.job] > 0

@@ -104,7 +104,9 @@ def test_forgetting_alone_stops_no_workers_and_generation_1_stands_for_ever() ->
         marks = [moment.mark for moment in played.story]
         if Mark.STARTS in marks[marks.index(Mark.FORGETS) :]:
             continue  # Nobody can remember a generation that it had not heard of by then.
-        settled = {(d.generation, d.roll) for d in played.documents if d.phase is Phase.SETTLED}
+        settled = {
+            (d.generation, d.membership) for d in played.documents if d.phase is Phase.SETTLED
+        }
         assert [generation for generation, _ in settled] == [1]
         assert Mark.STOPS not in marks
         stood += 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from elasticlib.errors import LeaseLost, StoreUnavailable
-from elasticlib.rendezvous.watcher import Watcher
+from elasticlib.rendezvous.loop import Watcher
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Listing, Store, Watched
 from elasticlib.stores.keyspace import WATCHES_PER_OWNER

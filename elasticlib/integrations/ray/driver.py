@@ -26,7 +26,7 @@ from ...launch.config import LaunchConfig
 from ...launch.descriptors import allow_descriptors
 from ...launch.elastic_launch import shutdown_seconds
 from ...launch.tcp_place import SPARE_DESCRIPTORS
-from ...rendezvous.keys import Keys, Read
+from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
 from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
@@ -229,9 +229,9 @@ class Driver:
 
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""
-        return bool(self._ask(lambda read: read.head is not None and read.head.phase.terminal))
+        return bool(self._ask(lambda read: read.state is not None and read.state.phase.terminal))
 
-    def _ask(self, what: Callable[[Read], Any]) -> Any:
+    def _ask(self, what: Callable[[StoredJob], Any]) -> Any:
         keys = Keys(self._config.run_id)
         store = TcpStore(
             self._server.host,
@@ -241,7 +241,7 @@ class Driver:
             secret=self._secret,
         )
         try:
-            return what(Read(keys, store.list(keys.job)))
+            return what(StoredJob(keys, store.list(keys.job)))
         except StoreError as error:
             log.warning("the driver cannot read its own store: %s", error)
             return None

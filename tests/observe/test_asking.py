@@ -14,15 +14,13 @@ from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRefused
+from elasticlib.observe.asking import Answerer, Asker, QuestionKeys, jobs_in
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import Stacks, What
 from elasticlib.observe.standing import NodeStanding, WorkerStanding
 from elasticlib.observe.status import status_of
-from elasticlib.rendezvous.answering import Answerer
-from elasticlib.rendezvous.asking import Asker, jobs_in
-from elasticlib.rendezvous.codec import encode_head, encode_node, encode_shard
 from elasticlib.rendezvous.document import Document, Limits, Node, settle
-from elasticlib.rendezvous.keys import Keys
+from elasticlib.rendezvous.layout import Keys, encode, encode_shard, encode_state
 from elasticlib.rendezvous.ranks import deal_shards
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
@@ -30,18 +28,18 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 1) for n in range(3))
-KEYS = Keys("job")
+KEYS, ASKED = Keys("job"), QuestionKeys("job")
 TOLD = Stacks({0: "here"}, silent=(1,))
 
 
 def settled(store: Store) -> None:
     """A job of which all nodes live."""
-    document = settle(Document(Limits(1, 3)), NODES, charged=False, mark="m")
+    document = settle(Document(Limits(1, 3)), NODES, charged=False, nonce="m")
     for number, rows in deal_shards(document).items():
-        store.set(KEYS.shard(document.roll, number), encode_shard(rows))
+        store.set(KEYS.shard(document.membership, number), encode_shard(rows))
     for node in NODES:
-        store.set(KEYS.node(node.id), encode_node(node), ttl=60.0)
-    store.set(KEYS.head, encode_head(document))
+        store.set(KEYS.node(node.id), encode(node), ttl=60.0)
+    store.set(KEYS.state, encode_state(document))
 
 
 @contextlib.contextmanager
@@ -56,7 +54,7 @@ def answering(store: Store, *nodes: Node, look_every: float = 0.0) -> Iterator[l
             )
             answerer = Answerer(
                 store,
-                KEYS,
+                "job",
                 node.id,
                 standing=lambda: standing,
                 stacks=lambda ranks: TOLD if ranks is None else Stacks({}),
@@ -159,11 +157,11 @@ def test_what_is_no_question_is_passed_over(
     _, store = served
     settled(store)
     with answering(store, *NODES):
-        store.set(f"{KEYS.questions}wrong", value)
-        store.set(f"{KEYS.questions}{'long' * 99}", b'{"v":1,"what":"standing","number":1}')
+        store.set(f"{ASKED.questions}wrong", value)
+        store.set(f"{ASKED.questions}{'long' * 99}", b'{"v":1,"what":"standing","number":1}')
         assert len(Asker(store, "job").ask(What.STANDING, 20.0).answers) == 3
-        assert not store.list(f"{KEYS.answers}wrong").entries
-        assert not store.list(f"{KEYS.answers}long").entries
+        assert not store.list(f"{ASKED.answers}wrong").entries
+        assert not store.list(f"{ASKED.answers}long").entries
 
 
 def test_a_wrong_answer_is_none(served: tuple[TcpStoreServer, TcpStore]) -> None:
@@ -172,9 +170,9 @@ def test_a_wrong_answer_is_none(served: tuple[TcpStoreServer, TcpStore]) -> None
     with answering(store, *NODES[:2]):
         asker = Asker(store, "job")
         asker.ask(What.STANDING, 0.3)
-        (question,) = store.list(KEYS.questions).entries
-        asked = question.key.removeprefix(KEYS.questions)
-        store.set(f"{KEYS.answers}{asked}/id2", json.dumps({"v": 1}).encode())
+        (question,) = store.list(ASKED.questions).entries
+        asked = question.key.removeprefix(ASKED.questions)
+        store.set(f"{ASKED.answers}{asked}/id2", json.dumps({"v": 1}).encode())
         until(
             "the others' answers alone",
             lambda: {*asker.ask(What.STANDING, 0.3).answers} == {"id0", "id1"},
@@ -210,7 +208,7 @@ def test_the_jobs_of_a_store_are_found_without_their_names(
     server, store = served
     settled(store)
     other = Keys("an/other job")
-    store.set(other.head, encode_head(Document(Limits(1, 1))))
+    store.set(other.state, encode_state(Document(Limits(1, 1))))
     Asker(store, "job").ask(What.STANDING, 0.1)
     with TcpStore(server.host, server.port, secret=b"known to both sides") as nameless:
         assert jobs_in(nameless) == (["an/other job", "job"], ["job"])

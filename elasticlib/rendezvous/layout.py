@@ -1,0 +1,358 @@
+"""Where in its store a job keeps what, as which bytes, and what one listing of it says.
+
+All that every node watches is under `head/`, and small. The rest is for the node that leads: the
+leased records of the living, the members of generations cut into shards, and who has finished.
+
+Values are JSON objects with exactly the fields of their attrs class, by whose annotations they are
+written and read; nothing that comes off a store is ever executed. Keys and fields keep the names
+that format 3 gave them (`head`, `roll`, `gate`), so that nodes of two versions can be in one job.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import attrs
+
+from ..errors import ConfigError, RendezvousMismatch
+from ..stores.interface import Entry, Listing
+from .document import Document, Leader, Node, State, of_members
+from .ranks import Row, Seat, shard_count
+
+log = logging.getLogger("elasticlib.rendezvous")
+
+FORMAT = 4
+WITHOUT_WHY = 3
+"""An earlier one, which is read as well: its states do not say why for programs."""
+LARGEST = 2**63
+JSON_NAMES = {
+    "membership": "roll",
+    "stopped": "left",
+    "came_after": "beyond",
+    "claim_membership": "claim_roll",
+}
+
+Value = TypeVar("Value")
+
+
+class Keys:
+    """The keys of one job; `run_id` may be any text.
+
+    job: what all of them begin with. watched: what every node watches. leader: leased by the node
+    that decides. memory: the state as those remember it whose store has forgotten it. Where a
+    membership or a node may be left out, the answer begins the keys of all.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.job = f"{quote(run_id, safe='')}/"
+        self.watched = f"{self.job}head/"
+        self.state = f"{self.watched}document"
+        self.leader = f"{self.watched}leader"
+        self.memory = f"{self.watched}memory"
+        self.note = f"{self.job}note"
+
+    def master_endpoint(self, membership: str = "") -> str:
+        """Stands for as long as the generation does; its value is where torch's store is."""
+        return f"{self.watched}gate/{membership}"
+
+    def node(self, node_id: str = "") -> str:
+        return f"{self.job}node/{node_id}"
+
+    def shard(self, membership: str = "", number: int | str = "") -> str:
+        return self._of_generation("roll", membership, number)
+
+    def finished(self, membership: str = "", node_id: str = "") -> str:
+        """Written by a member whose workers have succeeded."""
+        return self._of_generation("done", membership, node_id)
+
+    def departed(self, membership: str = "", node_id: str = "") -> str:
+        """Written by a node that leaves its generation and says so."""
+        return self._of_generation("gone", membership, node_id)
+
+    def board(self, membership: str = "") -> str:
+        """Begins the keys under which the nodes of a generation post things for one another."""
+        return self._of_generation("board", membership)
+
+    def _of_generation(self, kind: str, membership: str, rest: int | str = "") -> str:
+        return f"{self.job}{kind}/{membership}/{rest}" if membership else f"{self.job}{kind}/"
+
+
+class StoredJob:
+    """One listing of a job, or of its watched part, as what it means."""
+
+    def __init__(self, keys: Keys, listing: Listing) -> None:
+        self._keys = keys
+        self._entries = {entry.key: entry for entry in listing.entries}
+        self.version = listing.version
+        self.state_entry = self._entries.get(keys.state)
+        self.state = None if self.state_entry is None else decode_state(self.state_entry.value)
+        self.leader_entry = self._entries.get(keys.leader)
+        self.leader = None
+        if self.leader_entry is not None:
+            self.leader = decode(Leader, self.leader_entry.value, "the leader")
+        self.memory_entry = self._entries.get(keys.memory)
+
+    @property
+    def memory(self) -> State | None:
+        return None if self.memory_entry is None else decode_state(self.memory_entry.value)
+
+    @property
+    def master_entry(self) -> Entry | None:
+        """What stands for as long as the state's generation does."""
+        if self.state is None:
+            return None
+        return self._entries.get(self._keys.master_endpoint(self.state.membership))
+
+    def document(self, known: Document | None) -> tuple[Document | None, bool]:
+        """The whole document, and whether all shards of its members were there.
+
+        `known` is one that was read before: of the same membership, the members are the same.
+        """
+        state = self.state
+        if state is None:
+            return None, False
+        shards = [self._keys.shard(state.membership, n) for n in range(shard_count(state.nodes))]
+        found = [self._entries[key] for key in shards if key in self._entries]
+        if not state.membership or len(found) < len(shards):
+            return of_members(state, ()), not state.membership
+        if known is not None and known.membership == state.membership:
+            return of_members(state, known.members), True
+        rows = [row for entry in found for row in decode_shard(entry.value)]
+        members = (node for node, _ in sorted(rows, key=lambda row: row[1].rank))
+        return of_members(state, members), True
+
+    def live(self, foreign: set[str]) -> tuple[Node, ...]:
+        """Those whose lease stands, in the order in which they spoke.
+
+        A node of another version, whose record cannot be read, is not let in. That is logged once:
+        `foreign` holds the keys for which it was.
+        """
+        found = sorted(self._under(self._keys.node()), key=lambda entry: entry.version)
+        nodes = []
+        for entry in found:
+            try:
+                nodes.append(decode_node(entry.value))
+            except RendezvousMismatch as error:
+                if entry.key not in foreign:
+                    foreign.add(entry.key)
+                    log.warning("%s is ignored: %s", entry.key, error)
+        return tuple(nodes)
+
+    def finished(self) -> frozenset[str]:
+        """The members that have finished the state's generation."""
+        return self._ids(self._keys.finished)
+
+    def departed(self) -> frozenset[str]:
+        """The members that have said that they leave the state's generation."""
+        return self._ids(self._keys.departed)
+
+    def _ids(self, key: Callable[[str], str]) -> frozenset[str]:
+        if self.state is None or not self.state.membership:
+            return frozenset()
+        prefix = key(self.state.membership)
+        return frozenset(entry.key.removeprefix(prefix) for entry in self._under(prefix))
+
+    def master_keys(self) -> tuple[str, ...]:
+        """Those of all generations that stand; of more than one, the newest is being written."""
+        return tuple(entry.key for entry in self._under(self._keys.master_endpoint()))
+
+    def left_over(self, membership: str) -> tuple[str, ...]:
+        """What stands of other generations than that with this membership, and their memory."""
+        keys = self._keys
+        kinds = (keys.master_endpoint, keys.finished, keys.departed, keys.board, keys.shard)
+        old = [entry.key for kind in kinds for entry in self._under(kind(""))]
+        ours = tuple(kind(membership) for kind in kinds[1:])
+        kept = keys.master_endpoint(membership)
+        memory = () if self.memory_entry is None else (keys.memory,)
+        return (*(k for k in old if k != kept and not k.startswith(ours)), *memory)
+
+    def _under(self, prefix: str) -> Iterable[Entry]:
+        return (entry for key, entry in self._entries.items() if key.startswith(prefix))
+
+
+# -- values as bytes ----------------------------------------------------------------------------
+
+
+def encode(value: Any) -> bytes:
+    """A node, a leader or a note."""
+    return _dump(_plain(value))
+
+
+def encode_state(state: State) -> bytes:
+    """Of a document, its state alone."""
+    return _dump({"format": FORMAT, **_fields(state, State)})
+
+
+def encode_shard(rows: Iterable[Row]) -> bytes:
+    """Some of a generation's members, each with its seat."""
+    return _dump([[_plain(node), _plain(seat)] for node, seat in rows])
+
+
+def decode(kind: type[Value], data: bytes, what: str) -> Value:
+    """The value, or RendezvousMismatch with the path of the field that is not as it should be."""
+    return typing.cast(Value, _reader(typing.cast(Any, kind))(_parse(data, what), what))
+
+
+@lru_cache(maxsize=4096)
+def decode_node(data: bytes) -> Node:
+    # The node that leads reads those of all the others again at each look.
+    return decode(Node, data, "a node")
+
+
+def decode_state(data: bytes) -> State:
+    raw = _parse(data, "the document")
+    found = raw.pop("format", None) if isinstance(raw, dict) else None
+    if found not in (WITHOUT_WHY, FORMAT):
+        raise RendezvousMismatch(
+            f"the document has format {found!r}, this elasticlib reads {FORMAT}: "
+            "start all nodes with the same version"
+        )
+    if found == WITHOUT_WHY:
+        raw["why"] = None
+    return typing.cast(State, _reader(State)(raw, "the document"))
+
+
+def decode_shard(data: bytes) -> tuple[Row, ...]:
+    return tuple(_row(row) for row in _rows(data))
+
+
+def find_seat(data: bytes, node_id: str) -> Seat | None:
+    """One node's seat on a shard, if it has one there; the rows of others are not looked at."""
+    for row in _rows(data):
+        if isinstance(row[0], dict) and row[0].get("id") == node_id:
+            return _row(row)[1]
+    return None
+
+
+def _rows(data: bytes) -> list[list[object]]:
+    rows = _parse(data, "a shard")
+    if not isinstance(rows, list) or any(not isinstance(r, list) or len(r) != 2 for r in rows):
+        raise RendezvousMismatch("a shard in the store is no list of nodes and seats")
+    return rows
+
+
+def _row(row: list[object]) -> Row:
+    return _reader(Node)(row[0], "a member"), _reader(Seat)(row[1], "a seat")
+
+
+def _dump(raw: Any) -> bytes:
+    return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _parse(data: bytes, what: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RendezvousMismatch(f"{what} in the store is not JSON: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if attrs.has(type(value)):
+        return _fields(value, type(value))
+    return value
+
+
+def _fields(value: Any, kind: type) -> dict[str, Any]:
+    names = attrs.fields_dict(kind)
+    return {JSON_NAMES.get(name, name): _plain(getattr(value, name)) for name in names}
+
+
+# -- one reader for each annotation -------------------------------------------------------------
+
+Reader = Callable[[object, str], Any]
+"""Takes what JSON says and its path, for the error."""
+
+
+@cache
+def _reader(kind: Any) -> Reader:
+    if attrs.has(kind):
+        return _object_reader(kind)
+    choices = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        (wanted,) = (choice for choice in choices if choice is not types.NoneType)
+        return _optional_reader(wanted)
+    if choices:  # tuple[str, ...]
+        return _list_reader(_reader(choices[0]))
+    if issubclass(kind, enum.Enum):
+        return _enum_reader(kind)
+    return _scalar_reader((int, float) if kind is float else (kind,))
+
+
+def _object_reader(kind: Any) -> Reader:
+    hints = typing.get_type_hints(kind)
+    readers = {
+        JSON_NAMES.get(name, name): (name, _reader(hints[name])) for name in attrs.fields_dict(kind)
+    }
+
+    def read(raw: object, path: str) -> Any:
+        if not isinstance(raw, dict) or raw.keys() != readers.keys():
+            found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+            raise RendezvousMismatch(f"{path} needs the fields {sorted(readers)}, got {found}")
+        fields = {
+            name: reader(raw[key], f"{path}: field {key!r}")
+            for key, (name, reader) in readers.items()
+        }
+        try:
+            return kind(**fields)
+        except ConfigError as error:
+            raise RendezvousMismatch(f"{path}: {error}") from error
+
+    return read
+
+
+def _optional_reader(wanted: Any) -> Reader:
+    reader = _reader(wanted)
+    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
+        # What may be left unsaid, a later version may say in words that this one does not know.
+        known = {member.value for member in wanted}
+
+        def read_known(raw: object, path: str) -> Any:
+            said = raw is None or isinstance(raw, str)
+            return None if said and raw not in known else reader(raw, path)
+
+        return read_known
+    return lambda raw, path: None if raw is None else reader(raw, path)
+
+
+def _list_reader(reader: Reader) -> Reader:
+    def read(raw: object, path: str) -> Any:
+        if not isinstance(raw, list):
+            raise RendezvousMismatch(f"{path} is {raw!r}, not a list")
+        return tuple(reader(one, f"{path}[{at}]") for at, one in enumerate(raw))
+
+    return read
+
+
+def _enum_reader(kind: type[enum.Enum]) -> Reader:
+    known = {member.value: member for member in kind}
+
+    def read(raw: object, path: str) -> Any:
+        if not isinstance(raw, str) or raw not in known:
+            raise RendezvousMismatch(f"{path} is {raw!r}, none of {sorted(known)}")
+        return known[raw]
+
+    return read
+
+
+def _scalar_reader(kinds: tuple[type, ...]) -> Reader:
+    def read(raw: object, path: str) -> Any:
+        # bool is an int to Python, and not to us.
+        wrong = not isinstance(raw, kinds) or (isinstance(raw, bool) and bool not in kinds)
+        if not wrong and isinstance(raw, (int, float)):
+            wrong = abs(raw) >= LARGEST or not math.isfinite(raw)
+        if wrong:
+            raise RendezvousMismatch(f"{path} is {raw!r}")
+        return raw
+
+    return read

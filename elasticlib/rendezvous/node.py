@@ -1,0 +1,690 @@
+"""One node's part in the protocol: announce, read, lead if nobody does, decide, write.
+
+It has no thread and no clock of its own. Whoever drives it (the handler's thread, the simulator)
+gives the time and chooses when each step happens, so that both run the very same steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from ..errors import LeaseLost, RendezvousMismatch, StoreError, StoreUnavailable, present
+from ..stores.interface import ABSENT, Entry, Listing, Store
+from .decide import Decision, View, decide, gives_way, is_empty, waiting
+from .document import (
+    Document,
+    Ending,
+    FailureKind,
+    Leader,
+    Limits,
+    Node,
+    Note,
+    Phase,
+    State,
+    Timing,
+    end,
+)
+from .intent import Intent
+from .layout import (
+    Keys,
+    StoredJob,
+    decode,
+    decode_state,
+    encode,
+    encode_shard,
+    encode_state,
+    find_seat,
+)
+from .ranks import Seat, deal_shards, natural, shard_of
+
+log = logging.getLogger("elasticlib.rendezvous")
+
+SHARDS_AT_ONCE = 4
+KEYS_AT_ONCE = 64
+KEEP_SHARE = 0.1
+"""Of a lease: a node that has spoken for it so lately need not do so again."""
+RETURN_SECONDS = 6.0
+"""For a node to find that the store does not answer, to pause, and to connect."""
+NOTE_SECONDS = 1.0
+NAMES_IN_A_NOTE = 16
+REMIND_SECONDS = 10.0
+LONGEST_PAUSE = 0.5
+"""Shorter than a last call, so that those who remember a job are back before newcomers begin
+another."""
+LATE_SHARE = 1 / 4
+"""Of the bound on a standstill: a look that comes so much later than the one before shows that this
+process could not run, as on a paused or overloaded machine; then the agent's loop could not."""
+NOT_SERVED = ("no generation", "")
+UNANSWERED = Note(reason="the store has not answered")
+"""Until the node that leads is heard."""
+
+
+class Standstill:
+    """Judges whether an agent's loop stands still; its caller looks again and again.
+
+    A node whose agent reacts to nothing is of no use to the others, and must not have them wait.
+    bound: seconds that a loop may be silent for, while the process can run at all.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self._looked: float | None = None
+        self._since = 0.0
+
+    def judge(self, silent: float, now: float) -> bool:
+        """silent: seconds since the loop last turned."""
+        if self._looked is None or now - self._looked > self._bound * LATE_SHARE:
+            self._since = now
+        self._looked = now
+        return min(silent, now - self._since) > self._bound
+
+
+def backoff(misses: int) -> float:
+    """Seconds to pause after so many misses, drawn so that nodes do not all come at once."""
+    return min(LONGEST_PAUSE, 0.02 * 2.0 ** min(misses, 10)) * random.uniform(0.5, 1.0)
+
+
+@attrs.frozen
+class Reading:
+    """What was read at one moment.
+
+    seat: this node's in the state's generation. view: what there is to decide on, for the node
+    that leads. job: all that was listed.
+    """
+
+    state: State | None
+    leader: Leader | None
+    seat: Seat | None
+    view: View | None
+    job: StoredJob
+
+    @property
+    def version(self) -> int:
+        """Of the store, to wait past."""
+        return self.job.version
+
+    @property
+    def master_endpoint(self) -> str | None:
+        """Where the generation's torch store is, once its first node has said so."""
+        entry = self.job.master_entry
+        return entry.value.decode() if entry is not None and entry.value else None
+
+    @property
+    def settled(self) -> bool:
+        return self.state is not None and self.state.phase is Phase.SETTLED
+
+
+class PatienceSpent(StoreUnavailable):
+    """The store, or the job in it, was out of reach for longer than this node waits."""
+
+
+class LocalNode:
+    """Speaks for one node to the store of one job. All calls may raise a StoreError.
+
+    intent: what it wants said. seen: what it last read; None before the store first answered.
+    note: what the node that leads last let the others know. `now`, in all calls, is the caller's
+    monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        node: Node,
+        limits: Limits,
+        timing: Timing,
+    ) -> None:
+        self.keys = Keys(run_id)
+        self.limits = limits
+        self.intent = Intent(node)
+        self.seen: Reading | None = None
+        self.note = UNANSWERED
+        self.note_at = float("inf")
+        self.heard_at: float | None = None
+        """When the store last took this node's word; None before it has."""
+        self.settled_at = float("-inf")
+        """When a generation was last seen to stand."""
+        self._store = store
+        self._timing = timing
+        self._lease = timing.lease
+        self._me = node.id
+        self._signature = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
+        self._nonces = 0
+        # What it has said.
+        self._said: Node | None = None
+        self._leases: dict[str, int] = {}
+        self._kept_at = float("-inf")
+        self._spoke_at = float("-inf")
+        self._away = 0.0
+        self._standstill, self._still = Standstill(timing.loop), False
+        self._endpoint = NOT_SERVED
+        self._finished = self._finish_said = ""
+        self._closing: str | None = None
+        # What it has read.
+        self._foreign: set[str] = set()
+        self._known: frozenset[str] = frozenset()
+        self._last_arrival: float | None = None
+        self._document: Document | None = None
+        self._seat: tuple[str, Seat | None] = ("", None)
+        self._stands: tuple[tuple[str, Phase] | None, float] = (None, 0.0)
+        # What it waits for.
+        self._misses = 0
+        self._missing_since = self._missed_at = self._found_at = float("-inf")
+        self._told, self._told_at = Note(), float("-inf")
+        self._reminded, self._reminded_at = "", float("-inf")
+
+    # -- what its agent wants -----------------------------------------------------------------
+
+    def be_at(self, address: str) -> None:
+        """The address at which the others reach this node."""
+        self.intent = self.intent.at(address)
+
+    def seek(self) -> None:
+        """No workers of ours are left, and we want another generation."""
+        self.intent = self.intent.seek()
+        self._endpoint, self._finished = NOT_SERVED, ""
+
+    def enter(self) -> Seat | None:
+        """Our seat, where a generation has settled in which we have one and have not been yet:
+        from now on we may run workers of it."""
+        seen = self.seen
+        if seen is None or seen.state is None or seen.seat is None or not seen.settled:
+            return None
+        if seen.state.membership == self.intent.node.membership:
+            return None
+        self.intent = self.intent.enter(seen.state, seen.seat)
+        return seen.seat
+
+    def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> None:
+        self.intent = self.intent.fail(reason, kind)
+
+    def drain(self, reason: str) -> None:
+        self.intent = self.intent.drain(reason)
+
+    def finish(self) -> None:
+        """Our workers of the held generation succeeded."""
+        self._finished = self.intent.node.membership
+
+    def serve(self, endpoint: str) -> None:
+        """As group rank 0 of the held generation: torch's store of it is there."""
+        self._endpoint = (self.intent.node.membership, endpoint)
+
+    def close(self, cause: str) -> None:
+        """The job is to end for all."""
+        self._closing = cause
+
+    @property
+    def closing(self) -> bool:
+        """Whether the store has yet to be told that the job is to end."""
+        return self._closing is not None
+
+    # -- announcing ---------------------------------------------------------------------------
+
+    def speak(self, now: float, silent: float = 0.0) -> None:
+        """Keep the leases, and have what the intent wants stand under this node's.
+
+        silent: seconds for which the loop of the node's agent has not turned. Where it stands
+        still the node gives up its place, and reads what has become of the generation before it
+        speaks again.
+        """
+        still = self._standstill.judge(silent, now)
+        if still:
+            if not self._still:
+                log.warning(
+                    "the agent's loop has not turned for %g s: this node gives up its place among "
+                    "the others until it does",
+                    self._timing.loop,
+                )
+            self._still = True
+            self.withdraw()
+            return
+        if self._still:
+            log.warning("the agent's loop turns again, and this node speaks again")
+            self.read(now)
+            self._still = False
+        self._say(None if self.seen is None else self.seen.state, now)
+        self.heard_at = now
+
+    def _say(self, state: State | None, now: float) -> None:
+        record = self.intent.record(state)
+        if record is None:
+            self.withdraw()
+            return
+        key = self.keys.node(self._me)
+        if now - self._kept_at >= self._lease * KEEP_SHARE:
+            self._keep_all(key, now)
+        if self._said is None or _worth_a_write(self._said, record):
+            self._spoke_at = now if self._said is None else self._spoke_at
+            entry = self._store.set(key, encode(record), ttl=self._lease)
+            self._said, self._leases[key], self._kept_at = record, entry.version, now
+
+    def _keep_all(self, key: str, now: float) -> None:
+        if self._said is not None and not self._keep(key):
+            # The store was away or is another: what we told it may be gone as well.
+            self._said, self._finish_said = None, ""
+            self._away = max(self._lease, now - self._kept_at)
+        self._keep(self.keys.leader)
+        self._kept_at = now
+
+    def _keep(self, key: str) -> bool:
+        version = self._leases.get(key, ABSENT)
+        if version == ABSENT:
+            return False
+        try:
+            self._store.refresh(key, version)
+        except LeaseLost:
+            del self._leases[key]
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Withdraw for good; where a quorum counts, in words that outlive the node."""
+        memory = self.intent.memory
+        if self.limits.quorum and memory is not None and self._said is not None:
+            self._store.set(self.keys.departed(memory.membership, self._me), b"")
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Fall silent: the leases end now."""
+        leases, self._leases, self._said = self._leases, {}, None
+        for key, version in leases.items():
+            self._store.delete(key, expected=version)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node held the leader's lease when it last looked."""
+        return self.keys.leader in self._leases
+
+    @property
+    def prefix(self) -> str:
+        """What a change under is worth reading for."""
+        return self.keys.job if self.leads else self.keys.watched
+
+    def look(self, now: float, listing: Listing | None = None) -> Reading:
+        """Read; lead if nobody does, and remind a store that has forgotten the job.
+
+        listing: of what this node watches, as just read, if that was.
+        """
+        reading = self.read(now, listing)
+        reminded = self._remind(reading)
+        return self.read(now) if self.lead(reading) or reminded else reading
+
+    def read(self, now: float, listing: Listing | None = None) -> Reading:
+        """What the store holds for this node; changes nothing there."""
+        outdated = listing is not None and self.seen and listing.version < self.seen.version
+        if listing is None or self.leads or outdated:
+            listing = self._store.list(self.prefix)
+        job = StoredJob(self.keys, listing)
+        state, leader = job.state, job.leader
+        stands = None if state is None else (state.membership, state.phase)
+        if stands != self._stands[0]:
+            self._stands = (stands, now)
+        if leader is not None and state is not None and leader.came_after != state.incarnation:
+            self._check_limits(state)
+            if leader.id != self._me:
+                # Who leads was here all the time: the store was, and it was we who were away.
+                self._away = 0.0
+        entry = job.leader_entry
+        leads = entry is not None and self._leases.get(self.keys.leader) == entry.version
+        view = self._view(job, now) if leads else None
+        return self._heed(Reading(state, leader, self._find_seat(state), view, job), now)
+
+    def _heed(self, reading: Reading, now: float) -> Reading:
+        """Take in what was read; at first, whether the job was over before we came."""
+        state, leader = reading.state, reading.leader
+        intent, first = self.intent, self.seen is None
+        if first:
+            intent = intent.arrive(state, self.limits, leader, reading.seat)
+        live = () if reading.view is None else reading.view.live
+        self.intent = intent.meet(state).notice(state, leader, live)
+        if reading.settled or (self.seen is not None and self.seen.settled):
+            self.settled_at = now
+        self.seen = reading
+        return reading
+
+    def _check_limits(self, state: State) -> None:
+        """Of a job that somebody is in; what was left behind is not asked for its limits."""
+        if state.limits == self.limits or state.phase.terminal:
+            return
+        ours, theirs = attrs.asdict(self.limits), attrs.asdict(state.limits)
+        differ = [
+            f"{name} is {ours[name]} here and {theirs[name]} there"
+            for name in ours
+            if ours[name] != theirs[name]
+        ]
+        raise RendezvousMismatch(
+            f"this node's settings are not the job's: {', '.join(differ)}; start all nodes alike"
+        )
+
+    def _find_seat(self, state: State | None) -> Seat | None:
+        if state is None or state.phase is not Phase.SETTLED:
+            return None
+        if self._seat[0] != state.membership:
+            number = shard_of(self._me, state.nodes)
+            entry = self._store.get(self.keys.shard(state.membership, number))
+            seat = None if entry is None else find_seat(entry.value, self._me)
+            self._seat = (state.membership, seat)
+        return self._seat[1]
+
+    def _view(self, job: StoredJob, now: float) -> View:
+        document, whole = job.document(self._document)
+        memory = job.memory
+        if not whole and document is not None:
+            # Its members are lost, and only they themselves can tell who they were.
+            memory, document = document.state, None
+        self._document = document
+        live = job.live(self._foreign)
+        if document is not None and any(n.came_after != document.incarnation for n in live):
+            self._check_limits(document)
+        return View(
+            me=self._me,
+            limits=self.limits,
+            document=document,
+            live=live,
+            finished=job.finished(),
+            departed=job.departed(),
+            memory=memory,
+            quiet=self._quiet(live, now),
+            patience=self._patience(memory, now),
+            stands=now - self._stands[1],
+            came_after=self.intent.node.came_after,
+        )
+
+    def _patience(self, memory: State | None, now: float) -> float:
+        """How long others may still take to come back, after an absence of the store's that
+        ended our own lease as well: they may find it later than we by as long as it was away."""
+        away = self._away if memory is None else max(self._away, self._lease)
+        away = min(away, self._lease + RETURN_SECONDS)
+        return max(0.0, away - (now - self._spoke_at))
+
+    def _quiet(self, live: tuple[Node, ...], now: float) -> float:
+        ids = frozenset(node.id for node in live)
+        if self._last_arrival is None or not ids <= self._known:
+            self._last_arrival = now
+        self._known = ids
+        return now - self._last_arrival
+
+    # -- leading ------------------------------------------------------------------------------
+
+    def lead(self, reading: Reading) -> bool:
+        """Lead, if nobody does, and say as whom; whether that was written now."""
+        node = self.intent.node
+        leader = Leader(self._me, node.host, node.came_after)
+        stays = reading.leader is not None
+        if self._said is None or reading.leader == leader or (stays and not self.leads):
+            return False
+        if not stays and self._is_preceded(reading.state):
+            return False
+        expected = self._leases.get(self.keys.leader, ABSENT) if stays else ABSENT
+        taken = self._store.compare_set(
+            self.keys.leader, encode(leader), expected=expected, ttl=self._lease
+        )
+        if taken.won and taken.entry is not None:
+            self._leases[self.keys.leader] = taken.entry.version
+        if taken.won and not stays:
+            self._last_arrival, self._known = None, frozenset()
+        return taken.won
+
+    def _is_preceded(self, state: State | None) -> bool:
+        """Whether the job was over when we came, and one who was in it is here still: it is for
+        that one to lead, so that who comes now hears of the end and does not wait for another."""
+        if state is None or not state.phase.terminal:
+            return False
+        if self.intent.node.came_after != state.incarnation:
+            return False
+        here = StoredJob(self.keys, self._store.list(self.keys.node())).live(self._foreign)
+        return any(node.came_after != state.incarnation for node in here)
+
+    def act(self, reading: Reading, today: str = "") -> tuple[Decision, bool]:
+        """Decide on what was read and write; whether the write (if any) won.
+
+        today: the date and time, for people to read.
+        """
+        view = reading.view
+        if view is None:
+            name = "nobody" if reading.leader is None else reading.leader.host
+            return Decision(f"{name} decides, and this node waits"), False
+        self._forget_orphaned(reading, view)
+        self._nonces += 1
+        nonce = f"{self._signature}.{self._nonces}"
+        decision = decide(attrs.evolve(view, nonce=nonce, today=today))
+        if decision.write is None:
+            return decision, False
+        return decision, self._write(decision.write, reading, nonce)
+
+    def _forget_orphaned(self, reading: Reading, view: View) -> None:
+        """A memory that nobody here shares must not hide another that somebody has."""
+        entry, memory = reading.job.memory_entry, reading.job.memory
+        if entry is None or memory is None or view.patience > 0:
+            return
+        if not any(node.membership == memory.membership for node in view.live):
+            self._store.delete(entry.key, expected=entry.version)
+
+    def _write(self, document: Document, reading: Reading, nonce: str) -> bool:
+        """Put the document in place of the one that was read."""
+        state, view = reading.state, present(reading.view, "what the document was decided on")
+        membership = document.membership
+        enrolled = view.document is not None and view.document.membership == membership
+        if not enrolled:
+            self._enrol(document, reading.job)
+        won = self._write_state(document, reading)
+        if won:
+            self._document = document
+            if not enrolled or (state is not None and state.incarnation != document.incarnation):
+                self._delete(reading.job.left_over(membership))
+        elif membership.endswith(f".{nonce}"):
+            self._delete((self.keys.master_endpoint(membership),))
+            self._delete(self.keys.shard(membership, number) for number in deal_shards(document))
+        return won
+
+    def _write_state(self, state: State, reading: Reading) -> bool:
+        return self._store.compare_set(
+            self.keys.state, encode_state(state), expected=_version(reading.job.state_entry)
+        ).won
+
+    def _enrol(self, document: Document, job: StoredJob) -> None:
+        """Write who the members are, before the state that says that they are."""
+        if not document.membership:
+            return
+        # From now on, what is written under an earlier generation is refused.
+        master_key = self.keys.master_endpoint(document.membership)
+        self._delete(key for key in job.master_keys() if key != master_key)
+        for number, rows in deal_shards(document).items():
+            self._store.set(self.keys.shard(document.membership, number), encode_shard(rows))
+            if number % SHARDS_AT_ONCE == SHARDS_AT_ONCE - 1:
+                self._keep_while_writing()
+        if document.phase is Phase.SETTLED:
+            self._store.compare_set(master_key, b"", expected=ABSENT)
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for number, key in enumerate(keys, 1):
+            self._store.delete(key)
+            if number % KEYS_AT_ONCE == 0:
+                self._keep_while_writing()
+
+    def _keep_while_writing(self) -> None:
+        """On a slow store our own leases must not end while we write."""
+        self._keep(self.keys.node(self._me))
+        self._keep(self.keys.leader)
+
+    # -- as a member --------------------------------------------------------------------------
+
+    def _remind(self, reading: Reading) -> bool:
+        """Say what this node remembers of a job that the store has forgotten; whether it had to."""
+        memory = self.intent.memory
+        if memory is None or not gives_way(reading.state, self.intent.incarnation):
+            return False
+        said = reading.job.memory
+        if said is not None and said.generation >= memory.generation:
+            return False
+        expected = _version(reading.job.memory_entry)
+        return self._store.compare_set(
+            self.keys.memory, encode_state(memory), expected=expected
+        ).won
+
+    def report(self, reading: Reading, today: str = "") -> bool:
+        """What this node has to say of its job and of its generation, until the store has it;
+        whether the job's end is among that, so that there is nothing to decide."""
+        if self._closing is not None:
+            ending = Ending(self.intent.node.host, today)
+            if self.end_job(reading, Phase.ABORTED, self._closing, ending):
+                self._closing = None
+            return True
+        current = "" if reading.state is None else reading.state.membership
+        master = reading.job.master_entry
+        membership, endpoint = self._endpoint
+        if membership == current and master is not None and not master.value:
+            # Refused where the generation is over: its key is gone then, or another's.
+            self._store.compare_set(master.key, endpoint.encode(), expected=master.version)
+        if self._finished and self._finished == current != self._finish_said:
+            # It outlives the node.
+            self._store.set(self.keys.finished(current, self._me), b"")
+            self._finish_said = current
+        return False
+
+    def end_job(self, reading: Reading, phase: Phase, cause: str, ending: Ending) -> bool:
+        """End the job, unless it has ended; False if it has to be tried on a newer reading."""
+        state = reading.state or State(self.limits, f"closed by {self._me}")
+        if state.phase.terminal:
+            return True
+        return self._write_state(end(state, phase, cause, ending=ending), reading)
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """From now on others have their time to come."""
+        self._found_at, self.note_at = now, now + 2 * NOTE_SECONDS
+
+    def answered(self) -> None:
+        """The store answers again: what is missing there has its time from now on."""
+        if self._misses:
+            self._misses, self._found_at = 0, self._missed_at
+
+    def missed(self, error: StoreError, now: float) -> float:
+        """The store does not answer: how long to pause. Raises PatienceSpent at the end of our
+        patience."""
+        grace, knob = self._timing.store_grace, "--store-grace"
+        if self.seen is None:
+            grace, knob = self._timing.join, "join_timeout"
+        self.note = Note(reason=str(error))
+        if self._misses == 0:
+            log.warning("the store is away, trying for %g s (%s): %s", grace, knob, error)
+            if self.seen is None:
+                log.warning(
+                    "this node has not reached the store yet: the node that serves it has not "
+                    "started, or the job is over already, and its store with it; without a store "
+                    "this node ends with a failure after %g s",
+                    grace,
+                )
+            self._missing_since = now
+        self._misses, self._missed_at = self._misses + 1, now
+        if now - self._missing_since >= grace:
+            raise PatienceSpent(f"the store was away for {grace:g} s ({knob}): {error}")
+        return backoff(self._misses)
+
+    def goes_elsewhere(self, now: float) -> bool:
+        """Where the store has forgotten the job, or too few are here to go on, the others have
+        until the end of our patience to come; and they may be elsewhere. Whether we have gone
+        there, so that what was read here counts for nothing. Raises PatienceSpent at the end of
+        our patience."""
+        timing, intent, state = self._timing, self.intent, None
+        if self.seen is not None:
+            state = self.seen.state
+        if not is_empty(state, intent.incarnation) and not self.note.stuck:
+            self._found_at = now
+        elif now - self._found_at >= timing.store_grace and intent.memory is not None:
+            raise PatienceSpent(
+                f"for {timing.store_grace:g} s (--store-grace) too few nodes of generation "
+                f"{intent.held} have come to the store: {self.note.reason}"
+            )
+        elif now - self._found_at >= timing.lease and self._store.look_elsewhere(
+            self._finds_more(state)
+        ):
+            log.warning("too few nodes were at the store: this one has gone to another")
+            return True
+        return False
+
+    def _finds_more(self, state: State | None) -> Callable[[Store, bool], bool]:
+        """Whether the job is further at another store than it is here, where this is its state;
+        or, where neither has it, whether the other comes first, so that all look at the same one.
+        """
+        nothing = is_empty(state, self.intent.incarnation)
+
+        def accept(other: Store, earlier: bool) -> bool:
+            entry = other.get(self.keys.state)
+            there = None if entry is None else decode_state(entry.value)
+            if there is None or not there.membership:
+                return nothing and earlier
+            if nothing or state is None:
+                return True
+            return there.incarnation == state.incarnation and there.generation > state.generation
+
+        return accept
+
+    def explain(self, decision: Decision, reading: Reading, now: float) -> float:
+        """Let the others know, or hear from the node that leads, what is being waited for; and log
+        it while this node waits, when it changes and every so often. Seconds until there may be
+        something to say again."""
+        again = self._share_note(decision, reading, now)
+        waits = self.intent.joining and not self.intent.silent and not reading.settled
+        if not waits or self.intent.final_change(reading.state) is not None:
+            log.debug("%s", decision.reason)
+            return again
+        note = self.note
+        new = note.reason != self._reminded or now - self._reminded_at >= REMIND_SECONDS
+        if new and note not in (UNANSWERED, Note()):
+            self._reminded, self._reminded_at = note.reason, now
+            here = ", ".join(note.here) or "nobody"
+            more = f" and {note.count - len(note.here)} more" * (note.count > len(note.here))
+            ends = f"join_timeout={self._timing.join:g} s ends the wait"
+            log.info("%s; here: %s%s; %s", note.reason, here, more, ends)
+        return max(0.01, min(again, self.note_at - now))
+
+    def _share_note(self, decision: Decision, reading: Reading, now: float) -> float:
+        if reading.view is None:
+            if now >= self.note_at:
+                entry = self._store.get(self.keys.note)
+                self.note = Note() if entry is None else decode(Note, entry.value, "the note")
+                self.note_at = now + self._lease
+            return float("inf")
+        self.note = note_of(decision, reading.view)
+        self.note_at = now + REMIND_SECONDS
+        if self.note == self._told:
+            return float("inf")
+        if now - self._told_at < NOTE_SECONDS:
+            return self._told_at + NOTE_SECONDS - now
+        self._store.set(self.keys.note, encode(self.note))
+        self._told, self._told_at = self.note, now
+        return float("inf")
+
+
+def note_of(decision: Decision, view: View) -> Note:
+    """What the others may know of a decision: why, who is here, and how many wait to be let in."""
+    names = sorted((node.host for node in view.live), key=natural)
+    return Note(
+        reason=decision.reason,
+        here=tuple(names[:NAMES_IN_A_NOTE]),
+        count=len(names),
+        waiting=waiting(view),
+        membership="" if view.document is None else view.document.membership,
+        stuck=decision.stuck,
+    )
+
+
+def _worth_a_write(said: Node, record: Node) -> bool:
+    """Not where only its place differs: a member is in the generation whose members name it."""
+    if said.runs and not record.runs:
+        return True
+    moved = attrs.evolve(said, membership=record.membership, rank=record.rank, runs=record.runs)
+    return record != moved
+
+
+def _version(entry: Entry | None) -> int:
+    return ABSENT if entry is None else entry.version
