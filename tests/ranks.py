@@ -37,7 +37,7 @@ import pytest
 from ports import free_port
 from processes import children
 
-SECONDS = 60.0
+SECONDS = 100.0
 """How long a rank may run unless its test says otherwise."""
 GRACE = 10.0
 """What a rank that reports its stacks and ends may take for it before it is killed."""
@@ -104,7 +104,7 @@ class Ranks:
         backend: str = "gloo",
         launched: bool = False,
         seconds: float = SECONDS,
-        group_seconds: float = 20.0,
+        group_seconds: float = 60.0,
     ) -> list[Ended]:
         """How each rank ended. `backend` is empty for processes without a group, and who is
         `launched` has none yet, but the variables by which a launcher's workers make theirs. Who

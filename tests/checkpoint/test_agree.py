@@ -25,9 +25,7 @@ def play(ranks: Ranks, tmp_path: Path) -> Play:
         folder = tmp_path / str(next(plays))
         folder.mkdir()
         backend = options.pop("backend", "gloo") if world else ""
-        ends = ranks.ends(
-            found_by, max(1, world), scenario, folder, options, backend=backend, seconds=60
-        )
+        ends = ranks.ends(found_by, max(1, world), scenario, folder, options, backend=backend)
         assert not any(end.error for end in ends if end.status >= 0), ends
         return [end.value or {} for end in ends]
 

@@ -8,9 +8,10 @@ import re
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, until
+from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of, until
 from processes import children
 
 pytestmark = pytest.mark.faults
@@ -99,17 +100,31 @@ def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: 
 
 
 def guardian_of(agent: int, worker: int) -> int:
-    """The agent's other child, which clears up after it; 0 while it has none."""
-    return next((pid for pid in children(agent) if pid != worker and alive(pid)), 0)
+    """The agent's other child, which clears up after it; 0 while it has none that has begun."""
+    for pid in children(agent):
+        if pid != worker and alive(pid) and command_of(pid) not in (b"", command_of(agent)):
+            return pid
+    return 0
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(job: Job) -> None:
-    node = job.run("a", "--standalone", worker=("child",), PYTHONPATH=WITHOUT_TORCH)
+    flags = ("--standalone", "--max-restarts", "1", "--restart-backoff", "0")
+    node = job.run("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
     (place,) = job.settled(1)
     for _ in range(3):
         killed = until("a guardian", lambda: guardian_of(node.pid, place["pid"]))
         os.kill(killed, signal.SIGKILL)
         until("another", lambda old=killed: guardian_of(node.pid, place["pid"]) not in (0, old))
+    # The next worker is started when the last guardian has been told of all before it.
+    os.kill(place["pid"], signal.SIGKILL)
+    (place,) = job.settled(1, after=generation_of([place]))
     node.kill()
     # And nothing of it is left in the folder for temporary files, or in shared memory.
     job.gone()
