@@ -177,6 +177,8 @@ def _receive(control: socket.socket) -> tuple[Any, list[int]]:
 def _serve(control: socket.socket) -> None:
     """Plays what is asked for, until nobody is left to ask."""
     os.setsid()
+    # What a rank imports may warn, as it may in a program of a user's.
+    warnings.simplefilter("default")
     # What a rank leaves behind becomes a child of this process, which ends it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     loaded = False

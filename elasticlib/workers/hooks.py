@@ -28,7 +28,8 @@ from .messages import LONGEST_RECORD, ends_process, failure_record, read_failure
 
 EXIT = ".exit"
 """Behind the name of error.json: holds the code of a process that leaves by nothing else."""
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "compat", ""))
 
 
 def install(error_file: str) -> None:

@@ -92,13 +92,14 @@ class _Process:
     error_file: Path
     ended_at: float = float("inf")
     result: tuple[Any, str] | None = None
+    """What its function returned, and why that is unreadable; None until it was read."""
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
     def read_result(self) -> tuple[Any, str]:
-        """What its function returned, and why it is unreadable; a value's own code runs here."""
+        """A value's own code runs here."""
         if self.result is None:
             self.result = read_result(self.folder / RESULT)
         return self.result
@@ -439,6 +440,8 @@ class LocalWorkers(Workers):
         if what[0] != "command":
             self._channels.assign(local, popen.pid)
         process = _Process(worker, popen, output, folder, Path(places.error_file))
+        if not isinstance(group.spec.entrypoint, Function):
+            process.result = (None, "")
         self._processes[local] = process
         self._guardian.add(popen.pid)
         output.attach(popen.stdout, popen.stderr, self._loop, self._writers)
@@ -455,7 +458,7 @@ class LocalWorkers(Workers):
             process.read_result()
             ended(local)
 
-        if (process.folder / RESULT).exists():
+        if process.result is None:
             try:
                 return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
             except RuntimeError:

@@ -161,7 +161,7 @@ def compare(args: argparse.Namespace) -> None:
     raise SystemExit(1 if alive else 0)
 
 
-def main() -> None:
+def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
     commands = parser.add_subparsers(required=True)
     gathers = commands.add_parser("gather", help="run a folder's tests once, with coverage")
@@ -201,7 +201,11 @@ def main() -> None:
     compares.add_argument("before", type=Path)
     compares.add_argument("after", type=Path)
     compares.set_defaults(act=compare)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = asked()
     args.act(args)
 
 

@@ -102,6 +102,14 @@ def test_a_traceback_begins_in_the_users_script(ends: dict[str, WorkerExit]) -> 
     assert lines[-1] == "ValueError: no luck"
 
 
+def test_a_recorded_traceback_begins_in_the_decorated_function(
+    ends: dict[str, WorkerExit],
+) -> None:
+    lines = ends["records"].traceback.splitlines()
+    assert lines[1].endswith("in main")
+    assert "elasticlib" not in ends["records"].traceback
+
+
 def test_what_a_thread_had_to_say_stands_behind_what_ended_the_process(
     ends: dict[str, WorkerExit],
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -148,6 +149,17 @@ def test_a_value_is_read_off_the_loop_and_not_by_who_collects(
 ) -> None:
     run.start(Function(MadeWhereItIsRead))
     assert run.end().value == "worker-0-value"
+
+
+def test_what_a_script_leaves_where_a_function_leaves_its_value_is_not_read(run: Run) -> None:
+    values = pickle.dumps(MadeWhereItIsRead()).hex()
+    left = "Path(os.environ['TORCHELASTIC_ERROR_FILE']).with_name('result.pickle')"
+    (run.folder / "script.py").write_text(
+        f"import os; from pathlib import Path; {left}.write_bytes(bytes.fromhex('{values}'))"
+    )
+    run.start(Script(str(run.folder / "script.py")))
+    exit_ = run.end()
+    assert (exit_.ok, exit_.value) == (True, None)
 
 
 def test_a_functions_exception_comes_back_with_its_traceback(run: Run) -> None:
