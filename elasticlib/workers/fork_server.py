@@ -43,6 +43,8 @@ LATER = ("torch._dynamo",)
 workers are not kept waiting for it: it is imported once nobody has asked for a worker for so long:
 """
 IDLE_SECONDS = 1.0
+UNASKED_SECONDS = 10.0
+"""The same until the first request: on a busy machine the agent is ready much later than this."""
 STREAMS = 3
 MOST_SAID = 2048
 # torch sets it as it is imported, and anew whenever it looks: a script that imports it later may
@@ -71,8 +73,9 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     link.send(problem.encode()[:MOST_SAID] if problem else b"ready")
     _share()
     later: Sequence[str] = LATER
+    patience = UNASKED_SECONDS
     while True:
-        if later and not select.select([link], [], [], IDLE_SECONDS)[0]:
+        if later and not select.select([link], [], [], patience)[0]:
             problem = problem or _import_these(later)
             later, changed = (), _changed_since(before)
             _share()
@@ -82,6 +85,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             os._exit(1)
         if not message:
             os._exit(0)
+        patience = IDLE_SECONDS
         if message.startswith(b"reap "):
             link.send(str(_reap(int(message[5:]))).encode())
             continue
