@@ -169,12 +169,14 @@ def main() -> None:
     gathers.add_argument("tests", nargs="*", help="instead of tests/FOLDER")
     gathers.add_argument("--into", type=Path, required=True)
     gathers.add_argument("--jobs", type=int, default=2)
+    gathers.add_argument("--marks", default="not release", help="of the tests, as pytest's -m")
     gathers.set_defaults(
         act=lambda args: evidence.gather(
             args.copy.resolve(),
             args.tests or [f"tests/{args.folder}"],
             args.into.resolve(),
             jobs=args.jobs,
+            marks=args.marks,
         )
     )
     plays = commands.add_parser("play", help="play a drawn set of a folder's mutants")
