@@ -22,8 +22,6 @@ from evidence import Evidence
 from mutations import Mutant
 from playing import Outcome, Player, warm_up
 
-ENOUGH_SECONDS = 15.0
-"""Of tests for one mutant, by what they took when they were gathered."""
 Results = dict[str, dict[str, Any]]
 LONG_SECONDS = 0.5
 """A failure of a test that takes longer is believed once it has passed without the mutant."""
@@ -37,8 +35,16 @@ class Trial:
     """
 
     def __init__(
-        self, player: Player, known: Evidence, tests: set[str], *, results: Path, before: Results
+        self,
+        player: Player,
+        known: Evidence,
+        tests: set[str],
+        *,
+        results: Path,
+        before: Results,
+        enough: float,
     ) -> None:
+        self._enough = enough
         self._player = player
         self._known = known
         self._tests = tests
@@ -61,9 +67,11 @@ class Trial:
         tests = [killer] if killer in self._tests else []
         outcome = self._outcome(mutant, tests)
         lines = range(mutant.first_line, mutant.last_line + 1)
-        all_tests = self._known.tests(mutant.file, lines)
+        all_tests = sorted(self._tests)
+        if self._known.seconds:
+            all_tests = self._known.tests(mutant.file, lines)
         if outcome.state in ("survived", "unreached"):
-            tests = enough(all_tests, self._known.seconds)
+            tests = first_of(all_tests, self._known.seconds, self._enough)
             outcome = self._outcome(mutant, tests)
         result = {
             "line": mutant.first_line,
@@ -99,10 +107,10 @@ class Trial:
         return self._sound[test]
 
 
-def enough(tests: list[str], seconds: dict[str, float]) -> list[str]:
-    """The first of them, which are the fastest, and one at least."""
-    spent = list(itertools.accumulate(seconds[test] for test in tests))
-    return tests[: max(1, bisect.bisect_right(spent, ENOUGH_SECONDS))]
+def first_of(tests: list[str], seconds: dict[str, float], enough: float) -> list[str]:
+    """The first of them, which are the fastest, and one at least; all where nothing is known."""
+    spent = list(itertools.accumulate(seconds.get(test, 0.0) for test in tests))
+    return tests[: max(1, bisect.bisect_right(spent, enough))]
 
 
 def is_dead(result: dict[str, Any] | None) -> bool:
@@ -118,7 +126,8 @@ def play(args: argparse.Namespace) -> None:
     tests = warm_up(copy, args.tests or files, args.logs.resolve() / "collected")
     before = json.loads(args.against.read_text()) if args.against else {}
     player = Player(copy, args.logs.resolve())
-    trial = Trial(player, known, tests, results=args.results, before=before)
+    places = {"results": args.results, "before": before, "enough": args.enough}
+    trial = Trial(player, known, tests, **places)
     mutants = mutations.mutants_in(copy / "elasticlib", args.folder)
     if not before:
         mutants = mutations.drawn(mutants, args.seed, args.count)
@@ -169,12 +178,14 @@ def asked() -> argparse.Namespace:
     gathers.add_argument("tests", nargs="*", help="instead of tests/FOLDER")
     gathers.add_argument("--into", type=Path, required=True)
     gathers.add_argument("--jobs", type=int, default=2)
+    gathers.add_argument("--marks", default="not release", help="of the tests, as pytest's -m")
     gathers.set_defaults(
         act=lambda args: evidence.gather(
             args.copy.resolve(),
             args.tests or [f"tests/{args.folder}"],
             args.into.resolve(),
             jobs=args.jobs,
+            marks=args.marks,
         )
     )
     plays = commands.add_parser("play", help="play a drawn set of a folder's mutants")
@@ -184,6 +195,13 @@ def asked() -> argparse.Namespace:
     plays.add_argument("--tests", nargs="*", help="where the tests are, without evidence")
     plays.add_argument("--results", type=Path, required=True, help="JSON; what is there is kept")
     plays.add_argument("--logs", type=Path, required=True)
+    plays.add_argument(
+        "--enough",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="of tests for one mutant, by what they took when they were gathered",
+    )
     plays.add_argument("--seed", type=int, default=0)
     plays.add_argument("--count", type=int, default=50)
     plays.set_defaults(act=play)

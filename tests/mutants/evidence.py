@@ -37,7 +37,7 @@ class Evidence:
         return sorted(found & set(self.seconds), key=lambda test: (self.seconds[test], test))
 
 
-def gather(checkout: Path, tests: list[str], into: Path, *, jobs: int) -> None:
+def gather(checkout: Path, tests: list[str], into: Path, *, jobs: int, marks: str) -> None:
     """Run these tests of a checkout once, and leave what `read` takes."""
     into.mkdir(parents=True, exist_ok=True)
     environment = {
@@ -48,7 +48,7 @@ def gather(checkout: Path, tests: list[str], into: Path, *, jobs: int) -> None:
         "MUTANTS_DURATIONS": str(into / "durations.json"),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants_plugin"]
-    command += ["-p", "no:cacheprovider", "-m", "not long", "--timeout", "240", "--cov"]
+    command += ["-p", "no:cacheprovider", "-m", marks, "--timeout", "240", "--cov"]
     command += [f"--cov-config={RC}", "--cov-context=test", "--cov-report="]
     command += ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
     subprocess.run([*command, *tests], cwd=checkout, env=environment, check=False)
