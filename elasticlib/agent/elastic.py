@@ -105,7 +105,7 @@ class LocalElasticAgent(ElasticAgent):
     """Supervises a node's workers with an object that runs them.
 
     Args:
-        workers: runs the processes (`elasticlib.workers.local.LocalWorkers`), or anything else.
+        workers: runs the processes (`elasticlib.workers.processes.LocalWorkers`), or anything else.
 
     The rest is `ElasticAgent`'s.
     """
