@@ -65,12 +65,12 @@ class Loop:
             self._closing = False
             if self._selector is not None:
                 return
-            self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._selector = selectors.DefaultSelector()
-            self._selector.register(self._wake[0], selectors.EVENT_READ, self._woken)
             try:
+                self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                self._selector = selectors.DefaultSelector()
+                self._selector.register(self._wake[0], selectors.EVENT_READ, self._woken)
                 start_thread(helper(self._run, "workers-loop", self._give_up))
-            except WorkerStartError:
+            except (OSError, WorkerStartError):
                 self._leave()
                 raise
 
@@ -190,4 +190,5 @@ class Loop:
             selector.close()
         wake, self._wake = self._wake, (-1, -1)
         for number in wake:
-            os.close(number)
+            with contextlib.suppress(OSError):  # it was never opened
+                os.close(number)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,29 @@ def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
             os.kill(daemon, signal.SIGKILL)
         until("its end", lambda: output.close(0.5))
     loop.close(writers.close)
+
+
+def test_a_console_that_stands_still_holds_up_its_writer_and_nobody_elses_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb") as reader, open(writing, "w") as console:
+        monkeypatch.setattr(sys, "stdout", console)
+        # More than all that is kept for a console on its way there.
+        run.writing("0", "1").start(shell('[ "$RANK" = 1 ] || exec seq 1 300000'), count=2)
+        assert run.end().rank == 1
+        shown: list[bytes] = []
+        reads = threading.Thread(target=lambda: shown.extend(reader))
+        reads.start()
+        assert run.end().ok
+        run.workers.close()
+        monkeypatch.undo()
+        console.close()
+        reads.join(60)
+        assert not reads.is_alive()
+    assert b"".join(shown).replace(b"[role0]:", b"").split() == [
+        b"%d" % n for n in range(1, 300_001)
+    ]
 
 
 def kept_and_shown(
