@@ -134,6 +134,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
+    place: TcpMeetingPlace | None = None
     node = _node(config, config.local_addr or "")
     warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
