@@ -59,6 +59,8 @@ class _Link:
 
     def turn(self, _: int = 0) -> None:
         """Pass on what can be, and wait for what cannot be yet; or end."""
+        if self not in self._relay.links:
+            return  # it ended earlier in this round
         ended = any(way.ended for way in self._ways)
         try:
             for way in self._ways:

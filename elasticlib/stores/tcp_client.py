@@ -166,14 +166,15 @@ class TcpStore(Store):
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         seconds = min(max(timeout, 0.0), LONGEST_WAIT)
+        if not seconds:
+            return self._is_so("changed", prefix=prefix, after=after)
         check_fields("watch", fields := {"prefix": prefix, "after": after, "listing": False})
         link = self._live_link()
         told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         number = link.ask("watch", fields, told.put)
         try:
-            if seconds:
-                with contextlib.suppress(queue.Empty):
-                    return self._told_yes(told.get(timeout=seconds))
+            with contextlib.suppress(queue.Empty):
+                return self._told_yes(told.get(timeout=seconds))
             # Whether it was changed at the end is the server's to say: what it told is on its way.
             asked = link.request("unwatch", {"number": number}, "wait", seconds)
             with contextlib.suppress(queue.Empty):

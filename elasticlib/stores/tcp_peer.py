@@ -36,13 +36,13 @@ class _Rest:
     number: int
     version: int
     pages: deque[tuple[Entry, ...]]
-    bytes: int
 
 
 class Peer:
     """A client's connection: what has arrived and is still to be handled, and to be sent.
 
-    ending: it was refused; whatever else it sends is dropped unread. counted: of `held_bytes` and
+    ending: it was refused; whatever else it sends is dropped unread. listed_bytes: of what it has
+    listed and is not in a buffer yet, which may be of the past. counted: of `held_bytes` and
     `listed_bytes`, by the server. ready: what its selector calls.
     """
 
@@ -53,6 +53,7 @@ class Peer:
         self.connection = connection
         self.handshake = handshake
         self.ending = False
+        self.listed_bytes = 0
         self.counted = 0, 0
         self.events = selectors.EVENT_READ
         self.ready: Callable[[int], None]
@@ -90,11 +91,6 @@ class Peer:
         """What its buffers take, in both directions."""
         size = len(self._unsent) + self._reader.held_bytes
         return size if self._next is None else size + len(self._next.value)
-
-    @property
-    def listed_bytes(self) -> int:
-        """Of what was listed and is not in a buffer yet, the part that may be of the past."""
-        return sum(rest.bytes for rest in self._rests)
 
     @property
     def label(self) -> str | None:
@@ -161,15 +157,15 @@ class Peer:
         first = listing_frame(number, listing.version, pages.popleft(), bool(pages))
         self.send(encode(first), now)
         if pages:
-            left = sum(len(entry.value) + 2 * len(entry.key) for page in pages for entry in page)
-            self._rests.append(_Rest(number, listing.version, pages, left))
+            self._rests.append(_Rest(number, listing.version, pages))
+            self.listed_bytes += sum(entry.size for page in pages for entry in page)
 
     def flush(self, now: float) -> bool:
         """Send what the connection takes; whether the connection still stands."""
         if not self._unsent and self._rests:
             rest = self._rests[0]
             page = rest.pages.popleft()
-            rest.bytes -= sum(len(entry.value) + 2 * len(entry.key) for entry in page)
+            self.listed_bytes -= sum(entry.size for entry in page)
             frame = listing_frame(rest.number, rest.version, page, bool(rest.pages))
             self.send(encode(frame), now)
             if not rest.pages:

@@ -93,6 +93,7 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "delete": {"key": TEXT, "expected": MAYBE_WHOLE},
     "refresh": {"key": TEXT, "version": WHOLE},
     "list": {"prefix": TEXT},
+    "changed": {"prefix": TEXT, "after": WHOLE},
     "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "unwatch": {"number": WHOLE},
     "answer": {"yes": TRUTH, "version": WHOLE},

@@ -482,6 +482,8 @@ class _Loop:
             return answer(number, True)
         if frame.op == "list":
             return space.list(fields["prefix"])
+        if frame.op == "changed":
+            return answer(number, space.changed(fields["prefix"], fields["after"]))
         if frame.op == "watch":
             tell = partial(self._leave_news, client, number)
             prefix, after, listing = fields["prefix"], fields["after"], fields["listing"]
@@ -591,14 +593,16 @@ class _Loop:
     def _is_crowded(self) -> bool:
         return self._held > self._limits.held_bytes
 
+    def _is_full_of_listings(self, peer: Peer) -> bool:
+        return bool(peer.listed_bytes) or self._listed > self._limits.store.total_bytes
+
     def _may_go_on(self, peer: Peer) -> bool:
         """Whether there is room for what it sends next, or for the answer to what it has sent."""
         if peer.ending:
             return True
         frame = peer.waiting_frame
         # Of one listing at a time the rest waits here, and of all together not too much.
-        full = peer.listed_bytes or self._listed > self._limits.store.total_bytes
-        if full and frame is not None and frame.op == "list":
+        if frame is not None and frame.op == "list" and self._is_full_of_listings(peer):
             return False
         if not self._is_crowded():
             return peer.unsent <= self._limits.unsent_bytes
