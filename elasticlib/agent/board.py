@@ -77,6 +77,7 @@ class Board:
         # What follows is the thread's.
         self._info: RendezvousInfo | None = None
         self._posts: deque[Post] = deque()
+        self._heard: set[str] = set()
         self._stale: dict[str, Listing | None] = {}
         """Names to be handed on, in this order, each as the store has listed it, if it has."""
         self._polled: dict[str, int] = {}
@@ -124,13 +125,14 @@ class Board:
     def _take(self, word: RendezvousInfo | Post | Gather | _Changed) -> None:
         if isinstance(word, RendezvousInfo):
             self._info = word
-            self._posts.clear()
-            self._stale.clear()
-            self._polled.clear()
+            for about in (self._posts, self._heard, self._stale, self._polled):
+                about.clear()
         elif isinstance(word, Post):
             self._posts.append(word)
         elif isinstance(word, Gather):
-            self._stale[word.name] = None
+            if word.name not in self._heard:
+                self._heard.add(word.name)
+                self._stale[word.name] = None
         elif self._info is not None and word.board == self._info.board:
             self._stale[word.name] = word.seen if isinstance(word.seen, Listing) else None
             if not word.seen:
@@ -155,6 +157,7 @@ class Board:
                 log.info("the other nodes cannot be asked: %s", describe(error))
                 self._posts = deque(post for post in self._posts if post.name != name)
                 self._stale.pop(name, None)
+                self._heard.discard(name)
                 self._put(Unheard(board, name))
 
     def _write(self, store: Store, board: str, post: Post) -> None:

@@ -176,7 +176,9 @@ class Stopping:
             reason=notice.reason,
             deadline=now + notice.seconds,
         )
-        return stopping, (Gather(STOP),) if self.agrees and self._with_others else ()
+        # Whether others have saved, and wait for ours, is of use where ours wait for a save.
+        hears = self.agrees and notice.after_save and self._with_others
+        return stopping, (Gather(STOP),) if hears else ()
 
     def sooner(self, now: float, notice: Notice | None) -> Step:
         """Those with a notice get this one, if it leaves them less time; None: they get no more.
@@ -265,4 +267,4 @@ class Stopping:
         return self.nodes > 1 and self.reachable
 
     def _tell(self, need: Need) -> tuple[Command, ...]:
-        return (post_need(self.node, need),) if self._with_others else ()
+        return (post_need(self.node, need), Gather(STOP)) if self._with_others else ()

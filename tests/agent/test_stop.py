@@ -68,7 +68,6 @@ def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
     one, other = sides
     one.begin(Notice(DRAIN, 30.0))
     other.begin(Notice(RESIZE, 60.0))
-    assert one.did == [Gather("stop/")]
     one.look(call=5)
     assert one.stopping.undecided, "the other has not spoken"
     other.look(call=9)
@@ -76,6 +75,21 @@ def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
         side.look()
         assert side.stops_at == StopAt(9, Notice(DRAIN, 30.0))
         assert not side.stopping.undecided
+
+
+def test_a_node_that_waits_for_a_save_hears_when_the_others_have_saved(
+    sides: tuple[Side, Side],
+) -> None:
+    one, other = sides
+    one.begin(Notice(RESIZE, 60.0, after_save=True))
+    assert one.did == [Gather("stop/")]
+    one.look()
+    assert not one.stopping.needs
+    other.begin(Notice(RESIZE, 60.0, after_save=True))
+    other.look(call=9)
+    one.look()
+    assert one.stopping.asking
+    assert one.stopping.needs, "it asks its own to wait no longer"
 
 
 def test_a_node_alone_stops_where_its_own_workers_can() -> None:
@@ -102,6 +116,7 @@ def test_a_node_that_stops_for_another_reason_says_so_at_once(sides: tuple[Side,
     one.begin(Notice(DRAIN, 600.0))
     other.begin(None)
     assert other.did[0] == Terminate()
+    assert other.posts["1"] == post_need(1, Need(None)).value
     one.look(call=5)
     one.look()
     (asked,) = [command for command in one.did if isinstance(command, Terminate)]
