@@ -47,33 +47,28 @@ class TorchBootstrapStore:
     """A `torch.distributed.TCPStore` that this process serves at an address of its own.
 
     use_libuv: which of torch's two servers: the one on libuv, or its older one, a thread.
+
+    Raises:
+        OSError: the address is not this machine's.
     """
 
     def __init__(self, address: str, *, use_libuv: bool = True) -> None:
-        self.address = address
-        self._use_libuv = use_libuv
-        self.port = 0
-        self._store: object | None = None
-
-    def open(self) -> TorchBootstrapStore:
-        """Bind and serve. Raises OSError if the address is not this machine's."""
         # Imported here: it costs two seconds, and who only wants help has no use for it.
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        info = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)[0]
+        info = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(info[0], socket.SOCK_STREAM) as listener:
             listener.bind(info[4])
             listener.listen(1024)
-            self.port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self.address,
+            self.port: int = listener.getsockname()[1]
+            self._store: object | None = TCPStore(
+                address,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
-                use_libuv=self._use_libuv,
+                use_libuv=use_libuv,
             )
-        return self
 
     def close(self) -> None:
         self._store = None
@@ -81,12 +76,12 @@ class TorchBootstrapStore:
 
 def open_torch_store(address: str) -> BootstrapStore:
     """A fresh torch store at a local address, on a port that the kernel chose."""
-    return TorchBootstrapStore(address).open()
+    return TorchBootstrapStore(address)
 
 
 def open_threaded_torch_store(address: str) -> BootstrapStore:
     """The same, without libuv."""
-    return TorchBootstrapStore(address, use_libuv=False).open()
+    return TorchBootstrapStore(address, use_libuv=False)
 
 
 def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
@@ -130,34 +125,32 @@ class BootstrapServer:
     Args:
         open_store: serves one at an address of this node.
         find_front: the port of this node at which workers are to look for it, if there is one.
-        opened: called when one that was asked for is there, or has failed.
     """
 
     def __init__(
         self,
         open_store: Callable[[str], BootstrapStore],
         find_front: Callable[[], Front | None],
-        opened: Callable[[], object],
         quick: float,
     ) -> None:
         self._open_store = open_store
         self._find_front = find_front
-        self._opened = opened
         self._quick = quick
         self._last_took = float("inf")
         self._lock = threading.Lock()
         self._wanted = ""
         self._serving: _Serving | None = None
 
-    def open(self, membership: str, address: str) -> None:
-        """Serve one for this generation, at this address of this node."""
+    def open(self, membership: str, address: str, opened: Callable[[], object]) -> None:
+        """Serve one for this generation, at this address of this node; `opened` is called when it
+        is there, or has failed."""
         self.close()
         with self._lock:
             self._wanted = membership
         if self._last_took <= self._quick:
-            self._open(membership, address)
+            self._open(membership, address, opened)
         else:
-            helper(lambda: self._open(membership, address), "rendezvous-open").start()
+            helper(lambda: self._open(membership, address, opened), "rendezvous-open").start()
 
     def endpoint(self, membership: str) -> str | None:
         """Where workers find the one that is served for this generation; None if none is (yet).
@@ -181,7 +174,7 @@ class BootstrapServer:
         if serving is not None:
             serving.close()
 
-    def _open(self, membership: str, address: str) -> None:
+    def _open(self, membership: str, address: str, opened: Callable[[], object]) -> None:
         began = monotonic()
         try:
             serving = self._serve(membership, address)
@@ -193,7 +186,7 @@ class BootstrapServer:
             if wanted:
                 self._serving = serving
         if wanted:
-            self._opened()
+            opened()
         else:
             serving.close()
 

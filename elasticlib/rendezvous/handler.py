@@ -15,12 +15,21 @@ from ..clock import Clock, monotonic
 from ..errors import ConfigError, RendezvousClosed
 from ..stores.interface import Store
 from ..threads import helper
-from .bootstrap import OF_TORCH, BootstrapStore, Front, import_torch, open_torch_store
+from .bootstrap import (
+    OF_TORCH,
+    BootstrapServer,
+    BootstrapStore,
+    Front,
+    import_torch,
+    open_torch_store,
+)
 from .document import Change, FailureKind, Limits, Node, Timing
 from .interface import RendezvousHandler, RendezvousInfo
 from .loop import Event, Loop, Put
 from .node import NOTE_SECONDS, LocalNode
 
+QUICK_SHARE = 1 / 8
+"""Of a lease: what takes no longer may be done by the thread that keeps it."""
 OVERDUE_SECONDS = 1.0
 """Between looks whether the join timeout has passed, while the store keeps the loop."""
 
@@ -65,14 +74,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._clock = clock
         self._asked_at = float("-inf")
         self._loop = Loop(
-            store,
-            run_id,
             LocalNode(store, run_id, node, limits, self._timing),
-            self._timing,
-            clock=clock,
-            find_address=find_address,
-            open_bootstrap=open_bootstrap,
-            find_front=find_front,
+            BootstrapServer(open_bootstrap, find_front, self._timing.lease * QUICK_SHARE),
+            find_address,
+            clock,
         )
         weakref.finalize(self, self._loop.abandon).atexit = False
 

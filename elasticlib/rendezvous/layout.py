@@ -25,7 +25,7 @@ import attrs
 
 from ..errors import ConfigError, RendezvousMismatch
 from ..stores.interface import Entry, Listing
-from .document import Document, Leader, Node, State, of_members
+from .document import Document, FailureKind, Leader, Node, Phase, State, Why, of_members
 from .ranks import Row, Seat, shard_count
 
 log = logging.getLogger("elasticlib.rendezvous")
@@ -39,6 +39,10 @@ JSON_NAMES = {
     "stopped": "left",
     "came_after": "beyond",
     "claim_membership": "claim_roll",
+}
+
+ENUMS: dict[Any, dict[str, enum.Enum]] = {
+    kind: {member.value: member for member in kind} for kind in (FailureKind, Phase, Why)
 }
 
 Value = TypeVar("Value")
@@ -199,7 +203,7 @@ def encode_shard(rows: Iterable[Row]) -> bytes:
 
 def decode(kind: type[Value], data: bytes, what: str) -> Value:
     """The value, or RendezvousMismatch with the path of the field that is not as it should be."""
-    return typing.cast(Value, _reader(typing.cast(Any, kind))(_parse(data, what), what))
+    return typing.cast(Value, _read(kind, _parse(data, what), what))
 
 
 @lru_cache(maxsize=4096)
@@ -218,7 +222,7 @@ def decode_state(data: bytes) -> State:
         )
     if found == WITHOUT_WHY:
         raw["why"] = None
-    return typing.cast(State, _reader(State)(raw, "the document"))
+    return typing.cast(State, _read(State, raw, "the document"))
 
 
 def decode_shard(data: bytes) -> tuple[Row, ...]:
@@ -241,7 +245,7 @@ def _rows(data: bytes) -> list[list[object]]:
 
 
 def _row(row: list[object]) -> Row:
-    return _reader(Node)(row[0], "a member"), _reader(Seat)(row[1], "a seat")
+    return _read(Node, row[0], "a member"), _read(Seat, row[1], "a seat")
 
 
 def _dump(raw: Any) -> bytes:
@@ -268,91 +272,50 @@ def _fields(value: Any, kind: type) -> dict[str, Any]:
     return {JSON_NAMES.get(name, name): _plain(getattr(value, name)) for name in names}
 
 
-# -- one reader for each annotation -------------------------------------------------------------
+def _read(kind: Any, raw: Any, path: str) -> Any:
+    """What JSON says, as a value of this annotation; the path is for the error."""
+    if attrs.has(kind):
+        return _read_fields(kind, raw, path)
+    if isinstance(kind, types.UnionType):
+        (wanted,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+        # What may be left unsaid, a later version may say in words that this one does not know.
+        unknown = wanted in ENUMS and isinstance(raw, str) and raw not in ENUMS[wanted]
+        return None if raw is None or unknown else _read(wanted, raw, path)
+    if typing.get_origin(kind) is tuple:  # of any number of one kind
+        if not isinstance(raw, list):
+            raise RendezvousMismatch(f"{path} is {raw!r}, not a list")
+        one = typing.get_args(kind)[0]
+        return tuple(_read(one, value, f"{path}[{at}]") for at, value in enumerate(raw))
+    if kind in ENUMS:
+        if not isinstance(raw, str) or raw not in ENUMS[kind]:
+            raise RendezvousMismatch(f"{path} is {raw!r}, none of {sorted(ENUMS[kind])}")
+        return ENUMS[kind][raw]
+    # bool is an int to Python, and not to us.
+    fits = isinstance(raw, (int, float) if kind is float else kind)
+    fits = fits and isinstance(raw, bool) == (kind is bool)
+    if fits and isinstance(raw, (int, float)):
+        fits = abs(raw) < LARGEST and math.isfinite(raw)
+    if not fits:
+        raise RendezvousMismatch(f"{path} is {raw!r}")
+    return raw
 
-Reader = Callable[[object, str], Any]
-"""Takes what JSON says and its path, for the error."""
+
+def _read_fields(kind: Any, raw: Any, path: str) -> Any:
+    annotations = _annotations(kind)
+    if not isinstance(raw, dict) or raw.keys() != annotations.keys():
+        found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+        raise RendezvousMismatch(f"{path} needs the fields {sorted(annotations)}, got {found}")
+    fields = {
+        name: _read(annotation, raw[key], f"{path}: field {key!r}")
+        for key, (name, annotation) in annotations.items()
+    }
+    try:
+        return kind(**fields)
+    except ConfigError as error:
+        raise RendezvousMismatch(f"{path}: {error}") from error
 
 
 @cache
-def _reader(kind: Any) -> Reader:
-    if attrs.has(kind):
-        return _object_reader(kind)
-    choices = typing.get_args(kind)
-    if isinstance(kind, types.UnionType):
-        (wanted,) = (choice for choice in choices if choice is not types.NoneType)
-        return _optional_reader(wanted)
-    if choices:  # tuple[str, ...]
-        return _list_reader(_reader(choices[0]))
-    if issubclass(kind, enum.Enum):
-        return _enum_reader(kind)
-    return _scalar_reader((int, float) if kind is float else (kind,))
-
-
-def _object_reader(kind: Any) -> Reader:
+def _annotations(kind: Any) -> dict[str, tuple[str, Any]]:
     hints = typing.get_type_hints(kind)
-    readers = {
-        JSON_NAMES.get(name, name): (name, _reader(hints[name])) for name in attrs.fields_dict(kind)
-    }
-
-    def read(raw: object, path: str) -> Any:
-        if not isinstance(raw, dict) or raw.keys() != readers.keys():
-            found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
-            raise RendezvousMismatch(f"{path} needs the fields {sorted(readers)}, got {found}")
-        fields = {
-            name: reader(raw[key], f"{path}: field {key!r}")
-            for key, (name, reader) in readers.items()
-        }
-        try:
-            return kind(**fields)
-        except ConfigError as error:
-            raise RendezvousMismatch(f"{path}: {error}") from error
-
-    return read
-
-
-def _optional_reader(wanted: Any) -> Reader:
-    reader = _reader(wanted)
-    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
-        # What may be left unsaid, a later version may say in words that this one does not know.
-        known = {member.value for member in wanted}
-
-        def read_known(raw: object, path: str) -> Any:
-            said = raw is None or isinstance(raw, str)
-            return None if said and raw not in known else reader(raw, path)
-
-        return read_known
-    return lambda raw, path: None if raw is None else reader(raw, path)
-
-
-def _list_reader(reader: Reader) -> Reader:
-    def read(raw: object, path: str) -> Any:
-        if not isinstance(raw, list):
-            raise RendezvousMismatch(f"{path} is {raw!r}, not a list")
-        return tuple(reader(one, f"{path}[{at}]") for at, one in enumerate(raw))
-
-    return read
-
-
-def _enum_reader(kind: type[enum.Enum]) -> Reader:
-    known = {member.value: member for member in kind}
-
-    def read(raw: object, path: str) -> Any:
-        if not isinstance(raw, str) or raw not in known:
-            raise RendezvousMismatch(f"{path} is {raw!r}, none of {sorted(known)}")
-        return known[raw]
-
-    return read
-
-
-def _scalar_reader(kinds: tuple[type, ...]) -> Reader:
-    def read(raw: object, path: str) -> Any:
-        # bool is an int to Python, and not to us.
-        wrong = not isinstance(raw, kinds) or (isinstance(raw, bool) and bool not in kinds)
-        if not wrong and isinstance(raw, (int, float)):
-            wrong = abs(raw) >= LARGEST or not math.isfinite(raw)
-        if wrong:
-            raise RendezvousMismatch(f"{path} is {raw!r}")
-        return raw
-
-    return read
+    return {JSON_NAMES.get(name, name): (name, hints[name]) for name in attrs.fields_dict(kind)}

@@ -1,8 +1,8 @@
 """The one thread of a rendezvous handler, which turns its node.
 
-It alone speaks to the store, decides what is known to whoever has
-joined, and opens the bootstrap store. Callers post events to it, and wait for what it makes known,
-so that a store that is away blocks nobody for longer than the caller's own timeout.
+It alone speaks to the store, and opens the bootstrap store. Callers post events to it, and wait for
+what it makes known of the node, so that a store that is away blocks nobody for longer than the
+caller's own timeout.
 """
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ from ..errors import (
 )
 from ..stores.interface import Listing, Store, Watched
 from ..threads import helper
-from .bootstrap import (
-    BootstrapServer,
-    BootstrapStore,
-    Front,
-)
-from .document import FailureKind, State, Timing
+from .bootstrap import BootstrapServer
+from .document import FailureKind, State
 from .interface import BootstrapStoreInfo, Change, ChangeKind, RendezvousInfo
 from .node import LocalNode, PatienceSpent, Reading, backoff
 
@@ -48,9 +44,6 @@ EXIT_SECONDS = 1.0
 PACE_SECONDS = 2e-4  # for each node that is there, between two looks of the one that leads
 RACE_SECONDS = 0.01
 """Before the next look of a node that lost a race to write."""
-QUICK_SHARE = 1 / 8
-"""Of a lease: what takes no longer may be done by the thread that keeps it."""
-OVERDUE_SECONDS = 1.0
 
 Put = Callable[[RendezvousInfo | Change | Exception], None]
 
@@ -102,30 +95,21 @@ class Loop:
 
     def __init__(
         self,
-        store: Store,
-        run_id: str,
         node: LocalNode,
-        timing: Timing,
-        *,
-        clock: Clock,
+        bootstrap: BootstrapServer,
         find_address: Callable[[], str] | None,
-        open_bootstrap: Callable[[str], BootstrapStore],
-        find_front: Callable[[], Front | None],
+        clock: Clock,
     ) -> None:
         self.node = node
         self.silent: Callable[[], float] = lambda: 0.0
         """Seconds for which the loop of this node's agent has not turned."""
         self.stopping = False
-        self._store = store
-        self._run_id = run_id
-        self._timing = timing
-        self._clock = clock
+        self._bootstrap = bootstrap
         self._find_address = find_address
+        self._clock = clock
+        self._timing = node.timing
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._bootstrap = BootstrapServer(
-            open_bootstrap, find_front, lambda: self.post(Event()), timing.lease * QUICK_SHARE
-        )
-        self._watcher = Watcher(store, timing.lease, self._told_of)
+        self._watcher = Watcher(node.store, node.timing.lease, self._told_of)
         self._watching = False
         self._listing: Listing | None = None
         self._look_at = self._pace_until = float("-inf")
@@ -149,7 +133,7 @@ class Loop:
             if self._thread is not None or self.stopping:
                 return
             self.node.begin(self._clock())
-            name = (id(self._store), self._run_id, self.node.intent.node.id)
+            name = (id(self.node.store), self.node.run_id, self.node.intent.node.id)
             before = _BEGUN.get(name)
             if before is not None:
                 before.abandon()  # or the two would take the lease from each other in turns
@@ -436,7 +420,7 @@ class Loop:
             join.since = self._clock()
             if seat.rank == 0:
                 place = node.intent.node
-                self._bootstrap.open(place.membership, place.address)
+                self._bootstrap.open(place.membership, place.address, lambda: self.post(Event()))
         if node.intent.change(state) is not None:
             # The generation ended before its workers began.
             self._seek()
@@ -472,7 +456,7 @@ class Loop:
         seen = present(node.seen, "a reading")
         state = present(seen.state, "the state")
         return RendezvousInfo(
-            run_id=self._run_id,
+            run_id=node.run_id,
             generation=state.generation,
             seat=present(seen.seat, "the seat"),
             bootstrap_store_info=BootstrapStoreInfo(*split_endpoint(master)),
@@ -480,7 +464,7 @@ class Loop:
             max_restarts=state.limits.max_restarts,
             cause=state.cause,
             why=state.why,
-            store=self._store,
+            store=node.store,
             board=node.keys.board(state.membership),
             incarnation=state.incarnation,
         )

@@ -132,15 +132,13 @@ class LocalNode:
     """
 
     def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        node: Node,
-        limits: Limits,
-        timing: Timing,
+        self, store: Store, run_id: str, node: Node, limits: Limits, timing: Timing
     ) -> None:
+        self.store = store
+        self.run_id = run_id
         self.keys = Keys(run_id)
         self.limits = limits
+        self.timing = timing
         self.intent = Intent(node)
         self.seen: Reading | None = None
         self.note = UNANSWERED
@@ -149,8 +147,6 @@ class LocalNode:
         """When the store last took this node's word; None before it has."""
         self.settled_at = float("-inf")
         """When a generation was last seen to stand."""
-        self._store = store
-        self._timing = timing
         self._lease = timing.lease
         self._me = node.id
         self._signature = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
@@ -238,7 +234,7 @@ class LocalNode:
                 log.warning(
                     "the agent's loop has not turned for %g s: this node gives up its place among "
                     "the others until it does",
-                    self._timing.loop,
+                    self.timing.loop,
                 )
             self._still = True
             self.withdraw()
@@ -260,7 +256,7 @@ class LocalNode:
             self._keep_all(key, now)
         if self._said is None or _worth_a_write(self._said, record):
             self._spoke_at = now if self._said is None else self._spoke_at
-            entry = self._store.set(key, encode(record), ttl=self._lease)
+            entry = self.store.set(key, encode(record), ttl=self._lease)
             self._said, self._leases[key], self._kept_at = record, entry.version, now
 
     def _keep_all(self, key: str, now: float) -> None:
@@ -276,7 +272,7 @@ class LocalNode:
         if version == ABSENT:
             return False
         try:
-            self._store.refresh(key, version)
+            self.store.refresh(key, version)
         except LeaseLost:
             del self._leases[key]
             return False
@@ -286,14 +282,14 @@ class LocalNode:
         """Withdraw for good; where a quorum counts, in words that outlive the node."""
         memory = self.intent.memory
         if self.limits.quorum and memory is not None and self._said is not None:
-            self._store.set(self.keys.departed(memory.membership, self._me), b"")
+            self.store.set(self.keys.departed(memory.membership, self._me), b"")
         self.withdraw()
 
     def withdraw(self) -> None:
         """Fall silent: the leases end now."""
         leases, self._leases, self._said = self._leases, {}, None
         for key, version in leases.items():
-            self._store.delete(key, expected=version)
+            self.store.delete(key, expected=version)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -320,7 +316,7 @@ class LocalNode:
         """What the store holds for this node; changes nothing there."""
         outdated = listing is not None and self.seen and listing.version < self.seen.version
         if listing is None or self.leads or outdated:
-            listing = self._store.list(self.prefix)
+            listing = self.store.list(self.prefix)
         job = StoredJob(self.keys, listing)
         state, leader = job.state, job.leader
         stands = None if state is None else (state.membership, state.phase)
@@ -368,7 +364,7 @@ class LocalNode:
             return None
         if self._seat[0] != state.membership:
             number = shard_of(self._me, state.nodes)
-            entry = self._store.get(self.keys.shard(state.membership, number))
+            entry = self.store.get(self.keys.shard(state.membership, number))
             seat = None if entry is None else find_seat(entry.value, self._me)
             self._seat = (state.membership, seat)
         return self._seat[1]
@@ -423,7 +419,7 @@ class LocalNode:
         if not stays and self._is_preceded(reading.state):
             return False
         expected = self._leases.get(self.keys.leader, ABSENT) if stays else ABSENT
-        taken = self._store.compare_set(
+        taken = self.store.compare_set(
             self.keys.leader, encode(leader), expected=expected, ttl=self._lease
         )
         if taken.won and taken.entry is not None:
@@ -439,7 +435,7 @@ class LocalNode:
             return False
         if self.intent.node.came_after != state.incarnation:
             return False
-        here = StoredJob(self.keys, self._store.list(self.keys.node())).live(self._foreign)
+        here = StoredJob(self.keys, self.store.list(self.keys.node())).live(self._foreign)
         return any(node.came_after != state.incarnation for node in here)
 
     def act(self, reading: Reading, today: str = "") -> tuple[Decision, bool]:
@@ -465,7 +461,7 @@ class LocalNode:
         if entry is None or memory is None or view.patience > 0:
             return
         if not any(node.membership == memory.membership for node in view.live):
-            self._store.delete(entry.key, expected=entry.version)
+            self.store.delete(entry.key, expected=entry.version)
 
     def _write(self, document: Document, reading: Reading, nonce: str) -> bool:
         """Put the document in place of the one that was read."""
@@ -485,7 +481,7 @@ class LocalNode:
         return won
 
     def _write_state(self, state: State, reading: Reading) -> bool:
-        return self._store.compare_set(
+        return self.store.compare_set(
             self.keys.state, encode_state(state), expected=_version(reading.job.state_entry)
         ).won
 
@@ -497,15 +493,15 @@ class LocalNode:
         master_key = self.keys.master_endpoint(document.membership)
         self._delete(key for key in job.master_keys() if key != master_key)
         for number, rows in deal_shards(document).items():
-            self._store.set(self.keys.shard(document.membership, number), encode_shard(rows))
+            self.store.set(self.keys.shard(document.membership, number), encode_shard(rows))
             if number % SHARDS_AT_ONCE == SHARDS_AT_ONCE - 1:
                 self._keep_while_writing()
         if document.phase is Phase.SETTLED:
-            self._store.compare_set(master_key, b"", expected=ABSENT)
+            self.store.compare_set(master_key, b"", expected=ABSENT)
 
     def _delete(self, keys: Iterable[str]) -> None:
         for number, key in enumerate(keys, 1):
-            self._store.delete(key)
+            self.store.delete(key)
             if number % KEYS_AT_ONCE == 0:
                 self._keep_while_writing()
 
@@ -525,9 +521,7 @@ class LocalNode:
         if said is not None and said.generation >= memory.generation:
             return False
         expected = _version(reading.job.memory_entry)
-        return self._store.compare_set(
-            self.keys.memory, encode_state(memory), expected=expected
-        ).won
+        return self.store.compare_set(self.keys.memory, encode_state(memory), expected=expected).won
 
     def report(self, reading: Reading, today: str = "") -> bool:
         """What this node has to say of its job and of its generation, until the store has it;
@@ -542,10 +536,10 @@ class LocalNode:
         membership, endpoint = self._endpoint
         if membership == current and master is not None and not master.value:
             # Refused where the generation is over: its key is gone then, or another's.
-            self._store.compare_set(master.key, endpoint.encode(), expected=master.version)
+            self.store.compare_set(master.key, endpoint.encode(), expected=master.version)
         if self._finished and self._finished == current != self._finish_said:
             # It outlives the node.
-            self._store.set(self.keys.finished(current, self._me), b"")
+            self.store.set(self.keys.finished(current, self._me), b"")
             self._finish_said = current
         return False
 
@@ -570,9 +564,9 @@ class LocalNode:
     def missed(self, error: StoreError, now: float) -> float:
         """The store does not answer: how long to pause. Raises PatienceSpent at the end of our
         patience."""
-        grace, knob = self._timing.store_grace, "--store-grace"
+        grace, knob = self.timing.store_grace, "--store-grace"
         if self.seen is None:
-            grace, knob = self._timing.join, "join_timeout"
+            grace, knob = self.timing.join, "join_timeout"
         self.note = Note(reason=str(error))
         if self._misses == 0:
             log.warning("the store is away, trying for %g s (%s): %s", grace, knob, error)
@@ -594,7 +588,7 @@ class LocalNode:
         until the end of our patience to come; and they may be elsewhere. Whether we have gone
         there, so that what was read here counts for nothing. Raises PatienceSpent at the end of
         our patience."""
-        timing, intent, state = self._timing, self.intent, None
+        timing, intent, state = self.timing, self.intent, None
         if self.seen is not None:
             state = self.seen.state
         if not is_empty(state, intent.incarnation) and not self.note.stuck:
@@ -604,7 +598,7 @@ class LocalNode:
                 f"for {timing.store_grace:g} s (--store-grace) too few nodes of generation "
                 f"{intent.held} have come to the store: {self.note.reason}"
             )
-        elif now - self._found_at >= timing.lease and self._store.look_elsewhere(
+        elif now - self._found_at >= timing.lease and self.store.look_elsewhere(
             self._finds_more(state)
         ):
             log.warning("too few nodes were at the store: this one has gone to another")
@@ -643,14 +637,14 @@ class LocalNode:
             self._reminded, self._reminded_at = note.reason, now
             here = ", ".join(note.here) or "nobody"
             more = f" and {note.count - len(note.here)} more" * (note.count > len(note.here))
-            ends = f"join_timeout={self._timing.join:g} s ends the wait"
+            ends = f"join_timeout={self.timing.join:g} s ends the wait"
             log.info("%s; here: %s%s; %s", note.reason, here, more, ends)
         return max(0.01, min(again, self.note_at - now))
 
     def _share_note(self, decision: Decision, reading: Reading, now: float) -> float:
         if reading.view is None:
             if now >= self.note_at:
-                entry = self._store.get(self.keys.note)
+                entry = self.store.get(self.keys.note)
                 self.note = Note() if entry is None else decode(Note, entry.value, "the note")
                 self.note_at = now + self._lease
             return float("inf")
@@ -660,7 +654,7 @@ class LocalNode:
             return float("inf")
         if now - self._told_at < NOTE_SECONDS:
             return self._told_at + NOTE_SECONDS - now
-        self._store.set(self.keys.note, encode(self.note))
+        self.store.set(self.keys.note, encode(self.note))
         self._told, self._told_at = self.note, now
         return float("inf")
 
