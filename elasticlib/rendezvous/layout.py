@@ -41,6 +41,12 @@ JSON_NAMES = {
     "claim_membership": "claim_roll",
 }
 
+SCALARS: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+}
 ENUMS: dict[Any, dict[str, enum.Enum]] = {
     kind: {member.value: member for member in kind} for kind in (FailureKind, Phase, Why)
 }
@@ -212,6 +218,7 @@ def decode_node(data: bytes) -> Node:
     return decode(Node, data, "a node")
 
 
+@lru_cache(maxsize=16)
 def decode_state(data: bytes) -> State:
     raw = _parse(data, "the document")
     found = raw.pop("format", None) if isinstance(raw, dict) else None
@@ -274,6 +281,14 @@ def _fields(value: Any, kind: type) -> dict[str, Any]:
 
 def _read(kind: Any, raw: Any, path: str) -> Any:
     """What JSON says, as a value of this annotation; the path is for the error."""
+    if kind in SCALARS:
+        # bool is an int to Python, and not to us.
+        fits = isinstance(raw, SCALARS[kind]) and isinstance(raw, bool) == (kind is bool)
+        if fits and isinstance(raw, (int, float)):
+            fits = abs(raw) < LARGEST and math.isfinite(raw)
+        if not fits:
+            raise RendezvousMismatch(f"{path} is {raw!r}")
+        return raw
     if attrs.has(kind):
         return _read_fields(kind, raw, path)
     if isinstance(kind, types.UnionType):
@@ -290,14 +305,7 @@ def _read(kind: Any, raw: Any, path: str) -> Any:
         if not isinstance(raw, str) or raw not in ENUMS[kind]:
             raise RendezvousMismatch(f"{path} is {raw!r}, none of {sorted(ENUMS[kind])}")
         return ENUMS[kind][raw]
-    # bool is an int to Python, and not to us.
-    fits = isinstance(raw, (int, float) if kind is float else kind)
-    fits = fits and isinstance(raw, bool) == (kind is bool)
-    if fits and isinstance(raw, (int, float)):
-        fits = abs(raw) < LARGEST and math.isfinite(raw)
-    if not fits:
-        raise RendezvousMismatch(f"{path} is {raw!r}")
-    return raw
+    raise TypeError(f"no record has fields of {kind}: this is a fault of elasticlib's")
 
 
 def _read_fields(kind: Any, raw: Any, path: str) -> Any:
