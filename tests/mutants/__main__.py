@@ -64,12 +64,13 @@ class Trial:
 
     def play(self, mutant: Mutant) -> dict[str, Any]:
         killer = self._before.get(mutant.name, {}).get("test", "")
-        tests = [killer] if killer in self._tests else []
+        tests = [killer] if killer in self._tests else self._like(killer)
         outcome = self._outcome(mutant, tests)
         lines = range(mutant.first_line, mutant.last_line + 1)
         all_tests = sorted(self._tests)
         if self._known.seconds:
-            all_tests = self._known.tests(mutant.file, lines)
+            known = self._known.tests(mutant.file, lines)
+            all_tests = [test for test in known if test in self._tests]
         if outcome.state in ("survived", "unreached"):
             tests = first_of(all_tests, self._known.seconds, self._enough)
             outcome = self._outcome(mutant, tests)
@@ -87,6 +88,11 @@ class Trial:
         self.results[mutant.name] = result
         self._path.write_text(json.dumps(self.results, indent=1) + "\n")
         return result
+
+    def _like(self, killer: str) -> list[str]:
+        """The same test with other parameters."""
+        name = killer.partition("[")[0]
+        return sorted(test for test in self._tests if name and test.partition("[")[0] == name)
 
     def _outcome(self, mutant: Mutant, tests: list[str]) -> Outcome:
         while tests:
