@@ -6,6 +6,7 @@ only up, but for what was told last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import attrs
@@ -77,7 +78,8 @@ def counted(counts: Counts, event: Event) -> Counts:
 def _number(event: Event, name: str) -> float | None:
     value = event.facts.get(name)
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if good else None  # type: ignore[arg-type]
+    # A number that is none would stay in all sums.
+    return float(value) if good and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def _lose(counts: Counts, phase: str, seconds: float | None) -> Counts:

@@ -19,9 +19,11 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
     workers = [SimpleNamespace(local_rank=local, rank=4 + local) for local in range(4)]
     agent: Any = SimpleNamespace(
         get_worker_group=lambda: SimpleNamespace(workers=workers),
-        running=lambda: {local: f"pid {local}" for local in range(4)},
-        dump_stacks_of=dump,
-        beats=lambda: {local: Beat(dumps=True) for local in range(4)},
+        workers=SimpleNamespace(
+            running=lambda: {local: f"pid {local}" for local in range(4)},
+            dump_stacks_of=dump,
+            beats=lambda: {local: Beat(dumps=True) for local in range(4)},
+        ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
     assert asked == [{1, 2}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticlib.observe.counts import BUCKETS, Counts, Durations, counted
@@ -118,6 +118,7 @@ def test_a_histogram_holds_each_duration_in_all_buckets_that_are_wide_enough(
 FACTS = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text(max_size=3))
 
 
+@example([(0.0, "generation.began", {"seconds": float("nan")}), (0.0, "drain.asked", {})])
 @given(
     st.lists(
         st.tuples(
