@@ -176,6 +176,29 @@ def compare(args: argparse.Namespace) -> None:
     raise SystemExit(1 if alive else 0)
 
 
+def add_play(commands: Any) -> argparse.ArgumentParser:
+    plays: argparse.ArgumentParser = commands.add_parser(
+        "play", help="play a drawn set of a folder's mutants"
+    )
+    plays.add_argument("folder")
+    plays.add_argument("--evidence", type=Path, nargs="*", default=[])
+    plays.add_argument("--against", type=Path, help="earlier results: play what died there alone")
+    plays.add_argument("--tests", nargs="*", help="where the tests are, without evidence")
+    plays.add_argument("--results", type=Path, required=True, help="JSON; what is there is kept")
+    plays.add_argument("--logs", type=Path, required=True)
+    plays.add_argument(
+        "--enough",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="of tests for one mutant, by what they took when they were gathered",
+    )
+    plays.add_argument("--seed", type=int, default=0)
+    plays.add_argument("--count", type=int, default=50)
+    plays.set_defaults(act=play)
+    return plays
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -194,23 +217,7 @@ def main() -> None:
             marks=args.marks,
         )
     )
-    plays = commands.add_parser("play", help="play a drawn set of a folder's mutants")
-    plays.add_argument("folder")
-    plays.add_argument("--evidence", type=Path, nargs="*", default=[])
-    plays.add_argument("--against", type=Path, help="earlier results: play what died there alone")
-    plays.add_argument("--tests", nargs="*", help="where the tests are, without evidence")
-    plays.add_argument("--results", type=Path, required=True, help="JSON; what is there is kept")
-    plays.add_argument("--logs", type=Path, required=True)
-    plays.add_argument(
-        "--enough",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="of tests for one mutant, by what they took when they were gathered",
-    )
-    plays.add_argument("--seed", type=int, default=0)
-    plays.add_argument("--count", type=int, default=50)
-    plays.set_defaults(act=play)
+    plays = add_play(commands)
     for command in (gathers, plays):
         command.add_argument("--copy", type=Path, required=True, help="a checkout, written into")
     covers = commands.add_parser("cover", help="branch coverage of a folder by gathered tests")
