@@ -176,7 +176,30 @@ def compare(args: argparse.Namespace) -> None:
     raise SystemExit(1 if alive else 0)
 
 
-def asked() -> argparse.Namespace:
+def add_play(commands: Any) -> argparse.ArgumentParser:
+    plays: argparse.ArgumentParser = commands.add_parser(
+        "play", help="play a drawn set of a folder's mutants"
+    )
+    plays.add_argument("folder")
+    plays.add_argument("--evidence", type=Path, nargs="*", default=[])
+    plays.add_argument("--against", type=Path, help="earlier results: play what died there alone")
+    plays.add_argument("--tests", nargs="*", help="where the tests are, without evidence")
+    plays.add_argument("--results", type=Path, required=True, help="JSON; what is there is kept")
+    plays.add_argument("--logs", type=Path, required=True)
+    plays.add_argument(
+        "--enough",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="of tests for one mutant, by what they took when they were gathered",
+    )
+    plays.add_argument("--seed", type=int, default=0)
+    plays.add_argument("--count", type=int, default=50)
+    plays.set_defaults(act=play)
+    return plays
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
     commands = parser.add_subparsers(required=True)
     gathers = commands.add_parser("gather", help="run a folder's tests once, with coverage")
@@ -194,23 +217,7 @@ def asked() -> argparse.Namespace:
             marks=args.marks,
         )
     )
-    plays = commands.add_parser("play", help="play a drawn set of a folder's mutants")
-    plays.add_argument("folder")
-    plays.add_argument("--evidence", type=Path, nargs="*", default=[])
-    plays.add_argument("--against", type=Path, help="earlier results: play what died there alone")
-    plays.add_argument("--tests", nargs="*", help="where the tests are, without evidence")
-    plays.add_argument("--results", type=Path, required=True, help="JSON; what is there is kept")
-    plays.add_argument("--logs", type=Path, required=True)
-    plays.add_argument(
-        "--enough",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="of tests for one mutant, by what they took when they were gathered",
-    )
-    plays.add_argument("--seed", type=int, default=0)
-    plays.add_argument("--count", type=int, default=50)
-    plays.set_defaults(act=play)
+    plays = add_play(commands)
     for command in (gathers, plays):
         command.add_argument("--copy", type=Path, required=True, help="a checkout, written into")
     covers = commands.add_parser("cover", help="branch coverage of a folder by gathered tests")
@@ -225,11 +232,7 @@ def asked() -> argparse.Namespace:
     compares.add_argument("before", type=Path)
     compares.add_argument("after", type=Path)
     compares.set_defaults(act=compare)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = asked()
+    args = parser.parse_args()
     args.act(args)
 
 

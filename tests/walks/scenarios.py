@@ -21,6 +21,7 @@ from records import Walk
 
 HERE = Path(__file__).parent
 BOUND = 120.0
+JOINS = ("next_rendezvous", "join")
 QUIET_SECONDS = 2.5
 """How long nothing happens before the start event."""
 SAFE_PATH = "-P" if sys.version_info >= (3, 11) else ""
@@ -88,15 +89,19 @@ class Stage:
 
         return self.until(f"workers say {what!r} {count} times", look)
 
-    def called(self, name: str, function: str) -> int:
-        """When an agent first called a function of this name."""
+    def joins(self, name: str) -> int:
+        """When an agent first called its rendezvous handler to join."""
 
         def look() -> list[int]:
-            calls = records.read(self.records)
-            pid = self.agents[name].pid
-            return [call.at for call in calls if (call.process, call.function) == (pid, function)]
+            return [
+                call.at
+                for call in records.read(self.records)
+                if call.process == self.agents[name].pid
+                and call.function in JOINS
+                and call.file.startswith("rendezvous/")
+            ]
 
-        return self.until(f"agent {name} calls {function}()", look)[0]
+        return self.until(f"agent {name} joins", look)[0]
 
     def until(self, what: str, look: Callable[[], Found]) -> Found:
         deadline = time.monotonic() + BOUND
@@ -147,16 +152,16 @@ def exit_to_start(stage: Stage) -> Walk:
 
 
 def join_to_worker(stage: Stage) -> Walk:
-    """The call of next_rendezvous() by the second of two nodes, while the first one waits for it,
-    to the first line of the second one's worker."""
+    """The call by which the second of two nodes joins, while the first one waits for it, to the
+    first line of the second one's worker."""
     flags = two_nodes()
     stage.agent("a", "stay", *flags)
-    stage.called("a", "next_rendezvous")
+    stage.joins("a")
     quiet()
     stage.agent("b", "stay", *flags)
     began = stage.said("began", 2)
     (end,) = (said["at"] for said in began if said["node"] == "b")
-    return stage.walk(stage.called("b", "next_rendezvous"), end)
+    return stage.walk(stage.joins("b"), end)
 
 
 def stop_to_ranks(stage: Stage) -> Walk:
