@@ -380,7 +380,7 @@ class _Loop:
         handshake = ServerHandshake(self._job, self._secret, secrets.token_bytes(NONCE_BYTES).hex())
         number = next(self.shared.owners)
         peer = Peer(number, connection, handshake, self._limits.frame_bytes)
-        peer.ready = partial(self._ready, peer)
+        peer.ready = partial(self._ready, number)
         self._peers[number] = peer
         self._unsettled[number] = monotonic() + self._limits.handshake_seconds
         self._selector.register(connection, selectors.EVENT_READ, peer.ready)
@@ -412,12 +412,16 @@ class _Loop:
 
     # -- what arrives -------------------------------------------------------------------------
 
-    def _ready(self, peer: Peer, events: int) -> None:
-        # It may have been dropped earlier in this round.
-        if events & selectors.EVENT_READ and peer.number in self._peers:
+    def _ready(self, number: int, events: int) -> None:
+        # By its number: what knew the peer itself would be known by it, and a circle that is left
+        # keeps its buffers until the collector comes.
+        peer = self._peers.get(number)
+        if peer is None:
+            return  # dropped earlier in this round
+        if events & selectors.EVENT_READ:
             self._receive(peer)
         if events & selectors.EVENT_WRITE:
-            self._dirty.add(peer.number)
+            self._dirty.add(number)
 
     def _receive(self, peer: Peer) -> None:
         if peer.number in self._waiting:

@@ -101,6 +101,22 @@ def test_whatever_is_left_unread_the_server_keeps_little_and_serves_the_others(
         assert peak(pid) < BOUND
 
 
+def test_who_leaves_with_its_answer_unread_leaves_nothing_behind(tmp_path: Path) -> None:
+    with (
+        served(tmp_path / "log") as (pid, port),
+        TcpStore("127.0.0.1", port, timeout=60.0) as good,
+    ):
+        good.set("big/0", b"x" * 4 * MIB)
+        before = peak(pid)
+        for _ in range(250):
+            with ExitStack() as stack:
+                connection = attacker(port, stack)
+                connection.sendall(encode(Frame("get", 1, {"key": "big/0"})))
+                assert connection.recv(1)
+        assert good.get("small") is None
+        assert peak(pid) - before < 64 * MIB
+
+
 def test_watchers_that_read_nothing_are_told_that_there_is_news_and_not_sent_it(
     tmp_path: Path,
 ) -> None:
