@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import json
 import logging
-import math
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ import attrs
 
 from ..errors import ConfigError, RendezvousMismatch
 from ..stores.interface import Entry, Listing
-from .document import Document, FailureKind, Leader, Node, Phase, State, Why, of_members
+from .document import Document, Leader, Node, State, of_members
 from .ranks import Row, Seat, shard_count
 
 log = logging.getLogger("elasticlib.rendezvous")
@@ -46,9 +45,6 @@ SCALARS: dict[Any, tuple[type, ...]] = {
     bool: (bool,),
     int: (int,),
     float: (int, float),
-}
-ENUMS: dict[Any, dict[str, enum.Enum]] = {
-    kind: {member.value: member for member in kind} for kind in (FailureKind, Phase, Why)
 }
 
 Value = TypeVar("Value")
@@ -194,22 +190,45 @@ class StoredJob:
 
 def encode(value: Any) -> bytes:
     """A node, a leader or a note."""
-    return _dump(_plain(value))
+    return _ENCODER.encode(value).encode()
 
 
 def encode_state(state: State) -> bytes:
     """Of a document, its state alone."""
-    return _dump({"format": FORMAT, **_fields(state, State)})
+    return encode({"format": FORMAT, **_fields(state, State)})
 
 
 def encode_shard(rows: Iterable[Row]) -> bytes:
     """Some of a generation's members, each with its seat."""
-    return _dump([[_plain(node), _plain(seat)] for node, seat in rows])
+    return encode(list(rows))
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else _fields(value, type(value))
+
+
+def _fields(value: Any, kind: type) -> dict[str, Any]:
+    return {key: getattr(value, name) for name, key in _json_names(kind).items()}
+
+
+@cache
+def _json_names(kind: type) -> dict[str, str]:
+    return {name: JSON_NAMES.get(name, name) for name in attrs.fields_dict(kind)}
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plain)
 
 
 def decode(kind: type[Value], data: bytes, what: str) -> Value:
     """The value, or RendezvousMismatch with the path of the field that is not as it should be."""
     return typing.cast(Value, _read(kind, _parse(data, what), what))
+
+
+def _read(kind: Any, raw: Any, what: str) -> Any:
+    try:
+        return _reader(kind)(raw)
+    except _Misfit as error:
+        raise RendezvousMismatch(f"{what}{error}") from error
 
 
 @lru_cache(maxsize=4096)
@@ -255,10 +274,6 @@ def _row(row: list[object]) -> Row:
     return _read(Node, row[0], "a member"), _read(Seat, row[1], "a seat")
 
 
-def _dump(raw: Any) -> bytes:
-    return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
-
-
 def _parse(data: bytes, what: str) -> Any:
     try:
         return json.loads(data)
@@ -266,64 +281,100 @@ def _parse(data: bytes, what: str) -> Any:
         raise RendezvousMismatch(f"{what} in the store is not JSON: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if attrs.has(type(value)):
-        return _fields(value, type(value))
-    return value
+# -- what reads the value of an annotation ------------------------------------------------------
 
 
-def _fields(value: Any, kind: type) -> dict[str, Any]:
-    names = attrs.fields_dict(kind)
-    return {JSON_NAMES.get(name, name): _plain(getattr(value, name)) for name in names}
-
-
-def _read(kind: Any, raw: Any, path: str) -> Any:
-    """What JSON says, as a value of this annotation; the path is for the error."""
-    if kind in SCALARS:
-        # bool is an int to Python, and not to us.
-        fits = isinstance(raw, SCALARS[kind]) and isinstance(raw, bool) == (kind is bool)
-        if fits and isinstance(raw, (int, float)):
-            fits = abs(raw) < LARGEST and math.isfinite(raw)
-        if not fits:
-            raise RendezvousMismatch(f"{path} is {raw!r}")
-        return raw
-    if attrs.has(kind):
-        return _read_fields(kind, raw, path)
-    if isinstance(kind, types.UnionType):
-        (wanted,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
-        # What may be left unsaid, a later version may say in words that this one does not know.
-        unknown = wanted in ENUMS and isinstance(raw, str) and raw not in ENUMS[wanted]
-        return None if raw is None or unknown else _read(wanted, raw, path)
-    if typing.get_origin(kind) is tuple:  # of any number of one kind
-        if not isinstance(raw, list):
-            raise RendezvousMismatch(f"{path} is {raw!r}, not a list")
-        one = typing.get_args(kind)[0]
-        return tuple(_read(one, value, f"{path}[{at}]") for at, value in enumerate(raw))
-    if kind in ENUMS:
-        if not isinstance(raw, str) or raw not in ENUMS[kind]:
-            raise RendezvousMismatch(f"{path} is {raw!r}, none of {sorted(ENUMS[kind])}")
-        return ENUMS[kind][raw]
-    raise TypeError(f"no record has fields of {kind}: this is a fault of elasticlib's")
-
-
-def _read_fields(kind: Any, raw: Any, path: str) -> Any:
-    annotations = _annotations(kind)
-    if not isinstance(raw, dict) or raw.keys() != annotations.keys():
-        found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
-        raise RendezvousMismatch(f"{path} needs the fields {sorted(annotations)}, got {found}")
-    fields = {
-        name: _read(annotation, raw[key], f"{path}: field {key!r}")
-        for key, (name, annotation) in annotations.items()
-    }
-    try:
-        return kind(**fields)
-    except ConfigError as error:
-        raise RendezvousMismatch(f"{path}: {error}") from error
+class _Misfit(Exception):
+    """What JSON says is not as it should be; the text begins with the path of the field."""
 
 
 @cache
-def _annotations(kind: Any) -> dict[str, tuple[str, Any]]:
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of this annotation of what JSON says, or raises _Misfit."""
+    if kind in SCALARS:
+        return _scalar_reader(kind)
+    if attrs.has(kind):
+        return _fields_reader(kind)
+    if isinstance(kind, types.UnionType):
+        (wanted,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+        return _optional_reader(wanted)
+    if typing.get_origin(kind) is tuple:  # of any number of one kind
+        return _tuple_reader(_reader(typing.get_args(kind)[0]))
+    if words := _words(kind):
+        return _enum_reader(words)
+    raise TypeError(f"no record has fields of {kind}: this is a fault of elasticlib's")
+
+
+def _scalar_reader(kind: type) -> Callable[[Any], Any]:
+    # JSON has no subclasses; so a bool, which is an int to Python, is none here.
+    wanted, is_number = SCALARS[kind], kind in (int, float)
+
+    def read(raw: Any) -> Any:
+        if type(raw) not in wanted or (is_number and not -LARGEST < raw < LARGEST):
+            raise _Misfit(f" is {raw!r}")
+        return raw
+
+    return read
+
+
+def _optional_reader(wanted: Any) -> Callable[[Any], Any]:
+    read_wanted, words = _reader(wanted), _words(wanted)
+
+    def read(raw: Any) -> Any:
+        # What may be left unsaid, a later version may say in words that this one does not know.
+        unknown = words and isinstance(raw, str) and raw not in words
+        return None if raw is None or unknown else read_wanted(raw)
+
+    return read
+
+
+def _tuple_reader(read_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, list):
+            raise _Misfit(f" is {raw!r}, not a list")
+        values: list[Any] = []
+        try:
+            for one in raw:
+                values.append(read_one(one))
+        except _Misfit as error:
+            raise _Misfit(f"[{len(values)}]{error}") from error
+        return tuple(values)
+
+    return read
+
+
+def _words(kind: Any) -> dict[str, Any]:
+    """The members of an enum by what JSON says for each; none of any other annotation."""
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    return {member.value: member for member in kind} if is_enum else {}
+
+
+def _enum_reader(members: dict[str, Any]) -> Callable[[Any], Any]:
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, str) or raw not in members:
+            raise _Misfit(f" is {raw!r}, none of {sorted(members)}")
+        return members[raw]
+
+    return read
+
+
+def _fields_reader(kind: Any) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind)
-    return {JSON_NAMES.get(name, name): (name, hints[name]) for name in attrs.fields_dict(kind)}
+    readers = {key: (name, _reader(hints[name])) for name, key in _json_names(kind).items()}
+
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.keys() != readers.keys():
+            found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+            raise _Misfit(f" needs the fields {sorted(readers)}, got {found}")
+        fields, key = {}, ""
+        try:
+            for key, (name, read_field) in readers.items():
+                fields[name] = read_field(raw[key])
+        except _Misfit as error:
+            raise _Misfit(f": field {key!r}{error}") from error
+        try:
+            return kind(**fields)
+        except ConfigError as error:
+            raise _Misfit(f": {error}") from error
+
+    return read
