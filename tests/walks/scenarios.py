@@ -88,15 +88,18 @@ class Stage:
 
         return self.until(f"workers say {what!r} {count} times", look)
 
-    def called(self, name: str, function: str) -> int:
-        """When an agent first called a function of this name."""
+    def joined(self, name: str) -> int:
+        """When an agent first asked its rendezvous handler for a generation."""
+        pid = self.agents[name].pid
+
+        def asks(call: records.Call) -> bool:
+            of_rendezvous = call.process == pid and call.file.startswith("rendezvous/")
+            return of_rendezvous and call.function in ("join", "next_rendezvous")
 
         def look() -> list[int]:
-            calls = records.read(self.records)
-            pid = self.agents[name].pid
-            return [call.at for call in calls if (call.process, call.function) == (pid, function)]
+            return [call.at for call in records.read(self.records) if asks(call)]
 
-        return self.until(f"agent {name} calls {function}()", look)[0]
+        return self.until(f"agent {name} joins", look)[0]
 
     def until(self, what: str, look: Callable[[], Found]) -> Found:
         deadline = time.monotonic() + BOUND
@@ -147,16 +150,16 @@ def exit_to_start(stage: Stage) -> Walk:
 
 
 def join_to_worker(stage: Stage) -> Walk:
-    """The call of next_rendezvous() by the second of two nodes, while the first one waits for it,
-    to the first line of the second one's worker."""
+    """The call of next_rendezvous() or join() by the second of two nodes, while the first one waits
+    for it, to the first line of the second one's worker."""
     flags = two_nodes()
     stage.agent("a", "stay", *flags)
-    stage.called("a", "next_rendezvous")
+    stage.joined("a")
     quiet()
     stage.agent("b", "stay", *flags)
     began = stage.said("began", 2)
     (end,) = (said["at"] for said in began if said["node"] == "b")
-    return stage.walk(stage.called("b", "next_rendezvous"), end)
+    return stage.walk(stage.joined("b"), end)
 
 
 def stop_to_ranks(stage: Stage) -> Walk:
