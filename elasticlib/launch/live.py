@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 from ..agent.loop import ElasticAgent
 from ..observe.asking import Answerer
 from ..observe.question import Stacks
-from ..observe.standing import NodeStanding
-from ..observe.standing_journal import StandingJournal
+from ..observe.standing import NodeStanding, StandingJournal
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
 from .config import LaunchConfig

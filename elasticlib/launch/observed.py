@@ -22,8 +22,7 @@ from ..observe.health import Health, judge
 from ..observe.interface import Journal, NoJournal
 from ..observe.port import ObservePort, Page, plain
 from ..observe.prometheus import Exposition
-from ..observe.standing import NodeStanding
-from ..observe.standing_journal import StandingJournal
+from ..observe.standing import NodeStanding, StandingJournal
 from .config import LaunchConfig
 from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .versions import versions

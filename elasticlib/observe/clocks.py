@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from .life import Life
+from .strand import Life
 
 APART = 3600.0
 """Seconds by wall clocks within which two that tell of a like generation mean the same one."""

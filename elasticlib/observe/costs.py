@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from .history import Cost, Generation, Why
-from .life import Life
+from .strand import Life
 
 
 @attrs.frozen

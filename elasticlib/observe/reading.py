@@ -13,9 +13,8 @@ from .clocks import Aligned, align
 from .costs import Ledger, as_start
 from .event import Event
 from .history import Generation, History, JobState, Mark, NodeEnd, NodeStory, Pace, Stay
-from .life import Life
 from .standing import end_state
-from .strand import Strand
+from .strand import Life, Strand
 
 _BUSY = (
     *(JobState.RESTARTING, JobState.DRAINING, JobState.RESIZING),

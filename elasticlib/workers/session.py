@@ -2,10 +2,11 @@
 
 Each worker leads a session of its own, so whatever it started and did not move out of there is
 known by that session's number; nothing outside it is ever signalled. The guardian is a small
-process that outlives its agent by one act. It reads which sessions of workers there are, and which
-temporary folders, from a pipe; when the agent has finished, or was killed, whatever is still listed
-goes with it. One that ends before its agent is replaced, and the next is told all that it was to
-guard. It runs without site-packages: what is imported here is the standard library's.
+process that outlives its agent by one act. It begins with a list of the sessions of workers that
+there are, and of the temporary folders, and reads from a pipe what is added and removed; when the
+agent has finished, or was killed, whatever is still listed goes with it. One that ends before its
+agent is replaced, and the next begins with the list of all that it was to guard. It runs without
+site-packages: what is imported here is the standard library's.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def signals_blocked(signals: Iterable[int]) -> Iterator[None]:
 
 # Run with -S: neither site-packages nor their start-up cost.
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from elasticlib.workers.session import guard; "
-_CALL = "guard({agent})"
+_CALL = "guard({agent}, {listed})"
 # Slurm sends a signal to every process of a step, whichever it was meant for.
 _IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 GUARD_SECONDS = 1.0
@@ -242,9 +243,7 @@ class Guardian:
 
     def _begin(self) -> None:
         self._end()
-        self._process = process = _spawn()
-        for name, began in self._listed.items():
-            self._write(process, ["+", name, began])
+        self._process = process = _spawn(self._listed)
         self._began(process.pid)
 
     def _end(self) -> None:
@@ -261,8 +260,9 @@ class Guardian:
             process.wait()
 
     def _tell(self, said: list[object]) -> None:
-        self.open()
-        if self._process is not None:
+        if self._process is None or self._process.poll() is not None:
+            self._begin()  # with the list, in which it is by now
+        else:
             self._write(self._process, said)
 
     def _write(self, process: subprocess.Popen[bytes], said: list[object]) -> None:
@@ -285,14 +285,16 @@ class Guardian:
         process.wait()
 
 
-def _spawn() -> subprocess.Popen[bytes]:
+def _spawn(listed: dict[str, int]) -> subprocess.Popen[bytes]:
+    """A guardian, which inherits its list: its agent may be killed at once, and write no more."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    with signals_blocked(_IGNORED):
+    with open(os.memfd_create("listed"), "w") as file, signals_blocked(_IGNORED):
+        json.dump(listed, file)
+        file.flush()
+        call = _CALL.format(agent=os.getpid(), listed=file.fileno())
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-S", "-E", "-c"),
-                _BOOT.format(root=root) + _CALL.format(agent=os.getpid()),
-            ],
+            [*(sys.executable, "-S", "-E", "-c"), _BOOT.format(root=root) + call],
+            pass_fds=[file.fileno()],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -305,13 +307,19 @@ def _spawn() -> subprocess.Popen[bytes]:
     return process
 
 
-def guard(agent: int) -> None:
-    """The guardian's whole life, beginning as a child of this process."""
+def guard(agent: int, inherited: int) -> None:
+    """The guardian's whole life, beginning as a child of this process.
+
+    inherited: the descriptor of the list that it begins with.
+    """
     for number in _IGNORED:
         with contextlib.suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    listed = _listed_by(agent)
+    with open(inherited) as file:
+        file.seek(0)
+        began_with = json.load(file)
+    listed = _listed_by(agent, began_with)
     # Sessions first: their processes may still write into the folders.
     for name in sorted(listed, key=str.isdigit, reverse=True):
         if name.isdigit():
@@ -320,9 +328,8 @@ def guard(agent: int) -> None:
             shutil.rmtree(name, ignore_errors=True)
 
 
-def _listed_by(agent: int) -> dict[str, int]:
+def _listed_by(agent: int, listed: dict[str, int]) -> dict[str, int]:
     """What is listed when the agent has said that it ends, or has ended."""
-    listed: dict[str, int] = {}
     news, rest = select.poll(), b""
     news.register(0, select.POLLIN)
     with contextlib.suppress(OSError):  # without one, its child's parent is asked now and again

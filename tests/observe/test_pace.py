@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticlib.observe.event import KINDS
-from elasticlib.observe.pace import Known, Look, beginnings, progress
+from elasticlib.observe.step_watch import Known, Look, beginnings, progress
 from elasticlib.workers.interface import Beat
 
 

@@ -270,6 +270,37 @@ def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
     assert run.end().signal == "SIGKILL"
 
 
+KILLED_AS_IT_REPLACES = """
+import os, signal, subprocess, sys
+from elasticlib.workers.session import Guardian
+
+class Last(subprocess.Popen):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+guardian = Guardian()
+guardian.add(int(sys.argv[1]))
+guardian.add(sys.argv[2])
+guardian._process.kill()
+guardian._process.wait()
+subprocess.Popen = Last
+guardian.replace()
+"""
+
+
+def test_a_guardian_whose_agent_is_killed_as_it_forks_it_has_the_whole_list(tmp_path: Path) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        agent = [sys.executable, "-c", KILLED_AS_IT_REPLACES, str(worker.pid), str(folder)]
+        assert subprocess.run(agent, timeout=120).returncode == -signal.SIGKILL
+        assert worker.wait(60) == -signal.SIGKILL
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def test_a_guardian_that_stands_still_blocks_nobody_who_tells_it_more(tmp_path: Path) -> None:
     (folder := tmp_path / "temporary").mkdir()
     guardian = Guardian(patience=30.0)
