@@ -236,8 +236,7 @@ def end_of_job(change: Change) -> Outcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
         return Outcome(WorkerState.SUCCEEDED, change.reason)
-    expelled = change.kind is ChangeKind.EXPELLED
-    return Outcome(WorkerState.FAILED, change.reason, expelled=expelled)
+    return Outcome(WorkerState.FAILED, change.reason, expelled=change.kind.goes_on)
 
 
 def _stay(now: Supervision, _event: object) -> Step:

@@ -246,8 +246,9 @@ class Note:
 class ChangeKind(enum.Enum):
     """REOPENED: rendezvous anew. RESIZE: the same, on purpose and with all workers at work, so that
     they may first save and stop at a step that they agree on. SUCCEEDED, FAILED, ABORTED: the
-    job is over. EXPELLED: leave. LOST: the store has been out of reach for longer than the
-    handler allows.
+    job is over. EXPELLED: this node's workers failed, and the job goes on without it. SURPLUS: it
+    is one spare more than the job wants. LOST: the store has been out of reach for longer than
+    the handler allows.
     """
 
     REOPENED = "reopened"
@@ -256,12 +257,18 @@ class ChangeKind(enum.Enum):
     FAILED = "failed"
     ABORTED = "aborted"
     EXPELLED = "expelled"
+    SURPLUS = "surplus"
     LOST = "lost"
 
     @property
     def final(self) -> bool:
         """Whether there is nothing left to rendezvous for."""
         return self not in (ChangeKind.REOPENED, ChangeKind.RESIZE)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job goes on without this node, whose end is not the job's."""
+        return self in (ChangeKind.EXPELLED, ChangeKind.SURPLUS)
 
 
 @attrs.frozen

@@ -128,7 +128,7 @@ class Intent:
             return Change(ChangeKind.EXPELLED, reason, me)
         if me in state.refused:
             wanted = f"{state.limits.max_nodes} nodes and {state.limits.spares} spares (--spares)"
-            return Change(ChangeKind.EXPELLED, f"the job has all that it wants, {wanted}", me)
+            return Change(ChangeKind.SURPLUS, f"the job has all that it wants, {wanted}", me)
         return None
 
     def change(self, state: State | None) -> Change | None:

@@ -175,6 +175,17 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
     assert waiting.result(20).generation == 2
 
 
+def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster) -> None:
+    limits = Limits(1, 1, spares=0)
+    cluster.join(cluster.node("a", limits)).result(20)
+    spare = cluster.node("b", limits)
+    with pytest.raises(RendezvousClosed, match=r"surplus: the job has all.*1 nodes and 0 spares"):
+        cluster.join(spare).result(20)
+    change = spare.wait_for_change(20)
+    assert change is not None
+    assert change.kind is ChangeKind.SURPLUS
+
+
 def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2))
     waiting = cluster.join(handler)
