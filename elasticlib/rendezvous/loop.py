@@ -34,7 +34,7 @@ from ..threads import helper
 from .bootstrap import BootstrapServer
 from .document import FailureKind, State
 from .interface import BootstrapStoreInfo, Change, ChangeKind, RendezvousInfo
-from .node import LocalNode, PatienceSpent, Reading, backoff
+from .node import NEVER_REACHED, LocalNode, PatienceSpent, Reading, backoff
 
 log = logging.getLogger("elasticlib.rendezvous")
 
@@ -204,7 +204,7 @@ class Loop:
             f"here: {names}; at least {node.limits.min_nodes} nodes are needed (--nnodes)"
         )
         if node.seen is None:
-            reason += "; the store was never reached: if the job was over already, it is gone, too"
+            reason += NEVER_REACHED
         return RendezvousTimeout(reason)
 
     def stop(self, error: Exception | None = None) -> None:

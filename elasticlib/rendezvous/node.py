@@ -119,6 +119,9 @@ class Reading:
         return self.state is not None and self.state.phase is Phase.SETTLED
 
 
+NEVER_REACHED = "; the store was never reached: if the job was over already, it is gone, too"
+
+
 class PatienceSpent(StoreUnavailable):
     """The store, or the job in it, was out of reach for longer than this node waits."""
 
@@ -580,7 +583,8 @@ class LocalNode:
             self._missing_since = now
         self._misses, self._missed_at = self._misses + 1, now
         if now - self._missing_since >= grace:
-            raise PatienceSpent(f"the store was away for {grace:g} s ({knob}): {error}")
+            never = NEVER_REACHED if self.seen is None else ""
+            raise PatienceSpent(f"the store was away for {grace:g} s ({knob}): {error}{never}")
         return backoff(self._misses)
 
     def goes_elsewhere(self, now: float) -> bool:
