@@ -9,6 +9,8 @@ import os
 import select
 import sys
 
+from ..visible import visible
+
 PIECE = 512
 """Bytes of one write, which a pipe or a terminal that takes any takes at once."""
 PATIENCE = 1.0
@@ -50,3 +52,20 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
     @property
     def _patience(self) -> float:
         return 0.0 if self._missed else PATIENCE
+
+
+class _Visible(logging.Formatter):
+    """Workers and peers have their say in what is logged, and none in what the terminal does."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def start_logging(level: int, form: str) -> None:
+    """What elasticlib has to say goes to stderr, each line in this form."""
+    handler = ConsoleHandler()
+    handler.setFormatter(_Visible(form, "%H:%M:%S"))
+    logger = logging.getLogger("elasticlib")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False

@@ -18,7 +18,7 @@ from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
 from .command_line import read
-from .console import ConsoleHandler, show
+from .console import show, start_logging
 from .first_process import stand_in
 from .held_signals import HELD
 
@@ -182,23 +182,6 @@ def _show(text: str) -> None:
     except (OSError, ValueError, AttributeError):
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 2)
-
-
-class _Visible(logging.Formatter):
-    """Workers and peers have their say in what is logged, and none in what the terminal does."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
-
-
-def start_logging(level: int, form: str) -> None:
-    """What elasticlib has to say goes to stderr, each line in this form."""
-    handler = ConsoleHandler()
-    handler.setFormatter(_Visible(form, "%H:%M:%S"))
-    logger = logging.getLogger("elasticlib")
-    logger.handlers = [handler]
-    logger.setLevel(level)
-    logger.propagate = False
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_what_is_read_late_is_whole_but_for_what_is_said_to_be_missing() -> None
     read, write = os.pipe()
     fcntl.fcntl(write, F_SETPIPE_SZ, 8192)
     code = (
-        "import logging, sys; from elasticlib.launch.elasticrun import start_logging\n"
+        "import logging, sys; from elasticlib.launch.console import start_logging\n"
         "start_logging(logging.INFO, '%(message)s'); log = logging.getLogger('elasticlib')\n"
         "for n in range(400): log.info('line %d %s', n, 'x' * 40)\n"
         "print('full', flush=True); sys.stdin.readline(); log.info('the last')\n"

@@ -19,8 +19,8 @@ from ...agent.interface import RunResult
 from ...agent.loop import ElasticAgent
 from ...errors import ElasticError
 from ...launch.config import LaunchConfig
+from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node
-from ...launch.elasticrun import start_logging
 from ...stores.secret import VARIABLE as SECRET
 from ...workers.spec import Entrypoint
 
