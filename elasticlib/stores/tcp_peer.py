@@ -147,18 +147,17 @@ class Peer:
         if was_empty:
             self._measure(now)
 
-    def send_listing(self, number: int, listing: Listing, now: float) -> None:
-        """Answer with a listing, whose further pages `flush` adds as the client takes them.
+    def begin_listing(self, number: int, listing: Listing) -> bytes:
+        """The first page of an answer, to be sent; `flush` adds the others one by one.
 
         Raises:
             StoreRefused: for an entry that fits no frame.
         """
-        pages = deque(pages_of(listing.entries, self._frame_bytes))
-        first = listing_frame(number, listing.version, pages.popleft(), bool(pages))
-        self.send(encode(first), now)
-        if pages:
-            self._rests.append(_Rest(number, listing.version, pages))
-            self.listed_bytes += sum(entry.size for page in pages for entry in page)
+        first, *others = pages_of(listing.entries, self._frame_bytes)
+        if others:
+            self._rests.append(_Rest(number, listing.version, deque(others)))
+            self.listed_bytes += sum(entry.size for page in others for entry in page)
+        return encode(listing_frame(number, listing.version, first, bool(others)))
 
     def flush(self, now: float) -> bool:
         """Send what the connection takes; whether the connection still stands."""

@@ -520,10 +520,11 @@ class _Loop:
 
     def _tell(self) -> None:
         """Who watches is told of the changes of this turn, and of those by this process's own."""
-        with self.shared.lock:
-            news = self.shared.settle()
-        for watch, watched in news:
-            watch.tell(watched)
+        if not self.shared.is_settled:
+            with self.shared.lock:
+                news = self.shared.settle()
+            for watch, watched in news:
+                watch.tell(watched)
         shown: Listing | None = None
         fields, value = "", b""
         while self._news:
@@ -568,11 +569,10 @@ class _Loop:
 
     def _send_listing(self, peer: Peer, number: int, listing: Listing) -> None:
         try:
-            peer.send_listing(number, listing, monotonic())
+            first = peer.begin_listing(number, listing)
         except StoreRefused as error:
-            self._send(peer, error_frame(number, error))
-        else:
-            self._send_bytes(peer, b"")
+            first = encode(error_frame(number, error))
+        self._send_bytes(peer, first)
 
     def _flush_one(self, peer: Peer) -> bool:
         """Whether the connection still stands."""

@@ -114,7 +114,7 @@ def test_who_leaves_with_its_answer_unread_leaves_nothing_behind(tmp_path: Path)
                 connection.sendall(encode(Frame("get", 1, {"key": "big/0"})))
                 assert connection.recv(1)
         assert good.get("small") is None
-        assert peak(pid) - before < 64 * MIB
+        assert peak(pid) - before < 32 * MIB
 
 
 def test_watchers_that_read_nothing_are_told_that_there_is_news_and_not_sent_it(
