@@ -93,7 +93,7 @@ OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def import_torch() -> None:
-    """So that opening one takes milliseconds. What fails here fails then, and is told then."""
+    """So that opening one takes milliseconds. What fails here fails then as well."""
     with contextlib.suppress(Exception):
         import torch.distributed  # noqa: F401
 

@@ -44,8 +44,8 @@ class Intent:
         if seat is not None:
             # Another had it before us, under our id, and what it ran is gone with it.
             of = state.membership
-            held = self._saying(membership=of, rank=seat.rank, stopped=of)
-            return attrs.evolve(held, incarnation=state.incarnation)
+            successor = self._saying(membership=of, rank=seat.rank, stopped=of)
+            return attrs.evolve(successor, incarnation=state.incarnation)
         if late_for(state, limits, leader) if state.phase.terminal else _is_led(state, leader):
             return self
         return self._saying(came_after=state.incarnation)
@@ -83,8 +83,8 @@ class Intent:
 
     def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Intent:
         """Our workers of the held generation failed."""
-        held = self.node.membership
-        return self._saying(claim=reason, claim_membership=held, claim_kind=kind)
+        of = self.node.membership
+        return self._saying(claim=reason, claim_membership=of, claim_kind=kind)
 
     def drain(self, reason: str) -> Intent:
         """We are about to leave, once our workers have saved, and want no other generation."""
@@ -109,8 +109,8 @@ class Intent:
             # A generation that came and went while this node slept is one that it has no workers
             # of; unless it says so, the others wait for ever for it to stop them.
             return attrs.evolve(self.node, stopped=state.membership)
-        held = state is not None and state.membership == self.node.membership
-        return self.node if held or gives_way(state, self.incarnation) else None
+        goes_on = state is not None and state.membership == self.node.membership
+        return self.node if goes_on or gives_way(state, self.incarnation) else None
 
     def final_change(self, state: State | None) -> Change | None:
         """Why this node has nothing left to wait for, if so."""

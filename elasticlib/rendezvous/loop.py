@@ -109,7 +109,7 @@ class Loop:
         self._clock = clock
         self._timing = node.timing
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._watcher = Watcher(node.store, node.timing.lease, self._told_of)
+        self._watcher = Watcher(node.store, node.timing.lease, self._on_change)
         self._watching = False
         self._listing: Listing | None = None
         self._look_at = self._pace_until = float("-inf")
@@ -343,7 +343,7 @@ class Loop:
             self._watcher.arm(node.prefix, reading.version, listing=not node.leads)
             self._watching = True
 
-    def _told_of(self, listing: Listing | None) -> None:
+    def _on_change(self, listing: Listing | None) -> None:
         self.post(Event(changed=True, listing=listing))
 
     def _take_events(self, pause: float) -> None:
@@ -398,8 +398,9 @@ class Loop:
             if change != self._change or (node.seen is not None and not self._answered):
                 self._change, self._answered = change, node.seen is not None
                 self._known.notify_all()
-            held = join is not None and join is self._join and join.info is not None
-            if join is not None and held and change is not None and change != join.change:
+            if join is None or join.info is None or join is not self._join:
+                return
+            if change is not None and change != join.change:
                 join.change = change
                 join.put(change)
                 if change.kind.final:

@@ -174,7 +174,7 @@ class LocalNode:
         # What it waits for.
         self._misses = 0
         self._missing_since = self._missed_at = self._found_at = float("-inf")
-        self._told, self._told_at = Note(), float("-inf")
+        self._shared, self._shared_at = Note(), float("-inf")
         self._reminded, self._reminded_at = "", float("-inf")
 
     # -- what its agent wants -----------------------------------------------------------------
@@ -219,7 +219,7 @@ class LocalNode:
 
     @property
     def closing(self) -> bool:
-        """Whether the store has yet to be told that the job is to end."""
+        """Whether the job's end, which its agent wants, has yet to be written."""
         return self._closing is not None
 
     # -- announcing ---------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class LocalNode:
 
     def _keep_all(self, key: str, now: float) -> None:
         if self._said is not None and not self._keep(key):
-            # The store was away or is another: what we told it may be gone as well.
+            # The store was away or is another: what we said may be gone as well.
             self._said, self._finish_said = None, ""
             self._away = max(self._lease, now - self._kept_at)
         self._keep(self.keys.leader)
@@ -530,8 +530,11 @@ class LocalNode:
         """What this node has to say of its job and of its generation, until the store has it;
         whether the job's end is among that, so that there is nothing to decide."""
         if self._closing is not None:
+            state = reading.state or State(self.limits, f"closed by {self._me}")
             ending = Ending(self.intent.node.host, today)
-            if self.end_job(reading, Phase.ABORTED, self._closing, ending):
+            if state.phase.terminal or self._write_state(
+                end(state, Phase.ABORTED, self._closing, ending=ending), reading
+            ):
                 self._closing = None
             return True
         current = "" if reading.state is None else reading.state.membership
@@ -545,13 +548,6 @@ class LocalNode:
             self.store.set(self.keys.finished(current, self._me), b"")
             self._finish_said = current
         return False
-
-    def end_job(self, reading: Reading, phase: Phase, cause: str, ending: Ending) -> bool:
-        """End the job, unless it has ended; False if it has to be tried on a newer reading."""
-        state = reading.state or State(self.limits, f"closed by {self._me}")
-        if state.phase.terminal:
-            return True
-        return self._write_state(end(state, phase, cause, ending=ending), reading)
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -654,12 +650,12 @@ class LocalNode:
             return float("inf")
         self.note = note_of(decision, reading.view)
         self.note_at = now + REMIND_SECONDS
-        if self.note == self._told:
+        if self.note == self._shared:
             return float("inf")
-        if now - self._told_at < NOTE_SECONDS:
-            return self._told_at + NOTE_SECONDS - now
+        if now - self._shared_at < NOTE_SECONDS:
+            return self._shared_at + NOTE_SECONDS - now
         self.store.set(self.keys.note, encode(self.note))
-        self._told, self._told_at = self.note, now
+        self._shared, self._shared_at = self.note, now
         return float("inf")
 
 
