@@ -203,18 +203,6 @@ def test_an_agent_puts_the_numbers_that_torchs_puts(kept: Kept) -> None:
     }
 
 
-def test_numbers_have_a_handler_once_one_is_configured_for_their_group_or_for_all(
-    kept: Kept,
-) -> None:
-    assert metrics.has_handler()
-    assert metrics.has_handler("own")
-    metrics.configure(metrics.NullMetricHandler())
-    assert not metrics.has_handler()
-    metrics.configure(kept, metrics.OURS)
-    assert metrics.has_handler()
-    assert not metrics.has_handler("own")
-
-
 def test_a_handler_that_raises_ends_no_job(kept: Kept) -> None:
     class Broken(metrics.MetricHandler):
         def emit(self, metric_data: metrics.MetricData) -> None:

@@ -22,7 +22,6 @@ from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
-from ..metrics import has_handler
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..signals import as_signal
@@ -178,8 +177,7 @@ def _run_node(
         told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
         if summary is not None:
             summary.stands_beside(told, kept_logs(runners))
-        counts = PutMetrics(config.role) if has_handler() else NoJournal()
-        counted = (observed.journal, counts, summary or NoJournal())
+        counted = (observed.journal, PutMetrics(config.role), summary or NoJournal())
         journal = stack.enter_context(contextlib.closing(Journals(told, standing, *counted)))
         watch = StepWatch(runners, journal)
         agent = _kind_of_agent(config)(
