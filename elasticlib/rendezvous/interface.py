@@ -55,11 +55,6 @@ class RendezvousInfo:
     why: Why | None = None
 
     @property
-    def causes(self) -> str:
-        """What the keys of the board begin with that say why workers failed."""
-        return f"{self.board}cause/" if self.board else ""
-
-    @property
     def rank(self) -> int:
         """This node's, among the nodes."""
         return self.seat.rank

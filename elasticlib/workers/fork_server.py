@@ -436,7 +436,7 @@ class ForkServer:
         except (OSError, ValueError) as error:
             # One that is late would give its answer to the next question.
             self.close(0.0)
-            raise ForkServerGone("the workers' template process is gone") from error
+            raise ForkServerGone("the workers' fork server is gone") from error
 
     def close(self, seconds: float = 2.0) -> None:
         """End it; what is left of it after these seconds is killed."""

@@ -227,7 +227,7 @@ class Launcher:
         return server if server.ready else None
 
     def _replace(self) -> ForkServer:
-        log.warning("the workers' template process has ended; starting cold until the next is up")
+        log.warning("the workers' fork server has ended; starting cold until the next is up")
         self.close()
         return self._begin()
 
