@@ -175,9 +175,9 @@ class HangWatch:
 
     ranks: the global ones, by local rank. node: the rank of this one; others: how many more can be
     asked. began: on this machine's monotonic clock, when the workers were started, or could run
-    again. due: when the next look is. found: what is too silent; since: from when on; until: how
-    long others are waited for; pulses: of our ranks, then. stacks: by local rank, once they are
-    there. said: what other nodes say, each of its ranks.
+    again. due: when the next look is. found: what is too silent; since: from when on; pulses: of
+    our ranks, then. stacks: by local rank, once they are there; until: how long other nodes are
+    waited for from then on. said: what other nodes say, each of its ranks.
     """
 
     limits: HangLimits
@@ -200,9 +200,16 @@ class HangWatch:
         said = [decode_pulses(data) for rank, data in posts.items() if rank != str(self.node)]
         return attrs.evolve(self, said=said)
 
-    def dumped(self, stacks: Mapping[int, str]) -> HangWatch:
-        """The workers have written down where they are."""
-        return attrs.evolve(self, stacks=stacks)
+    def dumped(self, now: float, stacks: Mapping[int, str]) -> Step:
+        """The workers have written down where they are.
+
+        Only now do the other nodes hear of the hang: a node that heard of it before could stop the
+        job while the slowest worker's stacks are being written.
+        """
+        watch = attrs.evolve(self, stacks=stacks, until=now + OTHERS_SECONDS)
+        if not self.others:
+            return watch, ()
+        return watch, (Post(HANG, str(self.node), encode_pulses(self.pulses)),)
 
     def look(self, now: float, beats: Mapping[int, Beat]) -> Step:
         """Time goes by, and this is what the workers have told by now."""
@@ -241,13 +248,9 @@ class HangWatch:
             self,
             found=silence,
             since=now - silence.seconds,
-            until=now + OTHERS_SECONDS,
             pulses=pulses,
         )
-        if not self.others:
-            return watch, (DumpStacks(),)
-        said = Post(HANG, str(self.node), encode_pulses(pulses))
-        return watch, (said, Gather(HANG), DumpStacks())
+        return watch, (Gather(HANG), DumpStacks()) if self.others else (DumpStacks(),)
 
     def _judge(self, found: Silence, now: float) -> Step:
         if self.stacks is None or (len(self.said) < self.others and now < self.until):

@@ -340,7 +340,8 @@ class ElasticAgent:
             case Gathered(name=hang.HANG) if self._watch is not None:
                 self._watch = self._watch.heard(news.posts)
             case Dumped(stacks=stacks) if self._watch is not None:
-                self._watch = self._watch.dumped(stacks)
+                self._watch, commands = self._watch.dumped(self._clock(), stacks)
+                self._carry_out(commands)
             case policy.Broke():
                 return news
         return None

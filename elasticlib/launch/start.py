@@ -4,12 +4,20 @@ the signals that would end it and that may mean a drain.
 
 from __future__ import annotations
 
+import sys
+
 from .held_signals import EARLY, HELD
 
 
 def elasticrun() -> int:
-    """The exit code of the command."""
+    """The exit code of the command, which after a job ends the process by itself: at the end of an
+    interpreter, torch aborts a process of which any thread is still inside torch."""
     HELD.hold(EARLY)
     from .elasticrun import command
 
-    return command()
+    code = command()
+    if "torch" in sys.modules:
+        from ..workers.run_program import end
+
+        end(code)
+    return code

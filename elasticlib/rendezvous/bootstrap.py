@@ -6,6 +6,7 @@ first moment: no port is probed for, and no key of an earlier attempt can be rea
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 import threading
@@ -18,6 +19,9 @@ from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import RendezvousError
 from ..threads import helper
+
+IMPORT_SECONDS = 60.0
+"""For an import of torch to end, at the end of a process."""
 
 
 class BootstrapStore(Protocol):
@@ -93,9 +97,16 @@ OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def import_torch() -> None:
-    """So that opening one takes milliseconds. What fails here fails then as well."""
-    with contextlib.suppress(Exception):
-        import torch.distributed  # noqa: F401
+    """In a thread of its own, so that opening one takes milliseconds later. What fails here fails
+    then as well. A process that ended amid the import might be aborted by it, and waits."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            import torch.distributed  # noqa: F401
+
+    thread = helper(work, "rendezvous-import")
+    thread.start()
+    atexit.register(thread.join, IMPORT_SECONDS)
 
 
 @attrs.frozen

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, RendezvousClosed
 from ..stores.interface import Store
-from ..threads import helper
 from .bootstrap import (
     OF_TORCH,
     BootstrapServer,
@@ -90,7 +89,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def prepare(self) -> None:
         if self._open_bootstrap in OF_TORCH:
             # Beside whatever else a node does before it joins: it takes seconds.
-            helper(import_torch, "rendezvous-import").start()
+            import_torch()
 
     def follow(self, silent: Callable[[], float]) -> None:
         self._loop.silent = silent

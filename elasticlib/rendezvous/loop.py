@@ -550,9 +550,8 @@ class Watcher:
 
 def _leave_at_exit() -> None:
     """Those whose handlers nobody has shut down: a lease that no connection holds would outlive
-    the process."""
-    found = [reference() for reference in _BEGUN.valuerefs()]
-    left = [loop for loop in found if loop is not None and not loop.stopping]
+    the process. And those that are still leaving: one that closes torch's store would abort it."""
+    left = [loop for loop in (found() for found in _BEGUN.valuerefs()) if loop is not None]
     for loop in left:
         loop.abandon()
     deadline = monotonic() + EXIT_SECONDS

@@ -106,6 +106,10 @@ class Watched:
         self.watch, commands = self.watch.look(at, self.beats)
         return list(commands)
 
+    def dumped(self, at: float, stacks: dict[int, str]) -> list[Command]:
+        self.watch, commands = self.watch.dumped(at, stacks)
+        return list(commands)
+
     def look_until(self, at: float) -> list[Command]:
         """The same of all looks until then, each when it is due."""
         done: list[Command] = []
@@ -118,7 +122,7 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     watched = Watched()
     assert watched.look_until(200.0) == [DumpStacks()]
     assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
-    watched.watch = watched.watch.dumped({0: "in a loop", 1: "in a wait"})
+    assert watched.dumped(109.0, {0: "in a loop", 1: "in a wait"}) == []
     (hung,) = watched.look(109.0)
     assert isinstance(hung, Hung)
     assert hung.stacks == "the stacks of rank 0, the slowest:\nin a loop"
@@ -146,15 +150,16 @@ def test_a_worker_that_steps_again_is_watched_on() -> None:
 def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
     for answers in (True, False):
         watched = Watched(others=1)
-        heard, said, _, dumped = watched.look_until(200.0)
-        assert (heard, dumped) == (Gather("hang/"), DumpStacks())
-        assert isinstance(said, Post)
+        heard, _, dump = watched.look_until(200.0)
+        assert (heard, dump) == (Gather("hang/"), DumpStacks())
+        assert watched.look(200.0) == []
+        (said,) = watched.dumped(200.0, {})
+        assert isinstance(said, Post), "the others hear of it once its evidence is there"
         assert [pulse.rank for pulse in decode_pulses(said.value)] == [0, 1]
-        watched.watch = watched.watch.dumped({})
-        assert watched.look(109.0) == []
+        assert watched.look(202.0) == []
         if answers:
             watched.watch = watched.watch.heard({"0": said.value, "1": OTHER})
-        (hung,) = watched.look(109.0 if answers else 112.0)
+        (hung,) = watched.look(202.0 if answers else 203.0)
         assert isinstance(hung, Hung)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
 
@@ -163,9 +168,7 @@ def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_lo
     watched = Watched(others=1)
     watched.watch = watched.watch.heard({"1": OTHER})
     assert watched.look_until(103.5) == []
-    said, heard, dumped = watched.look_until(104.0)
-    assert isinstance(said, Post)
-    assert (heard, dumped) == (Gather("hang/"), DumpStacks())
+    assert watched.look_until(104.0) == [Gather("hang/"), DumpStacks()]
 
 
 def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:

@@ -18,6 +18,7 @@ from elasticlib import EtcdStore
 
 pytestmark = pytest.mark.faults
 
+PROGRAMS = Path(__file__).parents[1] / "programs"
 WARM = (sys.executable, "-m", "elasticlib.launch")
 # What runs here has no use for torch, which a template would import for two seconds.
 RUN = (*WARM, "--start-method=spawn")
@@ -267,3 +268,15 @@ for wrong in ({"max_restarts": -1}, {"max_nodes": 0}):
     )
     assert "need max_restarts >= 0, got -1" in done.stdout, done.stderr
     assert len(done.stdout.splitlines()) == 2
+
+
+def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_the_command() -> None:
+    ends = "import sys; from inside_torch import elasticrun; sys.exit(elasticrun())"
+    job = ("--standalone", "--start-method=spawn", "--no-python", "true")
+    # Of five that end as interpreters do, one or more are nearly always aborted.
+    commands = [
+        subprocess.Popen([sys.executable, "-c", ends, *job], cwd=PROGRAMS, stderr=subprocess.PIPE)
+        for _ in range(5)
+    ]
+    ended = [(process.communicate(timeout=100)[1], process.returncode) for process in commands]
+    assert [code for _, code in ended] == [0] * 5, ended
