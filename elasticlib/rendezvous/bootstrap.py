@@ -163,6 +163,12 @@ class BootstrapServer:
         else:
             helper(lambda: self._open(membership, address, opened), "rendezvous-open").start()
 
+    @property
+    def serving(self) -> str | None:
+        """Where workers find the one that is served, if one is."""
+        with self._lock:
+            return None if self._serving is None else self._serving.endpoint
+
     def endpoint(self, membership: str) -> str | None:
         """Where workers find the one that is served for this generation; None if none is (yet).
 

@@ -132,7 +132,6 @@ class Loop:
         with self._starting:
             if self._thread is not None or self.stopping:
                 return
-            self.node.begin(self._clock())
             name = (id(self.node.store), self.node.run_id, self.node.intent.node.id)
             before = _BEGUN.get(name)
             if before is not None:
@@ -279,7 +278,7 @@ class Loop:
         node = self.node
         try:
             pause = self._speak_and_look()
-            node.answered()
+            node.answered(self._clock())
         except (PatienceSpent, StoreRefused):
             raise
         except StoreError as error:
@@ -305,7 +304,7 @@ class Loop:
                 self._watch(first)
                 self._look_at = node.note_at
         if self._find_address is not None and not node.intent.node.address:
-            node.be_at(self._find_address())
+            node.intent = node.intent.saying(address=self._find_address())
         now = self._clock()
         node.speak(now, self.silent())
         if now >= self._look_at:
@@ -321,8 +320,9 @@ class Loop:
         if node.goes_elsewhere(now):
             return 0.0
         self._watch(reading)
-        if node.report(reading, today()):
-            return RACE_SECONDS if node.closing else self._closed()
+        endpoint = self._bootstrap.serving
+        if node.report(reading, today(), endpoint=endpoint):
+            return RACE_SECONDS if node.intent.closing else self._closed()
         decision, won = node.act(reading, today())
         if reading.view is not None:
             self._pace_until = now + PACE_SECONDS * len(reading.view.live)
@@ -340,7 +340,7 @@ class Loop:
         if not self._watching:
             # The node that leads waits for more of what all say before it reads that.
             node = self.node
-            self._watcher.arm(node.prefix, reading.version, listing=not node.leads)
+            self._watcher.arm(node.prefix, reading.job.version, listing=not node.leads)
             self._watching = True
 
     def _on_change(self, listing: Listing | None) -> None:
@@ -364,13 +364,13 @@ class Loop:
         if event.joins:
             self._take_up_join()
         if event.failed is not None:
-            node.fail(*event.failed)
+            node.intent = node.intent.fail(*event.failed)
         if event.draining:
-            node.drain(event.draining)
+            node.intent = node.intent.saying(draining=event.draining)
         if event.finished:
-            node.finish()
+            node.intent = node.intent.finish()
         if event.closing:
-            node.close(event.closing)
+            node.intent = attrs.evolve(node.intent, closing=event.closing)
         if event.asks_note:
             node.note_at = self._clock()
 
@@ -385,7 +385,7 @@ class Loop:
 
     def _seek(self) -> None:
         self._bootstrap.close()
-        self.node.seek()
+        self.node.intent = self.node.intent.seek()
 
     def _advance(self) -> None:
         """Make known what the last reading means for this node."""
@@ -429,12 +429,10 @@ class Loop:
             self.post(Event())
             return
         try:
-            endpoint = self._bootstrap.endpoint(node.intent.node.membership)
+            self._bootstrap.endpoint(node.intent.node.membership)
         except Exception as error:  # whatever opening it has raised ends the call
             self._end_join(join, error)
             return
-        if endpoint is not None:
-            node.serve(endpoint)
         master = present(node.seen, "a reading").master_endpoint
         if master is not None:
             self._give(join, self._info(master))

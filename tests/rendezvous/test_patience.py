@@ -64,7 +64,7 @@ def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> 
     for came_back in (100.0, 200.0):
         assert part.missed(AWAY, came_back) > 0
         assert part.missed(AWAY, came_back + TIMING.store_grace - 0.1) > 0
-        part.answered()
+        part.answered(came_back + TIMING.store_grace)
     part.missed(AWAY, 300.0)
     with pytest.raises(PatienceSpent) as spent:
         part.missed(AWAY, 300.0 + TIMING.store_grace)
@@ -85,7 +85,6 @@ def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
 def test_who_finds_no_job_looks_elsewhere_once_a_lease_has_passed_and_goes_where_it_is() -> None:
     store = Scattered(holding(SECOND), earlier=False)
     part = lone(store)
-    part.begin(0.0)
     part.read(0.0)
     assert not part.goes_elsewhere(LEASE - 0.1)
     assert store.asked == 0
@@ -97,7 +96,6 @@ def test_who_finds_its_job_stays() -> None:
     store = Scattered(holding(SECOND), earlier=True)
     store.inner.set(KEYS.state, encode_state(SECOND))
     part = lone(store)
-    part.begin(0.0)
     part.read(0.0)
     for now in (LEASE, 9 * TIMING.store_grace):
         assert not part.goes_elsewhere(now)
@@ -138,7 +136,6 @@ def goes(here: Document | None, there: Document | None, *, earlier: bool) -> boo
     if here is not None:
         store.inner.set(KEYS.state, encode_state(here))
     part = lone(store)
-    part.begin(0.0)
     part.read(0.0)
     part.note = attrs.evolve(part.note, stuck=True)
     return part.goes_elsewhere(LEASE)
