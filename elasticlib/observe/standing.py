@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..workers.messages import NOTHING, Beat
+from ..workers.messages import NOTHING, Heartbeat
 from .event import Event
 from .facts import count, seconds, text
 from .history import JobState
@@ -165,7 +165,7 @@ def put_out(standing: NodeStanding) -> NodeStanding:
     )
 
 
-def seen(standing: NodeStanding, beats: Mapping[int, Beat], now: float) -> NodeStanding:
+def seen(standing: NodeStanding, beats: Mapping[int, Heartbeat], now: float) -> NodeStanding:
     """The same with what its workers tell, by local rank; now: by this machine's clock."""
     found, kept = [], []
     for worker in standing.workers:
@@ -214,7 +214,7 @@ class StandingJournal(Journal):
             event = Event(kind, run, node, generation, wall(), self._clock(), rank, facts)
             self._standing = after(self._standing, event)
 
-    def look(self, beats: Mapping[int, Beat]) -> NodeStanding:
+    def look(self, beats: Mapping[int, Heartbeat]) -> NodeStanding:
         """Where it stands now, with what its workers tell, by local rank."""
         with self._lock:
             standing = self._standing

@@ -18,7 +18,7 @@ import attrs
 from ..clock import Clock, monotonic
 from ..threads import helper
 from ..workers.interface import Workers
-from ..workers.messages import NOTHING, SOURCES, Beat
+from ..workers.messages import NOTHING, SOURCES, Heartbeat
 from .interface import Journal
 
 log = logging.getLogger("elasticlib.observe")
@@ -42,12 +42,12 @@ class Look:
 
     generation: int
     at: float
-    beats: Mapping[int, Beat] = attrs.field(factory=dict)
+    beats: Mapping[int, Heartbeat] = attrs.field(factory=dict)
     began: float = attrs.field(default=0.0, kw_only=True)
     final: bool = attrs.field(default=False, kw_only=True)
 
     @property
-    def stepping(self) -> list[Beat]:
+    def stepping(self) -> list[Heartbeat]:
         """Of those that tell of steps."""
         return [beat for beat in self.beats.values() if beat.steps]
 

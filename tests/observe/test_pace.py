@@ -9,11 +9,11 @@ import pytest
 
 from elasticlib.observe.event import KINDS
 from elasticlib.observe.step_watch import Known, Look, beginnings, progress
-from elasticlib.workers.interface import Beat
+from elasticlib.workers.interface import Heartbeat
 
 
-def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Beat:
-    return Beat(step=step, steps=steps, at=at, alive=at, attached=True, **more)
+def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Heartbeat:
+    return Heartbeat(step=step, steps=steps, at=at, alive=at, attached=True, **more)
 
 
 def looked(*looks: Look) -> list[tuple[str, dict[str, Any]]]:
@@ -39,7 +39,7 @@ def steps(
     return "steps", {**facts, "samples_per_second": samples_per_second}
 
 
-QUIET = Beat(attached=True)
+QUIET = Heartbeat(attached=True)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_generation_that_is_over_before_a_second_look_has_told_its_pace() -> N
     assert told == [steps(30, 2.0, samples_per_second=20.0)]
 
 
-def first(step: int, at: float, steps: int = 1) -> Beat:
+def first(step: int, at: float, steps: int = 1) -> Heartbeat:
     return beat(step, at=at, steps=steps, first_step=step, first_at=at)
 
 
@@ -115,14 +115,14 @@ def first(step: int, at: float, steps: int = 1) -> Beat:
         ({0: first(7, 103.0, steps=2), 1: QUIET}, False, [("training.began", 3.0)]),
         ({0: first(7, 103.0), 1: QUIET}, True, [("training.began", 3.0)]),
         # or it has not come so far as to be heard of, or never is.
-        ({0: first(7, 103.0), 1: Beat()}, False, []),
-        ({0: first(7, 103.0, steps=2), 1: Beat()}, False, [("training.began", 3.0)]),
+        ({0: first(7, 103.0), 1: Heartbeat()}, False, []),
+        ({0: first(7, 103.0, steps=2), 1: Heartbeat()}, False, [("training.began", 3.0)]),
         # A worker of another version does not tell of its first step.
         ({0: beat(7, at=103.0)}, False, []),
     ],
 )
 def test_training_begins_with_the_first_step_of_the_last_worker(
-    beats: dict[int, Beat], final: bool, told: list[tuple[str, float]]
+    beats: dict[int, Heartbeat], final: bool, told: list[tuple[str, float]]
 ) -> None:
     known, events = beginnings(Known(), Look(3, 106.0, beats, began=100.0, final=final))
     assert [(kind, facts["seconds"]) for kind, facts in events] == told
@@ -130,9 +130,9 @@ def test_training_begins_with_the_first_step_of_the_last_worker(
         assert beginnings(known, Look(3, 107.0, beats, began=100.0, final=True))[1] == []
 
 
-def restored(source: str, began: float, ended: float, times: int = 1) -> Beat:
+def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbeat:
     state: Any = SimpleNamespace(step=40, source=source, began=began, ended=ended)
-    return Beat(attached=True, restored=state, restores=times)
+    return Heartbeat(attached=True, restored=state, restores=times)
 
 
 def test_a_state_is_taken_up_once_the_last_worker_has_it() -> None:

@@ -16,7 +16,7 @@ from elasticlib.clock import monotonic
 from elasticlib.observe.interface import Journal
 from elasticlib.observe.step_watch import StepWatch
 from elasticlib.workers.channel import Channel
-from elasticlib.workers.interface import Beat, Workers
+from elasticlib.workers.interface import Heartbeat, Workers
 
 
 class Kept(Journal):
@@ -37,7 +37,7 @@ class Trained:
     """A worker of the group, which tells of its steps what a script does."""
 
     def __init__(self) -> None:
-        self.beat = Beat(attached=True)
+        self.beat = Heartbeat(attached=True)
 
     def step(self, step: int, *, samples: float = 0.0) -> None:
         now, old = monotonic(), self.beat
@@ -75,10 +75,10 @@ class Group(Workers):
     def end(self) -> None:
         self.now = {}
 
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         return {local: worker.beat for local, worker in self.now.items()}
 
-    def last_beats(self) -> Mapping[int, Beat]:
+    def last_beats(self) -> Mapping[int, Heartbeat]:
         return {local: worker.beat for local, worker in self.last.items()}
 
 
@@ -135,7 +135,7 @@ def test_how_far_training_is_is_told_now_and_then(group: Group) -> None:
 
 
 class Broken(Group):
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         raise OSError("gone")
 
 
@@ -155,7 +155,7 @@ class Shared(Group):
         super().__init__()
         self.channels = [Channel.made() for _ in range(8)]
 
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         return {local: channel.beat() for local, channel in enumerate(self.channels)}
 
 
