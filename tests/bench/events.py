@@ -30,7 +30,7 @@ from pathlib import Path
 
 from figures import Row, Samples, run
 
-from elasticlib.observe.journal import FILE, FileJournal
+from elasticlib.observe.journal import FILE, NodeJournal
 
 ROUND = 1000
 WORKERS = 2
@@ -49,7 +49,7 @@ while not (folder / "finish").exists():
 """
 
 
-def one_tell(journal: FileJournal) -> float:
+def one_tell(journal: NodeJournal) -> float:
     began = time.perf_counter()
     journal.tell("worker.began", generation=1, rank=0, local_rank=0, name="pid 12345")
     return time.perf_counter() - began
@@ -63,7 +63,7 @@ def telling(repeat: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeat):
             cpu = time.process_time()
-            with contextlib.closing(FileJournal(Path(folder) / FILE, "job", "node")) as journal:
+            with contextlib.closing(NodeJournal("job", "node", Path(folder) / FILE)) as journal:
                 mine.append(sum(one_tell(journal) for _ in range(ROUND)) / ROUND)
             used.append((time.process_time() - cpu) / ROUND)
             began = time.perf_counter()
@@ -81,7 +81,7 @@ def longest(path: Path, repeat: int, tells: int) -> list[float]:
     """Of each round, the longest of so many tells to this file."""
     found = []
     for _ in range(repeat):
-        journal = FileJournal(path, "job", "node")
+        journal = NodeJournal("job", "node", path)
         found.append(max(one_tell(journal) for _ in range(tells)))
         # Whoever waits at a FIFO is let go by a reader, and what it writes then is dropped.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None

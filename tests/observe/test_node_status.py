@@ -6,18 +6,18 @@ from typing import Any
 
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import JobState
-from elasticlib.observe.standing import NodeStanding, after, seen
+from elasticlib.observe.story import NodeStatus, after, seen
 from elasticlib.workers.interface import Heartbeat
 
 
-def told(*events: tuple[str, dict[str, Any]]) -> list[NodeStanding]:
-    standing, found = NodeStanding("job", "n1"), []
+def told(*events: tuple[str, dict[str, Any]]) -> list[NodeStatus]:
+    status, found = NodeStatus("job", "n1"), []
     for at, (kind, facts) in enumerate(events):
         rank = facts.pop("rank", None)
-        generation = facts.pop("generation", standing.generation)
+        generation = facts.pop("generation", status.generation)
         event = Event(kind, "job", "n1", generation, 1e9 + at, float(at), rank, facts)
-        standing = after(standing, event)
-        found.append(standing)
+        status = after(status, event)
+        found.append(status)
     return found
 
 
@@ -38,8 +38,8 @@ def begins() -> list[tuple[str, dict[str, Any]]]:
 
 def test_a_node_waits_runs_restarts_and_ends() -> None:
     states = [
-        standing.state
-        for standing in told(
+        status.state
+        for status in told(
             *begins(),
             ("failure", {"reason": "rank 0 raised"}),
             ("stopping", {"why": "", "seconds": 0.0}),
