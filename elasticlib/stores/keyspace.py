@@ -125,8 +125,7 @@ class LeaseClock(Generic[Name]):
 
     def __init__(self) -> None:
         self._silences: dict[Name, _Silence] = {}
-        self._next = 0.0
-        self.interval: float | None = None
+        self._next = float("inf")
 
     @property
     def names(self) -> KeysView[Name]:
@@ -136,10 +135,7 @@ class LeaseClock(Generic[Name]):
     def hear(self, name: Name, ttl: float, now: float) -> None:
         """The owner wrote or refreshed: its silence starts again at nothing."""
         self._silences[name] = _Silence(ttl, now)
-        soon = ttl / LOOKS_PER_TTL
-        if self.interval is None or soon < self.interval:
-            self._next = now + soon if self.interval is None else min(self._next, now + soon)
-            self.interval = soon
+        self._next = min(self._next, now + ttl / LOOKS_PER_TTL)
 
     def forget(self, name: Name) -> None:
         """No lease of that name any more; harmless if there was none."""
@@ -156,9 +152,8 @@ class LeaseClock(Generic[Name]):
     def look(self, now: float) -> list[Name]:
         """Count the silence of all leases; the names of those silent for their ttl or longer."""
         silent = [name for name, silence in self._silences.items() if silence.look(now)]
-        shortest = min((s.ttl for s in self._silences.values()), default=None)
-        self.interval = None if shortest is None else shortest / LOOKS_PER_TTL
-        self._next = now + (self.interval or 0.0)
+        shortest = min((s.ttl for s in self._silences.values()), default=float("inf"))
+        self._next = now + shortest / LOOKS_PER_TTL
         return silent
 
 
@@ -340,11 +335,8 @@ class KeySpace(Journal):
 
     def forget_watches(self, owner: int | None = None) -> Sequence[Watch]:
         """Those of that owner, or of all, which nobody is going to tell any more."""
-        keys = [
-            (one, number)
-            for one in (list(self._watched) if owner is None else [owner])
-            for number in self._watched.get(one, ())
-        ]
+        owners = list(self._watched) if owner is None else [owner]
+        keys = [(one, number) for one in owners for number in self._watched.get(one, ())]
         return [watch for key in keys if (watch := self._take_watch(*key)) is not None]
 
     def _take_watch(self, owner: int, number: int) -> Watch | None:
