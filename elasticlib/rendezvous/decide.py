@@ -30,10 +30,10 @@ from .document import (
     end,
     expel,
     of_members,
-    refuse,
     reopen,
     resize,
     settle,
+    turn_away,
 )
 from .ranks import Seat, in_rank_order
 
@@ -185,7 +185,9 @@ def _begin_anew(view: View, document: Document) -> Decision:
 
 
 def _watch(view: View, document: Document) -> Decision:
-    document = lasted(document, view.stands)
+    if view.stands >= QUICK_SECONDS:
+        # A generation that lasts ends the row of quick failures, whatever it is ended by itself.
+        document = attrs.evolve(document, quick=0)
     members = document.member_ids
     if members <= view.finished:
         cause = f"{len(members)} node{'s' * (len(members) > 1)} done"
@@ -229,7 +231,7 @@ def _stand(view: View, document: Document) -> Decision:
         window = document.limits.restart_window
         reason = f"generation {document.generation} has stood for {window:g} s (--restart-window)"
         count = f"the {document.restarts} restarts used before count no more"
-        return Decision(f"{reason}: {count}", write=forgiven(document))
+        return Decision(f"{reason}: {count}", write=attrs.evolve(document, restarts=0, quick=0))
     decision = _admit(view, document)
     again = min((s for s in (decision.again, wait) if s is not None), default=None)
     return decision if decision.write is not None else attrs.evolve(decision, again=again)
@@ -261,8 +263,8 @@ def _admit(view: View, document: Document) -> Decision:
     room = limits.max_nodes - len(document.members)
     surplus = [] if limits.spares is None else newcomers[room + limits.spares :]
     if surplus:
-        there = [n.id for n in view.live if n.id in document.refused]
-        write = refuse(document, (*there, *(n.id for n in surplus)))
+        there = [n.id for n in view.live if n.id in document.surplus]
+        write = turn_away(document, (*there, *(n.id for n in surplus)))
         return Decision(f"{_names(surplus, view)} are more spares than are wanted", write=write)
     ready = [n for n in newcomers if not n.runs]
     if not ready or not room:
@@ -366,7 +368,7 @@ def _over(
 
 
 def _candidates(view: View, document: Document) -> list[Node]:
-    turned_away = {*document.expelled, *document.refused}
+    turned_away = {*document.expelled, *document.surplus}
     return [n for n in view.live if n.id not in turned_away]
 
 
@@ -418,12 +420,6 @@ def quick_failures(document: Document, failure: Failure, stood: float) -> int:
     return document.quick + (failure.kind is not FailureKind.KILLED)
 
 
-def lasted(document: Document, stood: float) -> Document:
-    """The generation as it is after so many seconds: one that lasts ends the row of quick ones,
-    whatever it is ended by itself."""
-    return attrs.evolve(document, quick=0) if stood >= QUICK_SECONDS else document
-
-
 def pause(document: Document) -> float:
     """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
     beyond = document.quick - FREE_RESTARTS
@@ -434,11 +430,6 @@ def pause(document: Document) -> float:
     grown = min(longest, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
     draw = zlib.crc32(f"{document.incarnation} {document.membership}".encode()) / 0xFFFFFFFF
     return grown * (0.5 + 0.5 * draw)
-
-
-def forgiven(document: Document) -> Document:
-    """The same generation, with all of the job's restarts to use again."""
-    return attrs.evolve(document, restarts=0, quick=0)
 
 
 def forgiven_in(document: Document, stood: float) -> float | None:
@@ -575,7 +566,7 @@ class Intent:
                 spent = NOT_RETRIED
             reason = f"this node's workers failed and the job goes on without it ({spent})"
             return Change(ChangeKind.EXPELLED, reason, me)
-        if me in state.refused:
+        if me in state.surplus:
             wanted = f"{state.limits.max_nodes} nodes and {state.limits.spares} spares (--spares)"
             return Change(ChangeKind.SURPLUS, f"the job has all that it wants, {wanted}", me)
         return None

@@ -195,7 +195,7 @@ class State:
     none yet), and membership names the list of its members, of whom there are `nodes`. cause says
     why the last generation ended or the next is sought, for people, and why says it for programs
     (None: whoever wrote it did not say); failure is the claim that is to be charged
-    when the next one settles; expelled nodes have used up the budget and must leave; refused ones
+    when the next one settles; expelled nodes have used up the budget and must leave; surplus ones
     are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
     this one was begun in its place. planned: the last generation ended on purpose, with all its
     workers at work, so they may stop at a step that they agree on. quick: how many generations in
@@ -212,7 +212,7 @@ class State:
     cause: str = "the job starts"
     failure: Failure | None = None
     expelled: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    surplus: tuple[str, ...] = ()
     ending: Ending | None = None
     supersedes: str = ""
     planned: bool = False
@@ -363,9 +363,9 @@ def expel(document: Document, node_ids: Iterable[str], live: Container[str]) -> 
     return attrs.evolve(document, expelled=(*there, *node_ids), failure=None)
 
 
-def refuse(document: Document, node_ids: Iterable[str]) -> Document:
+def turn_away(document: Document, node_ids: Iterable[str]) -> Document:
     """These are too many to wait, and no others are."""
-    return attrs.evolve(document, refused=tuple(node_ids))
+    return attrs.evolve(document, surplus=tuple(node_ids))
 
 
 AnyState = TypeVar("AnyState", bound=State)
