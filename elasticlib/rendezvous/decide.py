@@ -8,7 +8,7 @@ says what should stand in the store for it, and what has become of the generatio
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -192,12 +192,12 @@ def _watch(view: View, document: Document) -> Decision:
     if members <= view.finished:
         cause = f"{len(members)} node{'s' * (len(members) > 1)} done"
         return Decision("all are done", write=_over(view, document, Phase.SUCCEEDED, cause))
-    live = {node.id: node for node in view.live}
+    live = {node.id for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.finished]
     if lost and view.patience > 0:
         return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
-    if lost and _lacks_quorum(view, document, {*live, *view.finished}):
-        return _minority(lost, view, document)
+    if lost and (minority := _minority(view, document, lost)) is not None:
+        return minority
     if lost:
         cause = f"{_names(lost, view)} left"
         # What the others failed of is that these had gone.
@@ -237,17 +237,15 @@ def _stand(view: View, document: Document) -> Decision:
     return decision if decision.write is not None else attrs.evolve(decision, again=again)
 
 
-def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool:
-    """Whether those of the last generation who are here could be the lesser part of it.
+def _minority(view: View, document: Document, lost: Sequence[Node]) -> Decision | None:
+    """To wait, where those of the last generation who are here could be the lesser part of it.
 
     Half is enough where the store is: whoever has gone elsewhere needs more than half.
     """
+    here = {*(n.id for n in view.live), *view.finished, *view.departed, *document.expelled}
     members = document.member_ids
-    accounted = members & {*here, *view.departed, *document.expelled}
-    return document.limits.quorum and len(accounted) * 2 < len(members)
-
-
-def _minority(lost: Sequence[Node], view: View, document: Document) -> Decision:
+    if not document.limits.quorum or len(members & here) * 2 >= len(members):
+        return None
     return Decision(
         f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
         f"{document.generation} are out of reach, and half must be here ({QUORUM})",
@@ -295,8 +293,9 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
-    if _lacks_quorum(view, document, {*view.finished, *(n.id for n in view.live)}):
-        return _minority([m for m in document.members if m.id not in here], view, document)
+    minority = _minority(view, document, [m for m in document.members if m.id not in here])
+    if minority is not None:
+        return minority
     charged = document.failure is not None and members <= here
     hopeless = [n for n in candidates if _failed_at_start(n, document)]
     if charged and (hopeless or document.restarts >= limits.max_restarts):
@@ -376,11 +375,8 @@ def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
     members = document.member_ids
     for node in live:
-        if (
-            node.id in members
-            and node.claim is not None
-            and node.claim_membership == document.membership
-        ):
+        is_of_this = node.id in members and node.claim_membership == document.membership
+        if is_of_this and node.claim is not None:
             return Failure(node.id, node.claim, node.claim_kind)
     return None
 
