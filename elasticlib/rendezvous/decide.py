@@ -542,6 +542,8 @@ class Intent:
         if self.joining:
             if state is None or state.phase is not Phase.OPEN:
                 return self.node
+            if self.node.stopped == state.membership:
+                return self.node
             # A generation that came and went while this node slept is one that it has no workers
             # of; unless it says so, the others wait for ever for it to stop them.
             return attrs.evolve(self.node, stopped=state.membership)

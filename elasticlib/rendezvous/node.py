@@ -597,6 +597,8 @@ def note_of(decision: Decision, view: View) -> Note:
 
 def _worth_a_write(said: Node, record: Node) -> bool:
     """Not where only its place differs: a member is in the generation whose members name it."""
+    if record == said:
+        return False
     if said.runs and not record.runs:
         return True
     moved = attrs.evolve(said, membership=record.membership, rank=record.rank, runs=record.runs)
