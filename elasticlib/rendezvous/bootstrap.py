@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from ..clock import monotonic
@@ -76,22 +77,20 @@ class TorchBootstrapStore:
         self._store = None
 
 
-def open_torch_store(address: str) -> BootstrapStore:
-    """A fresh torch store at a local address, on a port that the kernel chose."""
-    return TorchBootstrapStore(address)
+open_torch_store: Callable[[str], BootstrapStore] = TorchBootstrapStore
+"""A fresh torch store at a local address, on a port that the kernel chose."""
 
+open_threaded_torch_store: Callable[[str], BootstrapStore] = partial(
+    TorchBootstrapStore, use_libuv=False
+)
+"""The same, without libuv."""
 
-def open_threaded_torch_store(address: str) -> BootstrapStore:
-    """The same, without libuv."""
-    return TorchBootstrapStore(address, use_libuv=False)
+OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
     """What opens the one or the other."""
     return open_torch_store if use_libuv else open_threaded_torch_store
-
-
-OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def import_torch() -> None:

@@ -8,7 +8,7 @@ says what should stand in the store for it, and what has become of the generatio
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -30,10 +30,10 @@ from .document import (
     end,
     expel,
     of_members,
-    refuse,
     reopen,
     resize,
     settle,
+    turn_away,
 )
 from .ranks import Seat, in_rank_order
 
@@ -185,17 +185,19 @@ def _begin_anew(view: View, document: Document) -> Decision:
 
 
 def _watch(view: View, document: Document) -> Decision:
-    document = lasted(document, view.stands)
+    if view.stands >= QUICK_SECONDS:
+        # A generation that lasts ends the row of quick failures, whatever it is ended by itself.
+        document = attrs.evolve(document, quick=0)
     members = document.member_ids
     if members <= view.finished:
         cause = f"{len(members)} node{'s' * (len(members) > 1)} done"
         return Decision("all are done", write=_over(view, document, Phase.SUCCEEDED, cause))
-    live = {node.id: node for node in view.live}
+    live = {node.id for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.finished]
     if lost and view.patience > 0:
         return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
-    if lost and _lacks_quorum(view, document, {*live, *view.finished}):
-        return _minority(lost, view, document)
+    if lost and (minority := _minority(view, document, lost)) is not None:
+        return minority
     if lost:
         cause = f"{_names(lost, view)} left"
         # What the others failed of is that these had gone.
@@ -229,23 +231,21 @@ def _stand(view: View, document: Document) -> Decision:
         window = document.limits.restart_window
         reason = f"generation {document.generation} has stood for {window:g} s (--restart-window)"
         count = f"the {document.restarts} restarts used before count no more"
-        return Decision(f"{reason}: {count}", write=forgiven(document))
+        return Decision(f"{reason}: {count}", write=attrs.evolve(document, restarts=0, quick=0))
     decision = _admit(view, document)
     again = min((s for s in (decision.again, wait) if s is not None), default=None)
     return decision if decision.write is not None else attrs.evolve(decision, again=again)
 
 
-def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool:
-    """Whether those of the last generation who are here could be the lesser part of it.
+def _minority(view: View, document: Document, lost: Sequence[Node]) -> Decision | None:
+    """To wait, where those of the last generation who are here could be the lesser part of it.
 
     Half is enough where the store is: whoever has gone elsewhere needs more than half.
     """
+    here = {*(n.id for n in view.live), *view.finished, *view.departed, *document.expelled}
     members = document.member_ids
-    accounted = members & {*here, *view.departed, *document.expelled}
-    return document.limits.quorum and len(accounted) * 2 < len(members)
-
-
-def _minority(lost: Sequence[Node], view: View, document: Document) -> Decision:
+    if not document.limits.quorum or len(members & here) * 2 >= len(members):
+        return None
     return Decision(
         f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
         f"{document.generation} are out of reach, and half must be here ({QUORUM})",
@@ -261,8 +261,8 @@ def _admit(view: View, document: Document) -> Decision:
     room = limits.max_nodes - len(document.members)
     surplus = [] if limits.spares is None else newcomers[room + limits.spares :]
     if surplus:
-        there = [n.id for n in view.live if n.id in document.refused]
-        write = refuse(document, (*there, *(n.id for n in surplus)))
+        there = [n.id for n in view.live if n.id in document.surplus]
+        write = turn_away(document, (*there, *(n.id for n in surplus)))
         return Decision(f"{_names(surplus, view)} are more spares than are wanted", write=write)
     ready = [n for n in newcomers if not n.runs]
     if not ready or not room:
@@ -293,8 +293,9 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
-    if _lacks_quorum(view, document, {*view.finished, *(n.id for n in view.live)}):
-        return _minority([m for m in document.members if m.id not in here], view, document)
+    minority = _minority(view, document, [m for m in document.members if m.id not in here])
+    if minority is not None:
+        return minority
     charged = document.failure is not None and members <= here
     hopeless = [n for n in candidates if _failed_at_start(n, document)]
     if charged and (hopeless or document.restarts >= limits.max_restarts):
@@ -366,7 +367,7 @@ def _over(
 
 
 def _candidates(view: View, document: Document) -> list[Node]:
-    turned_away = {*document.expelled, *document.refused}
+    turned_away = {*document.expelled, *document.surplus}
     return [n for n in view.live if n.id not in turned_away]
 
 
@@ -374,11 +375,8 @@ def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
     members = document.member_ids
     for node in live:
-        if (
-            node.id in members
-            and node.claim is not None
-            and node.claim_membership == document.membership
-        ):
+        is_of_this = node.id in members and node.claim_membership == document.membership
+        if is_of_this and node.claim is not None:
             return Failure(node.id, node.claim, node.claim_kind)
     return None
 
@@ -418,12 +416,6 @@ def quick_failures(document: Document, failure: Failure, stood: float) -> int:
     return document.quick + (failure.kind is not FailureKind.KILLED)
 
 
-def lasted(document: Document, stood: float) -> Document:
-    """The generation as it is after so many seconds: one that lasts ends the row of quick ones,
-    whatever it is ended by itself."""
-    return attrs.evolve(document, quick=0) if stood >= QUICK_SECONDS else document
-
-
 def pause(document: Document) -> float:
     """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
     beyond = document.quick - FREE_RESTARTS
@@ -434,11 +426,6 @@ def pause(document: Document) -> float:
     grown = min(longest, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
     draw = zlib.crc32(f"{document.incarnation} {document.membership}".encode()) / 0xFFFFFFFF
     return grown * (0.5 + 0.5 * draw)
-
-
-def forgiven(document: Document) -> Document:
-    """The same generation, with all of the job's restarts to use again."""
-    return attrs.evolve(document, restarts=0, quick=0)
 
 
 def forgiven_in(document: Document, stood: float) -> float | None:
@@ -555,6 +542,8 @@ class Intent:
         if self.joining:
             if state is None or state.phase is not Phase.OPEN:
                 return self.node
+            if self.node.stopped == state.membership:
+                return self.node
             # A generation that came and went while this node slept is one that it has no workers
             # of; unless it says so, the others wait for ever for it to stop them.
             return attrs.evolve(self.node, stopped=state.membership)
@@ -575,7 +564,7 @@ class Intent:
                 spent = NOT_RETRIED
             reason = f"this node's workers failed and the job goes on without it ({spent})"
             return Change(ChangeKind.EXPELLED, reason, me)
-        if me in state.refused:
+        if me in state.surplus:
             wanted = f"{state.limits.max_nodes} nodes and {state.limits.spares} spares (--spares)"
             return Change(ChangeKind.SURPLUS, f"the job has all that it wants, {wanted}", me)
         return None

@@ -100,7 +100,8 @@ class Loop:
     """The thread that turns one node until it is stopped. It knows nothing of the handler, or that
     would never be dropped.
 
-    silent: seconds for which the loop of this node's agent has not turned.
+    silent: seconds for which the loop of this node's agent has not turned. change: what has become
+    of the generation that the node holds.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Loop:
         self.node = node
         self.silent: Callable[[], float] = lambda: 0.0
         self.stopping = False
+        self.change: Change | None = None
         self._new_serving = new_serving
         self._serving: Serving | None = None
         self._opening_takes = float("inf")
@@ -127,7 +129,6 @@ class Loop:
         self._known = threading.Condition()
         self._thread: threading.Thread | None = None
         self._join: Join | None = None
-        self._change: Change | None = None
         self._error: Exception | None = None
 
     # -- for callers --------------------------------------------------------------------------
@@ -155,51 +156,22 @@ class Loop:
         join = Join(put, self._clock())
         with self._known:
             if self.stopping:
-                put(self._refusal())
+                put(self.refusal())
                 return join
             self._join = join
         self._start()
         self.post(Event(joins=True))
         return join
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        outcomes: queue.SimpleQueue[RendezvousInfo | Change | Exception] = queue.SimpleQueue()
-        join = self.join(outcomes.put)
-        while True:
-            outcome: RendezvousInfo | Change | Exception | None
-            try:
-                outcome = outcomes.get(timeout=OVERDUE_SECONDS)
-            except queue.Empty:
-                # The store may be keeping the thread that would put it.
-                outcome = self._overdue(join)
-                if self._join is not join and outcomes.empty():
-                    outcome = RendezvousClosed("another call of next_rendezvous took its place")
-            if isinstance(outcome, Exception):
-                raise outcome
-            if isinstance(outcome, RendezvousInfo):
-                return outcome
+    def has_replaced(self, join: Join) -> bool:
+        """Whether that call will be given nothing more."""
+        return self._join is not join
 
-    def _await(self, known: Callable[[], object], seconds: float) -> None:
+    def wait(self, known: Callable[[], object], seconds: float) -> None:
+        """For something to be known, as long as the node has not left."""
         self._start()
         with self._known:
             self._known.wait_for(lambda: self.stopping or known(), seconds)
-
-    def wait_for_change(self, timeout: float) -> Change | None:
-        self._await(lambda: self._change, timeout)
-        return _as_change(self._refusal()) if self.stopping else self._change
-
-    def is_over(self, timeout: float) -> bool:
-        """Whether there will be no other generation for this node, as far as the store has
-        answered within so many seconds."""
-        self._await(lambda: self.node.seen, timeout)
-        return self.stopping or self.node.intent.final_change(self._state) is not None
-
-    def close_job(self) -> None:
-        """End the job for all its nodes; returns when it is over, or the node has left."""
-        self.post(Event(closing=f"closed by {self.node.intent.node.host}"))
-        self._await(
-            lambda: self._state is not None and self._state.phase.terminal, self._timing.close
-        )
 
     def stop(self, error: Exception | None = None) -> None:
         """Leave the job, by itself or for an error, which is given to whoever waits."""
@@ -207,22 +179,10 @@ class Loop:
             self.stopping, self._error = True, self._error or error
             join, self._join = self._join, None
             if join is not None:
-                refusal = self._refusal()
+                refusal = self.refusal()
                 join.put(_as_change(refusal) if join.given else refusal)
             self._known.notify_all()
         self.post(Event())
-
-    def leave(self) -> bool:
-        """Leave the job; whether that was done within the timing's `close` seconds. Where no store
-        was ever reached there is nothing to leave, and looking for one may take long.
-
-        A thread that waits for changes ends with its wait, or when the store is closed.
-        """
-        self.stop()
-        close = self._timing.close
-        ended = self.ended(min(UNKNOWN_SECONDS, close) if self.node.seen is None else close)
-        self._end_serving()
-        return ended
 
     def ended(self, seconds: float) -> bool:
         """Whether the thread ends within so many seconds, if it ever began."""
@@ -237,15 +197,15 @@ class Loop:
         self.stopping = True
         self.post(Event())
 
-    def _refusal(self) -> Exception:
+    def refusal(self) -> Exception:
         return self._error or RendezvousClosed("this node has left the rendezvous")
 
     @property
-    def _state(self) -> State | None:
+    def state(self) -> State | None:
         """The job's, as it was last read."""
         return None if self.node.seen is None else self.node.seen.state
 
-    def _overdue(self, join: Join) -> RendezvousTimeout | None:
+    def overdue(self, join: Join) -> RendezvousTimeout | None:
         """The join timeout, once that has passed: it runs while no generation stands, so that a
         spare waits for as long as one does."""
         node, limit = self.node, self._timing.join
@@ -284,7 +244,7 @@ class Loop:
                 self.stop(RendezvousError(f"the rendezvous broke: {describe(error)}"))
             self._take_events(pause)
         self.stop()
-        self._end_serving()
+        self.end_serving()
         try:
             self.node.leave()
         except StoreError as error:
@@ -303,7 +263,7 @@ class Loop:
             self._look_at = now = self._clock()
             pause = node.missed(error, now)
         join = self._join
-        late = None if join is None or not join.taken_up else self._overdue(join)
+        late = None if join is None or not join.taken_up else self.overdue(join)
         if join is not None and late is not None:
             self._end_join(join, late)
         return pause
@@ -382,7 +342,7 @@ class Loop:
         to offer, or watching it fails, by a thread that waits for one change and ends."""
         if self._watching:
             return
-        node, after = self.node, reading.job.version
+        node, after = self.node, reading.version
         # The node that leads waits for more of what all say before it reads that.
         if self._watches_failed or not node.store.watch(
             node.prefix, after=after, changed=self._on_change, listing=not node.leads
@@ -416,10 +376,10 @@ class Loop:
 
     def _seek(self, join: Join | None) -> None:
         """No workers are left: the next generation is sought for this call, if there is one."""
-        self._end_serving()
+        self.end_serving()
         self.node.intent = self.node.intent.seek()
         with self._known:
-            self._change = None
+            self.change = None
             if join is not None:
                 join.taken_up, join.since = True, self._clock()
 
@@ -430,8 +390,8 @@ class Loop:
             self._bring_in(join)
         with self._known:
             # What has ended stays so, even if a store has forgotten it meanwhile.
-            change = node.intent.change(self._state) or self._change
-            is_news, self._change = change != self._change, change
+            change = node.intent.change(self.state) or self.change
+            is_news, self.change = change != self.change, change
             self._known.notify_all()
             if join is None or not join.given or join is not self._join:
                 return
@@ -444,9 +404,9 @@ class Loop:
         """Take this node a step further into the generation that has settled."""
         node = self.node
         if node.intent.joining:
-            final = node.intent.final_change(self._state)
+            final = node.intent.final_change(self.state)
             if final is not None:
-                late = final if node.intent.held else _to_a_latecomer(final, self._state)
+                late = final if node.intent.held else _to_a_latecomer(final, self.state)
                 self._end_join(join, ClosedBecause(late))
                 return
             seat = node.enter()
@@ -455,7 +415,7 @@ class Loop:
             join.since = self._clock()
             if seat.rank == 0:
                 self._serve()
-        if node.intent.change(self._state) is not None:
+        if node.intent.change(self.state) is not None:
             # The generation ended before its workers began.
             self._seek(join)
             self.post(Event())
@@ -487,7 +447,7 @@ class Loop:
         else:
             helper(open_it, "rendezvous-open").start()
 
-    def _end_serving(self) -> None:
+    def end_serving(self) -> None:
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
@@ -609,10 +569,26 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return self._loop.next_rendezvous()
+        outcomes: queue.SimpleQueue[RendezvousInfo | Change | Exception] = queue.SimpleQueue()
+        join = self._loop.join(outcomes.put)
+        while True:
+            outcome: RendezvousInfo | Change | Exception | None
+            try:
+                outcome = outcomes.get(timeout=OVERDUE_SECONDS)
+            except queue.Empty:
+                # The store may be keeping the thread that would put it.
+                outcome = self._loop.overdue(join)
+                if self._loop.has_replaced(join) and outcomes.empty():
+                    outcome = RendezvousClosed("another call of next_rendezvous took its place")
+            if isinstance(outcome, Exception):
+                raise outcome
+            if isinstance(outcome, RendezvousInfo):
+                return outcome
 
     def wait_for_change(self, timeout: float) -> Change | None:
-        return self._loop.wait_for_change(timeout)
+        loop = self._loop
+        loop.wait(lambda: loop.change, timeout)
+        return _as_change(loop.refusal()) if loop.stopping else loop.change
 
     def report_failure(self, reason: str) -> bool:
         return self.report_failure_as(FailureKind.ORDINARY, reason)
@@ -630,10 +606,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        return self._loop.is_over(self._timing.lease)
+        # As far as the store has answered within a lease.
+        loop = self._loop
+        loop.wait(lambda: loop.node.seen, self._timing.lease)
+        return loop.stopping or loop.node.intent.final_change(loop.state) is not None
 
     def set_closed(self) -> None:
-        self._loop.close_job()
+        loop = self._loop
+        loop.post(Event(closing=f"closed by {loop.node.intent.node.host}"))
+        loop.wait(lambda: loop.state is not None and loop.state.phase.terminal, self._timing.close)
 
     def num_nodes_waiting(self) -> int:
         node, now = self._loop.node, self._clock()
@@ -650,7 +631,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return None if at is None else max(0.0, self._clock() - at)
 
     def shutdown(self) -> bool:
-        return self._loop.leave()
+        # Where no store was ever reached there is nothing to leave, and looking for one may take
+        # long. A thread that waits for a change ends with its wait, or when the store is closed.
+        self._loop.stop()
+        seconds = self._timing.close
+        if self._loop.node.seen is None:
+            seconds = min(UNKNOWN_SECONDS, seconds)
+        ended = self._loop.ended(seconds)
+        self._loop.end_serving()
+        return ended
 
 
 class StaticRendezvousHandler(DynamicRendezvousHandler):

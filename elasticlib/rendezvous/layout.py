@@ -5,7 +5,8 @@ leased records of the living, the members of generations cut into shards, and wh
 
 Values are JSON objects with exactly the fields of their attrs class, by whose annotations they are
 written and read; nothing that comes off a store is ever executed. Keys and fields keep the names
-that format 3 gave them (`head`, `roll`, `gate`), so that nodes of two versions can be in one job.
+that format 3 gave them (`head`, `roll`, `refused`), so that nodes of two versions can be in one
+job.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import attrs
 
 from ..errors import ConfigError, RendezvousMismatch
 from ..stores.interface import Entry, Listing
-from .document import Document, Leader, Node, State, of_members
+from .document import Document, Leader, Node, Phase, State, of_members
 from .ranks import Row, Seat, shard_count
 
 log = logging.getLogger("elasticlib.rendezvous")
@@ -38,6 +39,7 @@ JSON_NAMES = {
     "stopped": "left",
     "came_after": "beyond",
     "claim_membership": "claim_roll",
+    "surplus": "refused",
 }
 
 SCALARS: dict[Any, tuple[type, ...]] = {
@@ -112,11 +114,20 @@ class StoredJob:
         return None if self.memory_entry is None else decode_state(self.memory_entry.value)
 
     @property
+    def stage(self) -> tuple[str, Phase | None]:
+        """The state's membership, empty for none, and how it stands."""
+        return ("", None) if self.state is None else (self.state.membership, self.state.phase)
+
+    @property
     def master_entry(self) -> Entry | None:
         """What stands for as long as the state's generation does."""
-        if self.state is None:
-            return None
-        return self._entries.get(self._keys.master_endpoint(self.state.membership))
+        return self._entries.get(self._keys.master_endpoint(self.stage[0]))
+
+    @property
+    def master_endpoint(self) -> str | None:
+        """Where the generation's torch store is, once its first node has said so."""
+        entry = self.master_entry
+        return entry.value.decode() if entry is not None and entry.value else None
 
     def document(self, known: Document | None) -> tuple[Document | None, bool]:
         """The whole document, and whether all shards of its members were there.
@@ -162,9 +173,10 @@ class StoredJob:
         return self._ids(self._keys.departed)
 
     def _ids(self, key: Callable[[str], str]) -> frozenset[str]:
-        if self.state is None or not self.state.membership:
+        membership, _ = self.stage
+        if not membership:
             return frozenset()
-        prefix = key(self.state.membership)
+        prefix = key(membership)
         return frozenset(entry.key.removeprefix(prefix) for entry in self._under(prefix))
 
     def master_keys(self) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import attrs
 
@@ -61,6 +62,8 @@ UNANSWERED = Note(reason="the store has not answered")
 """Until the node that leads is heard."""
 NEVER_REACHED = "; the store was never reached: if the job was over already, it is gone, too"
 
+Item = TypeVar("Item")
+
 
 class Standstill:
     """Judges whether an agent's loop stands still; its caller looks again and again.
@@ -87,30 +90,15 @@ def backoff(misses: int) -> float:
     return min(LONGEST_PAUSE, 0.02 * 2.0 ** min(misses, 10)) * random.uniform(0.5, 1.0)
 
 
-@attrs.frozen
-class Reading:
-    """What was read at one moment.
+class Reading(StoredJob):
+    """What was listed at one moment, and what that is to this node.
 
     seat: this node's in the state's generation. view: what there is to decide on, for the node
-    that leads. job: all that was listed.
+    that leads.
     """
 
-    state: State | None
-    leader: Leader | None
-    seat: Seat | None
-    view: View | None
-    job: StoredJob
-
-    @property
-    def stage(self) -> tuple[str, Phase | None]:
-        """The membership, empty for none, and how it stands."""
-        return ("", None) if self.state is None else (self.state.membership, self.state.phase)
-
-    @property
-    def master_endpoint(self) -> str | None:
-        """Where the generation's torch store is, once its first node has said so."""
-        entry = self.job.master_entry
-        return entry.value.decode() if entry is not None and entry.value else None
+    seat: Seat | None = None
+    view: View | None = None
 
     @property
     def settled(self) -> bool:
@@ -268,27 +256,26 @@ class LocalNode:
     def read(self, now: float, listing: Listing | None = None) -> Reading:
         """What the store holds for this node; changes nothing there."""
         before = self.seen
-        outdated = listing is not None and before and listing.version < before.job.version
+        outdated = listing is not None and before and listing.version < before.version
         if listing is None or self.leads or outdated:
             listing = self.store.list(self.prefix)
-        job = StoredJob(self.keys, listing)
-        state, leader = job.state, job.leader
+        reading = Reading(self.keys, listing)
+        state, leader, entry = reading.state, reading.leader, reading.leader_entry
         if leader is not None and state is not None and leader.came_after != state.incarnation:
             self._check_limits(state)
             if leader.id != self._me:
                 # Who leads was here all the time: the store was, and it was we who were away.
                 self._away = 0.0
-        entry = job.leader_entry
-        leads = entry is not None and self._leases.get(self.keys.leader) == entry.version
-        reading = Reading(state, leader, None, None, job)
         if before is not None and before.stage == reading.stage:
-            seat = before.seat
+            reading.seat = before.seat
         else:
-            seat, self._stands_since = self._find_seat(state), now
-        view = self._view(job, now) if leads else None
-        return self._heed(attrs.evolve(reading, seat=seat, view=view), now)
+            reading.seat, self._stands_since = self._find_seat(state), now
+        if entry is not None and self._leases.get(self.keys.leader) == entry.version:
+            reading.view = self._view(reading, now)
+        self._heed(reading, now)
+        return reading
 
-    def _heed(self, reading: Reading, now: float) -> Reading:
+    def _heed(self, reading: Reading, now: float) -> None:
         """Take in what was read; at first, whether the job was over before we came."""
         state, leader = reading.state, reading.leader
         if self.seen is None:
@@ -300,7 +287,6 @@ class LocalNode:
         if reading.settled or (self.seen is not None and self.seen.settled):
             self.settled_at = now
         self.seen = reading
-        return reading
 
     def _check_limits(self, state: State) -> None:
         """Of a job that somebody is in; what was left behind is not asked for its limits."""
@@ -405,7 +391,7 @@ class LocalNode:
 
     def _forget_orphaned(self, reading: Reading, view: View) -> None:
         """A memory that nobody here shares must not hide another that somebody has."""
-        entry, memory = reading.job.memory_entry, reading.job.memory
+        entry, memory = reading.memory_entry, reading.memory
         if entry is None or memory is None or view.patience > 0:
             return
         if not any(node.membership == memory.membership for node in view.live):
@@ -417,19 +403,19 @@ class LocalNode:
         membership = document.membership
         enrolled = view.document is not None and view.document.membership == membership
         if not enrolled:
-            self._enrol(document, reading.job)
+            self._enrol(document, reading)
         won = self._write_state(document, reading)
         if won:
             self._document = document
             if not enrolled or (state is not None and state.incarnation != document.incarnation):
-                self._delete(reading.job.left_over(membership))
+                self._delete(reading.left_over(membership))
         elif membership.endswith(f".{nonce}"):
             self._delete((self.keys.master_endpoint(membership),))
             self._delete(self.keys.shard(membership, number) for number in deal_shards(document))
         return won
 
     def _write_state(self, state: State, reading: Reading) -> bool:
-        expected = _version(reading.job.state_entry)
+        expected = _version(reading.state_entry)
         return self.store.compare_set(self.keys.state, encode_state(state), expected=expected).won
 
     def _enrol(self, document: Document, job: StoredJob) -> None:
@@ -439,23 +425,22 @@ class LocalNode:
         # From now on, what is written under an earlier generation is refused.
         master_key = self.keys.master_endpoint(document.membership)
         self._delete(key for key in job.master_keys() if key != master_key)
-        for number, rows in deal_shards(document).items():
+        for number, rows in self._in_turns(deal_shards(document).items(), SHARDS_AT_ONCE):
             self.store.set(self.keys.shard(document.membership, number), encode_shard(rows))
-            if number % SHARDS_AT_ONCE == SHARDS_AT_ONCE - 1:
-                self._keep_while_writing()
         if document.phase is Phase.SETTLED:
             self.store.compare_set(master_key, b"", expected=ABSENT)
 
     def _delete(self, keys: Iterable[str]) -> None:
-        for number, key in enumerate(keys, 1):
+        for key in self._in_turns(keys, KEYS_AT_ONCE):
             self.store.delete(key)
-            if number % KEYS_AT_ONCE == 0:
-                self._keep_while_writing()
 
-    def _keep_while_writing(self) -> None:
-        """On a slow store our own leases must not end while we write."""
-        self._keep(self.keys.node(self._me))
-        self._keep(self.keys.leader)
+    def _in_turns(self, items: Iterable[Item], at_once: int) -> Iterator[Item]:
+        """On a slow store our own leases must not end while we write all of these."""
+        for number, item in enumerate(items, 1):
+            yield item
+            if number % at_once == 0:
+                self._keep(self.keys.node(self._me))
+                self._keep(self.keys.leader)
 
     # -- as a member --------------------------------------------------------------------------
 
@@ -464,10 +449,10 @@ class LocalNode:
         memory = self.intent.memory
         if memory is None or not gives_way(reading.state, memory.incarnation):
             return False
-        said = reading.job.memory
+        said = reading.memory
         if said is not None and said.generation >= memory.generation:
             return False
-        expected = _version(reading.job.memory_entry)
+        expected = _version(reading.memory_entry)
         return self.store.compare_set(self.keys.memory, encode_state(memory), expected=expected).won
 
     def report(self, reading: Reading, today: str = "", *, endpoint: str | None = None) -> bool:
@@ -485,7 +470,7 @@ class LocalNode:
             ):
                 self.intent = attrs.evolve(intent, closing="")
             return True
-        master = reading.job.master_entry
+        master = reading.master_entry
         is_awaited = master is not None and not master.value
         if endpoint and master is not None and is_awaited and intent.node.membership == current:
             # Refused where the generation is over: its key is gone then, or another's.
@@ -612,6 +597,8 @@ def note_of(decision: Decision, view: View) -> Note:
 
 def _worth_a_write(said: Node, record: Node) -> bool:
     """Not where only its place differs: a member is in the generation whose members name it."""
+    if record == said:
+        return False
     if said.runs and not record.runs:
         return True
     moved = attrs.evolve(said, membership=record.membership, rank=record.rank, runs=record.runs)

@@ -117,7 +117,7 @@ class Member:
             self.look()
 
     def _stirred(self) -> bool:
-        return self.store.inner.wait(self.part.prefix, after=self.seen.job.version, timeout=0.0)
+        return self.store.inner.wait(self.part.prefix, after=self.seen.version, timeout=0.0)
 
     def look(self) -> None:
         now = self._crew.now

@@ -287,7 +287,7 @@ def _check(before: Document, after: Document, live: list[Node]) -> None:
     assert before.phase is Phase.OPEN
     assert before.limits.min_nodes <= len(ids) <= before.limits.max_nodes
     assert len(set(ids)) == len(ids)
-    assert not set(ids) & {*before.expelled, *before.refused}
+    assert not set(ids) & {*before.expelled, *before.surplus}
     ready = {
         n.id
         for n in live

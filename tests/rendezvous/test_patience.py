@@ -6,12 +6,18 @@ from collections.abc import Callable
 
 import attrs
 import pytest
-from counted import KEYS, LEASE, CountedStore, Crew
+from counted import KEYS, LEASE, CountedStore, Crew, Member
 
 from elasticlib.errors import StoreUnavailable
 from elasticlib.rendezvous.document import Document, Limits, Node, Timing
 from elasticlib.rendezvous.layout import encode_state
-from elasticlib.rendezvous.node import LONGEST_PAUSE, LocalNode, PatienceSpent
+from elasticlib.rendezvous.node import (
+    LONGEST_PAUSE,
+    NOTE_SECONDS,
+    UNANSWERED,
+    LocalNode,
+    PatienceSpent,
+)
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 
@@ -155,3 +161,41 @@ def test_who_remembers_a_generation_gives_up_after_the_grace() -> None:
     assert not member.part.goes_elsewhere(crew.now + grace - 0.1)
     with pytest.raises(PatienceSpent, match=r"too few nodes of generation 1 have come to the sto"):
         member.part.goes_elsewhere(crew.now + grace)
+
+
+# -- what it hears meanwhile -----------------------------------------------------------------------
+
+
+def explains(member: Member, now: float) -> float:
+    """It acts on what it last read and says so; in how many seconds it may have more to say."""
+    decision, _ = member.part.act(member.seen)
+    return member.part.explain(decision, member.seen, now)
+
+
+def test_all_hear_from_the_node_that_leads_what_is_waited_for_and_who_is_there() -> None:
+    crew = Crew()
+    crew.add(2, Limits(3, 3))
+    crew.turns(2)
+    explains(crew.leader, crew.now)
+    (other,) = crew.followers
+    explains(other, other.part.note_at - 0.1)
+    assert other.part.note == UNANSWERED
+    explains(other, other.part.note_at)
+    assert other.part.note == crew.leader.part.note
+    note = other.part.note
+    assert (note.reason, note.here) == ("2 of at least 3 nodes are here", ("n0", "n1"))
+    assert other.part.note_at > crew.now + LEASE
+
+
+def test_no_more_than_one_note_a_second_is_written() -> None:
+    crew = Crew()
+    crew.add(1, Limits(3, 3))
+    crew.turns(3)
+    explains(crew.leader, crew.now)
+    first = crew.memory.get(KEYS.note)
+    crew.add(1, Limits(3, 3))
+    crew.turns(2)
+    assert explains(crew.leader, crew.now + 0.25) == pytest.approx(NOTE_SECONDS - 0.25)
+    assert crew.memory.get(KEYS.note) == first
+    explains(crew.leader, crew.now + NOTE_SECONDS)
+    assert crew.memory.get(KEYS.note) != first
