@@ -6,16 +6,14 @@ their ranks then shows which is the slowest: the one that the others wait for.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from ..errors import ConfigError
-from ..foreign import read_json
 from ..workers.messages import NOTHING, Heartbeat
-from .policy import Command, Gather, Hung, Post
+from .policy import Command, Gather, Hung, Post, decode, encode, read
 
 HANG = "hang/"
 """What is posted under it where workers hang: the pulses of each node's, under its rank."""
@@ -105,7 +103,11 @@ class Pulse:
     host: str
     step: int
     seconds: float
-    steps: int = 0
+    steps: int = attrs.field()
+
+    @steps.default
+    def _of_one_who_does_not_count(self) -> int:
+        return 0 if self.step == NOTHING else 1
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NOTHING else f"is at step {self.step}"
@@ -140,24 +142,15 @@ def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
 
 
 def encode_pulses(pulses: Iterable[Pulse]) -> bytes:
-    return json.dumps([attrs.asdict(pulse) for pulse in pulses]).encode()
+    return encode([attrs.asdict(pulse) for pulse in pulses])
 
 
 def decode_pulses(data: bytes) -> list[Pulse]:
     """What cannot be read says nothing."""
-    try:
-        return [
-            Pulse(
-                int(said["rank"]),
-                str(said["host"])[:LONGEST_HOST],
-                int(said["step"]),
-                float(said["seconds"]),
-                int(said.get("steps", 0 if int(said["step"]) == NOTHING else 1)),
-            )
-            for said in read_json(data)
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return []
+    said = read(data)
+    pulses = [decode(Pulse, one) for one in said] if isinstance(said, list) else []
+    found = [attrs.evolve(p, host=p.host[:LONGEST_HOST]) for p in pulses if p is not None]
+    return found if len(found) == len(pulses) else []
 
 
 @attrs.frozen

@@ -6,7 +6,6 @@ workers of theirs failed, too. No machine's clock is compared with another's. No
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -14,7 +13,6 @@ from functools import partial
 import attrs
 
 from ..clock import Clock
-from ..foreign import read_json
 from ..observe.journal import Guard, Journal
 from ..observe.step_watch import EVERY_SECONDS, StepWatch
 from ..rendezvous.document import Change, ChangeKind
@@ -25,7 +23,7 @@ from ..workers.messages import Notice, shorten
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
 from .interface import Cause, RunResult
-from .policy import Event, Outcome, Post
+from .policy import Event, Outcome, Post, decode, encode, read
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -39,7 +37,6 @@ LONGEST_TRACE = 8 * 1024
 LONGEST_TAIL = 4 * 1024
 LONGEST_LINE = 1024
 MOST_RANKS = 64
-_KINDS = {"str": (str,), "int": (int,), "tuple[int, ...]": (list, tuple)}
 
 
 # Causes, as the nodes tell one another: bounded, and plain JSON.
@@ -70,52 +67,24 @@ def cause_without_exit(reason: str, host: str, generation: int) -> Cause:
     return Cause(host, generation, -1, -1, pid=0, returncode=0, signal="", sentence=sentence)
 
 
-def encode(cause: Cause) -> bytes:
-    return json.dumps(attrs.asdict(cause)).encode()
-
-
-def decode(data: bytes) -> Cause | None:
-    """A cause as a node told it; None where it is none, as another version may write others."""
-    try:
-        said = read_json(data)
-        known = {name: said[name] for name in attrs.fields_dict(Cause) if name in said}
-        cause = Cause(**known)
-        kinds = {field.name: _KINDS[str(field.type)] for field in attrs.fields(Cause)}
-        if not all(type(getattr(cause, name)) in kinds[name] for name in known):
-            return None
-        return attrs.evolve(cause, followed=tuple(int(rank) for rank in cause.followed))
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
 def post_cause(cause: Cause) -> Post:
     """Whoever comes later has followed, and says so at the end of its run."""
-    return Post(CAUSE, FIRST, encode(cause), first=True)
+    return Post(CAUSE, FIRST, encode(attrs.asdict(cause)), first=True)
 
 
 def post_failed(node: int, ranks: Collection[int]) -> Post:
     """Workers of these ranks failed on this node."""
-    return Post(CAUSE, f"{ALSO}{node}", encode_ranks(ranks))
-
-
-def encode_ranks(ranks: Collection[int]) -> bytes:
-    return json.dumps(sorted(ranks)[:MOST_RANKS]).encode()
-
-
-def decode_ranks(data: bytes) -> tuple[int, ...]:
-    try:
-        return tuple(int(rank) for rank in read_json(data))
-    except (ValueError, TypeError):
-        return ()
+    return Post(CAUSE, f"{ALSO}{node}", encode(sorted(ranks)[:MOST_RANKS]))
 
 
 def first_cause(said: Mapping[str, bytes]) -> Cause | None:
     """What all nodes said of a generation, by the ends of their keys, as one cause."""
-    cause = decode(said[FIRST]) if FIRST in said else None
+    cause = decode(Cause, read(said[FIRST])) if FIRST in said else None
     if cause is None:
         return None
-    ranks = (r for key, data in said.items() if key.startswith(ALSO) for r in decode_ranks(data))
-    return followed_by(cause, ranks)
+    also = [read(data) for key, data in said.items() if key.startswith(ALSO)]
+    ranks = (rank for told in also if isinstance(told, list) for rank in told[:MOST_RANKS])
+    return followed_by(cause, (rank for rank in ranks if type(rank) is int))
 
 
 def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:

@@ -238,6 +238,91 @@ def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> No
     assert result.reason == "ZeroDivisionError: a beat of mine"
 
 
+class Unprepared(OneWorker):
+    """Workers that cannot be started at all, as is found out before the nodes meet."""
+
+    def await_prepared(self) -> None:
+        raise ZeroDivisionError("a preparation of mine")
+
+
+def test_what_breaks_the_preparation_ends_the_run_with_its_words() -> None:
+    workers = Unprepared()
+    workers.up.set()
+    with running(workers) as run:
+        result = run.result()
+    assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
+    assert result.reason == "ZeroDivisionError: a preparation of mine"
+
+
+class Listens(OneWorker):
+    """A worker that saves and ends when it is told to, and not before `finish`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notices: list[str] = []
+        self.told = threading.Event()
+        self.terminated = 0
+
+    def notify(self, notice: Notice) -> bool:
+        self.notices.append(notice.reason)
+        self.told.set()
+        return True
+
+    def terminate(self) -> None:
+        self.terminated += 1
+        super().terminate()
+
+
+class Grows(LoneNode):
+    """A rendezvous at which another node waits once it is told so."""
+
+    more = 0
+
+    def num_nodes_waiting(self) -> int:
+        return self.more
+
+
+def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
+    workers = Listens()
+    with running(workers, options=AgentOptions(drain_grace=600.0)) as run:
+        for _ in range(3):
+            run.agent.heed(signal.SIGTERM)
+        workers.finish()
+        result = run.result()
+    assert (result.state, result.signal) == (WorkerState.DRAINED, signal.SIGTERM)
+    assert (workers.notices, workers.terminated) == (["preempted"], 0)
+
+
+def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() -> None:
+    workers, handler, view = Listens(), Grows(), Keeps()
+    options = AgentOptions(drain_grace=600.0, resize_grace=600.0)
+    with running(workers, handler, options=options, journal=view) as run:
+        handler.more = 1
+        assert workers.told.wait(60)
+        run.agent.heed(signal.SIGTERM)
+        workers.finish()
+        result = run.result()
+    assert result.state is WorkerState.DRAINED
+    assert workers.notices == ["resize", "preempted"]
+    assert [facts["seconds"] < 300 for kind, facts in view.facts if kind == "stopped"] == [True]
+
+
+def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
+    workers, handler, view = Listens(), Grows(), Keeps()
+    with running(workers, handler, max_restarts=1, journal=view) as run:
+        handler.more = 1
+        assert workers.told.wait(60)
+        handler.more = 0
+        workers.finish()
+        until("the second", lambda: workers.starts == 2)
+        workers.finish(1)
+        until("the third", lambda: workers.starts == 3)
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    planned = [facts["planned"] for kind, facts in view.facts if kind == "rendezvous.began"]
+    assert planned == [False, True, False]
+
+
 class CannotAgree(OneWorker):
     """Workers that listen, and then cannot be asked at which call they stop."""
 
