@@ -64,7 +64,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     are looked for.
     """
     link = socket.socket(fileno=descriptor)
-    name = _name("worker-template")
+    name = _name("fork-server")
     before = dict(os.environ)
     dispositions = _deaf()
     # What the user asked for is looked at before the seconds that torch takes.

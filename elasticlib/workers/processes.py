@@ -157,7 +157,7 @@ class Launcher:
             return
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
-        what = self._interpreted("", "template", "{link}", folder, *self._preload)
+        what = self._interpreted("", "fork_server", "{link}", folder, *self._preload)
         like = (self._tied(environment, what), environment)
         if self._server is None or self._like != like:
             self.close()
