@@ -35,8 +35,7 @@ from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Workers
 from .loop import Loop
 from .messages import Heartbeat, Notice
-from .output import Output, Writers
-from .output_plan import ERROR_FILE, OutputPlan, Places, Streams
+from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
 from .session import Guardian, signals_blocked
 from .spec import (
     COLD,
@@ -182,11 +181,11 @@ class Launcher:
         self,
         what: tuple[str, ...],
         environment: dict[str, str],
-        output: Output,
+        targets: tuple[int | None, int | None],
         local_rank: int,
     ) -> subprocess.Popen[bytes] | Forked:
-        """A worker's process; what: as `program` says it. Raises OSError or an ElasticError."""
-        targets = (output.target(Streams.OUT), output.target(Streams.ERR))
+        """A worker's process; what: as `program` says it; targets: its stdout and stderr, None for
+        ours. Raises OSError or an ElasticError."""
         python = what[0] != "command"
         if python:
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
@@ -430,10 +429,9 @@ class LocalWorkers(Workers):
             environment[self._timers.VARIABLE] = self._timers.path
         environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         what = program(group.spec.entrypoint, local, folder)
-        output = Output(self._output, worker, group.spec.role, places)
+        output = Output(self._output, worker, group.spec.role, places, self._writers)
         try:
-            output.open(self._writers)
-            popen = self._launcher.start(what, environment, output, local)
+            popen = self._launcher.start(what, environment, output.targets, local)
         except (OSError, ElasticError):
             output.abandon()
             raise
@@ -444,7 +442,7 @@ class LocalWorkers(Workers):
             process.result = (None, "")
         self._processes[local] = process
         self._guardian.add(popen.pid)
-        output.attach(popen.stdout, popen.stderr, self._loop, self._writers)
+        output.attach(self._loop)
         self._loop.watch(popen.pid, partial(self._ended, process, ended))
 
     # -- the end ---------------------------------------------------------------------------------

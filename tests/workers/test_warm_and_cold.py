@@ -20,7 +20,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import fork_server, stacks
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import (
     Command,
