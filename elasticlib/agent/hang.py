@@ -14,7 +14,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..foreign import read_json
-from ..workers.messages import NOTHING, Heartbeat
+from ..workers.interface import NOTHING, Heartbeat
 from .policy import Command, Gather, Hung, Post
 
 HANG = "hang/"

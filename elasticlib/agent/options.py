@@ -15,7 +15,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..signals import can_be_heard, signal_name
-from ..workers.messages import DRAIN, PREEMPTED, RESIZE, Notice
+from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

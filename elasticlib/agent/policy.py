@@ -14,7 +14,7 @@ import attrs
 from ..errors import IllegalTransition
 from ..rendezvous.document import Change, ChangeKind, FailureKind
 from ..workers.exit import WorkerExit
-from ..workers.messages import RESIZE
+from ..workers.interface import RESIZE
 from ..workers.spec import WorkerState
 
 

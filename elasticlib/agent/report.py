@@ -17,8 +17,9 @@ from ..foreign import read_json
 from ..observe.interface import Journal, Journals
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
+from ..visible import shorten
 from ..workers.exit import WorkerExit
-from ..workers.messages import Notice, shorten
+from ..workers.interface import Notice
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
 from .interface import Cause, RunResult

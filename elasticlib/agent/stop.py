@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import attrs
 
 from ..foreign import read_json
-from ..workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from ..workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
 from ..workers.spec import Ladder, Rung
 from .policy import Command, Gather, GroupStopped, Post
 

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..workers.messages import NOTHING, Heartbeat
+from ..workers.interface import NOTHING, Heartbeat
 from .event import Event
 from .facts import count, seconds, text
 from .history import JobState

@@ -17,8 +17,7 @@ import attrs
 
 from ..clock import Clock, monotonic
 from ..threads import helper
-from ..workers.interface import Workers
-from ..workers.messages import NOTHING, SOURCES, Heartbeat
+from ..workers.interface import NOTHING, SOURCES, Heartbeat, Workers
 from .interface import Journal
 
 log = logging.getLogger("elasticlib.observe")

@@ -32,9 +32,8 @@ from .folders import RunFolder, SharedFolder
 from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
 from .function import read_result, write_payload
 from .hooks import FinalMessage, final_message, forget_exit
-from .interface import Workers
+from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
-from .messages import Heartbeat, Notice
 from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
 from .session import Guardian, signals_blocked
 from .spec import (

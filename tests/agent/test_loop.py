@@ -18,7 +18,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.events import RecordingAgent
 from elasticlib.observe.interface import Journal
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.messages import Notice
+from elasticlib.workers.interface import Notice
 
 
 class Stands(OneWorker):
