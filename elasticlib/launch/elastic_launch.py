@@ -25,9 +25,9 @@ from ..errors import ConfigError
 from ..observe.interface import Journals, NoJournal
 from ..observe.step_watch import StepWatch
 from ..signals import as_signal
-from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
+from ..workers.run_program import check_not_importing, pickled
 from ..workers.spec import (
     Command,
     Entrypoint,

@@ -30,11 +30,11 @@ from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
 from .exit import UNKNOWN, WorkerExit
 from .folders import RunFolder, SharedFolder
 from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
-from .function import read_result, write_payload
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
 from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
+from .run_program import read_result, write_payload
 from .session import Guardian, signals_blocked
 from .spec import (
     COLD,
