@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..errors import ConfigError
-from ..workers.messages import NOTHING, Heartbeat
+from ..workers.interface import NOTHING, Heartbeat
 from .policy import Command, Gather, Hung, Post, decode, encode, read
 
 HANG = "hang/"

@@ -27,8 +27,7 @@ from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInf
 from ..signals import signal_name
 from ..threads import helper
 from ..workers.exit import WorkerExit, classify
-from ..workers.interface import Workers
-from ..workers.messages import Notice
+from ..workers.interface import Notice, Workers
 from ..workers.spec import Ladder, WorkerGroup, WorkerSpec, WorkerState, deal_ranks
 from . import hang, policy
 from .board import Board, Gathered

@@ -16,7 +16,7 @@ import attrs
 from ..errors import ConfigError
 from ..flag_values import AT_CHECKPOINT, AT_STEP, IMMEDIATE, RESIZES
 from ..signals import can_be_heard, signal_name
-from ..workers.messages import DRAIN, PREEMPTED, RESIZE, Notice
+from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -21,7 +21,7 @@ from ..errors import IllegalTransition
 from ..foreign import read_json
 from ..rendezvous.document import Change, ChangeKind, FailureKind
 from ..workers.exit import WorkerExit
-from ..workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from ..workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
 from ..workers.spec import Ladder, Rung, WorkerState
 
 Value = TypeVar("Value")

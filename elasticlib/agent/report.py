@@ -17,9 +17,9 @@ from ..observe.journal import Guard, Journal
 from ..observe.step_watch import EVERY_SECONDS, StepWatch
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
+from ..visible import shorten
 from ..workers.exit import WorkerExit
-from ..workers.interface import Workers
-from ..workers.messages import Notice, shorten
+from ..workers.interface import Notice, Workers
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
 from .interface import Cause, RunResult

@@ -26,9 +26,9 @@ from ..metrics import is_taken
 from ..observe.journal import View
 from ..rendezvous.interface import RendezvousHandler
 from ..signals import as_signal
-from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
+from ..workers.run_program import check_not_importing, pickled
 from ..workers.spec import (
     Command,
     Entrypoint,

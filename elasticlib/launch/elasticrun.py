@@ -143,7 +143,7 @@ def leave_error_of(result: RunResult) -> None:
 
 
 def _leave_exception(kind: str, message: str, trace: str) -> None:
-    from ..workers.messages import failure_record
+    from ..workers.hooks import failure_record
 
     leave_error(failure_record(kind, message, trace, int(wall())))
 

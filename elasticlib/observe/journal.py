@@ -20,7 +20,7 @@ import attrs
 from ..clock import Clock, monotonic, wall
 from ..errors import describe
 from ..threads import Aside
-from ..workers.messages import Heartbeat
+from ..workers.interface import Heartbeat
 from .event import Event, encode
 from .story import NodeStatus, Story, seen
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from ..workers.messages import NOTHING, SOURCES, Heartbeat
+from ..workers.interface import NOTHING, SOURCES, Heartbeat
 
 EVERY_SECONDS = 10.0
 """Between lines on how far the workers are."""

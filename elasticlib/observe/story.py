@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from ..workers.messages import NOTHING, Heartbeat
+from ..workers.interface import NOTHING, Heartbeat
 from .costs import Ledger, as_start
 from .counts import Counts, counted
 from .event import Event

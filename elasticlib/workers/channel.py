@@ -13,7 +13,7 @@ import sys
 import threading
 
 from ..clock import Clock, monotonic
-from .messages import NOTHING, REASONS, SOURCES, Heartbeat, Notice, TakenUp
+from .interface import NOTHING, REASONS, SOURCES, Heartbeat, Notice, TakenUp
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names it, in a worker's environment."""

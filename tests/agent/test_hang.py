@@ -20,7 +20,7 @@ from elasticlib.agent.hang import (
 )
 from elasticlib.agent.policy import Command, Gather, Hung, Post
 from elasticlib.errors import ConfigError
-from elasticlib.workers.messages import NOTHING, Heartbeat
+from elasticlib.workers.interface import NOTHING, Heartbeat
 
 AUTO = HangLimits()
 OTHER = encode_pulses([Pulse(2, "b", 2, 9.0, 3)])

@@ -21,7 +21,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.events import TorchsEvents
 from elasticlib.observe.journal import Journal, NodeJournal
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.messages import Heartbeat, Notice
+from elasticlib.workers.interface import Heartbeat, Notice
 
 
 class Stands(OneWorker):

@@ -22,7 +22,7 @@ from elasticlib.agent.policy import (
     decode_need,
     post_need,
 )
-from elasticlib.workers.messages import DRAIN, RESIZE, Notice
+from elasticlib.workers.interface import DRAIN, RESIZE, Notice
 
 LADDER = Ladder(grace=30.0, reap=10.0)
 

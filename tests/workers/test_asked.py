@@ -15,7 +15,7 @@ from test_local import Run, poll, shell
 
 from elasticlib.compat.timers import TimerServer
 from elasticlib.workers import bootstrap
-from elasticlib.workers.messages import DRAIN, Notice
+from elasticlib.workers.interface import DRAIN, Notice
 from elasticlib.workers.session import Guardian
 from elasticlib.workers.spec import Script
 

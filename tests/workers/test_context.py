@@ -20,7 +20,7 @@ from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
 from elasticlib.workers.folders import SharedFolder
-from elasticlib.workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
+from elasticlib.workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
 from elasticlib.workers.session import Guardian
 
 
