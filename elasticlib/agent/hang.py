@@ -14,7 +14,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..foreign import read_json
-from ..workers.messages import NOTHING, Beat
+from ..workers.messages import NOTHING, Heartbeat
 from .policy import Command, Gather, Hung, Post
 
 HANG = "hang/"
@@ -54,7 +54,7 @@ class HangLimits:
         if min(given) <= 0 or (self.seconds is not None and self.seconds <= 0):
             raise ConfigError(f"limits of a hang are positive, got {self}")
 
-    def of(self, beat: Beat) -> float:
+    def of(self, beat: Heartbeat) -> float:
         """The silence that this worker is allowed, in seconds."""
         if beat.steps == 0:
             return self.first if self.seconds is None else max(self.seconds, self.first)
@@ -80,7 +80,7 @@ class Silence:
 
 
 def longest_silence(
-    now: float, began: float, beats: Mapping[int, Beat], limits: HangLimits
+    now: float, began: float, beats: Mapping[int, Heartbeat], limits: HangLimits
 ) -> Silence | None:
     """The worker that is nearest to its limit, or furthest beyond it; None without workers.
 
@@ -211,7 +211,7 @@ class HangWatch:
             return watch, ()
         return watch, (Post(HANG, str(self.node), encode_pulses(self.pulses)),)
 
-    def look(self, now: float, beats: Mapping[int, Beat]) -> Step:
+    def look(self, now: float, beats: Mapping[int, Heartbeat]) -> Step:
         """Time goes by, and this is what the workers have told by now."""
         if self.found is not None:
             return self._judge(self.found, now)
@@ -232,7 +232,7 @@ class HangWatch:
             return watch, ()
         return attrs.evolve(watch, hearing=True), (Gather(HANG),)
 
-    def _find(self, now: float, silence: Silence, beats: Mapping[int, Beat]) -> Step:
+    def _find(self, now: float, silence: Silence, beats: Mapping[int, Heartbeat]) -> Step:
         pulses = [
             Pulse(
                 self.ranks[local],

@@ -19,7 +19,7 @@ import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
-from ..observe.interface import Journal, NoJournal
+from ..observe.journal import Journal
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
@@ -134,7 +134,7 @@ class ElasticAgent:
         self._clock = clock
         self._inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._host = socket.gethostname()
-        self._report = Report(self._host, journal or NoJournal(), clock)
+        self._report = Report(self._host, workers, journal, clock)
         self._board = Board(self._inbox.put, self._broke, clock)
         self._waiter = _Waiter(handler, interval, self._inbox.put, self._broke)
         self._turned_at = self._started_at = clock()
@@ -271,6 +271,7 @@ class ElasticAgent:
             self._look_for_hang(self._watch)
         if self._now.state is State.ENDED:
             return
+        self._report.look()
         try:
             news = self._inbox.get(timeout=self._pause())
         except queue.Empty:

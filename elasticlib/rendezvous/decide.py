@@ -1,22 +1,27 @@
-"""What the membership should become next, decided from one snapshot.
+"""What the membership should become next, decided from one snapshot; and what it means to one node.
 
-No clock, store, thread or log stands here: all that counts comes in as a `View`, and what goes
-out is a `Decision`, whose sentence is the log line.
+No clock, store, thread or log stands here. For the node that leads, all that counts comes in as a
+`View`, and what goes out is a `Decision`, whose sentence is the log line. The `Intent` of each node
+says what should stand in the store for it, and what has become of the generation that it is in.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import attrs
 
 from ..errors import present
 from .document import (
+    Change,
+    ChangeKind,
     Document,
     Ending,
     Failure,
     FailureKind,
+    Leader,
     Limits,
     Node,
     Phase,
@@ -30,7 +35,7 @@ from .document import (
     resize,
     settle,
 )
-from .ranks import in_rank_order
+from .ranks import Seat, in_rank_order
 
 QUORUM = "without a quorum the job might go on twice; --rdzv-conf quorum=any lets it"
 QUICK_SECONDS = 10.0
@@ -128,11 +133,6 @@ def gives_way(state: State | None, incarnation: str) -> bool:
         return True
     nothing = state.generation == 0 and not state.phase.terminal
     return nothing and incarnation not in (state.incarnation, state.supersedes)
-
-
-def is_empty(state: State | None, incarnation: str) -> bool:
-    """Whether a node of this incarnation finds no generation of its job here."""
-    return state is None or not state.membership or gives_way(state, incarnation)
 
 
 def _recall(view: View) -> Decision | None:
@@ -447,3 +447,169 @@ def forgiven_in(document: Document, stood: float) -> float | None:
     if window <= 0 or not (document.restarts or document.quick):
         return None
     return max(0.0, window - stood)
+
+
+# -- what a node wants, and what the job means to it: pure -----------------------------------------
+
+
+@attrs.frozen
+class Intent:
+    """What an agent wants said of its node, and what its job's state means to that.
+
+    A node asks for a generation only when no workers of an earlier one are left, and it falls
+    silent rather than speak for workers that the others have gone on without.
+
+    node: its record. silent: it has not asked for a generation yet. memory: the last state of which
+    it was a member. finished: the generation (as its membership) whose workers have succeeded here.
+    closing: why the job is to end for all, until that is written; empty if it need not be.
+    """
+
+    node: Node
+    silent: bool = True
+    memory: State | None = None
+    finished: str = ""
+    closing: str = ""
+
+    @property
+    def joining(self) -> bool:
+        """Whether it is in no generation, or seeks a later one than it was in."""
+        return not self.node.runs
+
+    @property
+    def held(self) -> int:
+        """The number of the last generation that it was in; 0 for none."""
+        return 0 if self.memory is None else self.memory.generation
+
+    @property
+    def incarnation(self) -> str:
+        """That of the last generation that it was in; empty for none."""
+        return "" if self.memory is None else self.memory.incarnation
+
+    def saying(self, **fields: Any) -> Intent:
+        """The same, with other fields in the record."""
+        return attrs.evolve(self, node=attrs.evolve(self.node, **fields))
+
+    # What its agent wants
+
+    def seek(self) -> Intent:
+        """No workers of ours are left, and we want the generation after the one that we held."""
+        stopped = self.saying(runs=False, stopped=self.node.membership)
+        return attrs.evolve(stopped, silent=False, finished="")
+
+    def enter(self, state: State, seat: Seat) -> Intent:
+        """We are a member of this generation and may run its workers."""
+        member = self.saying(membership=state.membership, rank=seat.rank, runs=True, came_after="")
+        return attrs.evolve(member, memory=state)
+
+    def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Intent:
+        """Our workers of the held generation failed."""
+        of = self.node.membership
+        return self.saying(claim=reason, claim_membership=of, claim_kind=kind)
+
+    def finish(self) -> Intent:
+        """Our workers of the held generation succeeded."""
+        return attrs.evolve(self, finished=self.node.membership)
+
+    # What is read in the store
+
+    def arrive(
+        self, state: State | None, limits: Limits, leader: Leader | None, seat: Seat | None
+    ) -> Intent:
+        """What a first look at the store makes of us: one of the job, too late for it, or, where
+        it is over and its nodes are gone, one of those with whom it begins anew."""
+        if state is None:
+            return self
+        if seat is not None:
+            # Another had it before us, under our id, and what it ran is gone with it.
+            of = state.membership
+            return self.saying(membership=of, rank=seat.rank, stopped=of)
+        if late_for(state, limits, leader) if state.phase.terminal else _is_led(state, leader):
+            return self
+        return self.saying(came_after=state.incarnation)
+
+    def meet(self, state: State | None) -> Intent:
+        """While joining, whatever was held in another incarnation counts for nothing."""
+        if state is None:
+            return self
+        if state.membership and state.membership == self.node.membership:
+            return attrs.evolve(self, memory=state)
+        if not self.held or not self.joining or state.incarnation == self.incarnation:
+            return self
+        if gives_way(state, self.incarnation):
+            return self
+        return attrs.evolve(self.saying(membership="", rank=0, stopped=""), memory=None)
+
+    def notice(self, state: State | None, leader: Leader | None, live: Iterable[Node]) -> Intent:
+        """One of the job is there after all, leading or (as the node that leads sees) among the
+        live: it goes on, and we are of it."""
+        if state is None or state.limits.launch or self.node.came_after != state.incarnation:
+            return self
+        if not _is_led(state, leader) and all(n.came_after == state.incarnation for n in live):
+            return self
+        return self.saying(came_after="")
+
+    def record(self, state: State | None) -> Node | None:
+        """What should stand in the store for this node; None for nothing."""
+        if self.silent:
+            return None
+        if self.joining:
+            if state is None or state.phase is not Phase.OPEN:
+                return self.node
+            # A generation that came and went while this node slept is one that it has no workers
+            # of; unless it says so, the others wait for ever for it to stop them.
+            return attrs.evolve(self.node, stopped=state.membership)
+        goes_on = state is not None and state.membership == self.node.membership
+        return self.node if goes_on or gives_way(state, self.incarnation) else None
+
+    def final_change(self, state: State | None) -> Change | None:
+        """Why this node has nothing left to wait for, if so."""
+        if state is None:
+            return None
+        me = self.node.id
+        if state.phase.terminal and self.node.came_after != state.incarnation:
+            node = "" if state.failure is None else state.failure.node
+            return Change(ChangeKind(state.phase.value), state.cause, node)
+        if me in state.expelled:
+            spent = f"{state.restarts} of {state.limits.max_restarts} restarts used"
+            if self.node.claim_kind is FailureKind.AT_START:
+                spent = NOT_RETRIED
+            reason = f"this node's workers failed and the job goes on without it ({spent})"
+            return Change(ChangeKind.EXPELLED, reason, me)
+        if me in state.refused:
+            wanted = f"{state.limits.max_nodes} nodes and {state.limits.spares} spares (--spares)"
+            return Change(ChangeKind.SURPLUS, f"the job has all that it wants, {wanted}", me)
+        return None
+
+    def change(self, state: State | None) -> Change | None:
+        """What has become of the generation that this node is in; None while it stands.
+
+        A store that has forgotten it is no news: those who remember are going to say it again.
+        """
+        final = self.final_change(state)
+        if final is not None or self.joining or state is None:
+            return final
+        if gives_way(state, self.incarnation):
+            return None
+        if state.incarnation != self.incarnation:
+            return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
+        if state.membership != self.node.membership:
+            return Change(ChangeKind.REOPENED, state.cause)
+        if state.phase is Phase.SETTLED:
+            return None
+        return Change(ChangeKind.RESIZE if state.planned else ChangeKind.REOPENED, state.cause)
+
+
+def late_for(state: State, limits: Limits, leader: Leader | None) -> bool:
+    """Whether one who comes now belongs to the job that has ended, and not to its next start.
+
+    Where starts have names, by the name. Else whoever finds one of the old nodes there is late;
+    and so is who finds none of them, if there was room for it: it may have been on its way.
+    """
+    if limits.launch or state.limits.launch:
+        return limits.launch == state.limits.launch
+    return _is_led(state, leader) or state.nodes < state.limits.max_nodes
+
+
+def _is_led(state: State, leader: Leader | None) -> bool:
+    """Whether one who was there before the end leads."""
+    return leader is not None and leader.came_after != state.incarnation

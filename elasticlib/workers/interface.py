@@ -10,7 +10,7 @@ import abc
 from collections.abc import Callable, Collection, Mapping
 
 from .exit import WorkerExit
-from .messages import Beat, Notice
+from .messages import Heartbeat, Notice
 from .spec import WorkerGroup, WorkerSpec
 
 
@@ -67,11 +67,11 @@ class Workers(abc.ABC):
     tell_steps = False
     """Whether `beats` returns anything; hangs are found by that."""
 
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         """The workers' heartbeats, by local rank. For any thread."""
         return {}
 
-    def last_beats(self) -> Mapping[int, Beat]:
+    def last_beats(self) -> Mapping[int, Heartbeat]:
         """The same, and the last heartbeats of the workers of the group that have ended; until the
         next start, and after `close`."""
         return self.beats()

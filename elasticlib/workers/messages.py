@@ -33,8 +33,8 @@ class TakenUp:
 
 
 @attrs.frozen
-class Beat:
-    """A worker's heartbeat: what it has reported of its steps.
+class Heartbeat:
+    """What a worker has reported of its steps.
 
     step: the last, or NOTHING. steps: how many it reported. at: when, on this machine's monotonic
     clock; alive: when it last reported a step or a save, or asked whether to stop. durations:

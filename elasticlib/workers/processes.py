@@ -34,7 +34,7 @@ from .function import read_result, write_payload
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Workers
 from .loop import Loop
-from .messages import Beat, Notice
+from .messages import Heartbeat, Notice
 from .output import Output, Writers
 from .output_plan import ERROR_FILE, OutputPlan, Places, Streams
 from .session import Guardian, signals_blocked
@@ -548,10 +548,10 @@ class LocalWorkers(Workers):
     def stop_at(self, call: int, notice: Notice) -> None:
         self._channels.stop_at(call, notice)
 
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         return self._channels.beats()
 
-    def last_beats(self) -> Mapping[int, Beat]:
+    def last_beats(self) -> Mapping[int, Heartbeat]:
         return self._channels.last_beats()
 
     def dump_stacks(self) -> Mapping[int, str]:

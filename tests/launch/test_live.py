@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticlib.launch.live import stacks_of
-from elasticlib.workers.interface import Beat
+from elasticlib.workers.interface import Heartbeat
 
 
 def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
@@ -22,7 +22,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
             dump_stacks_of=dump,
-            beats=lambda: {local: Beat(dumps=True) for local in range(4)},
+            beats=lambda: {local: Heartbeat(dumps=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
