@@ -88,6 +88,8 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
         future.result(20)
     assert "the store has not answered" not in caplog.text
     assert handlers[0].report_failure("exit code 1")
+    # A node that joins before it has heard of the failure leaves its generation, by itself.
+    assert all(handler.wait_for_change(20) for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosed):
             future.result(20)
