@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -334,7 +333,7 @@ def _perform(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
 
 def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     fields, value = request.fields, request.value
-    key, ttl, expected = check_key(fields["key"]), check_ttl(fields["ttl"]), fields["expected"]
+    key, ttl, expected = fields["key"], check_ttl(fields["ttl"]), fields["expected"]
     lease = None if ttl is None else Lease(client, float(ttl))
     if expected is None:
         return answer(request.id, True, space.put(key, value, lease, now).version)
@@ -387,7 +386,7 @@ class ServerEnd:
         self._admission = _admission(job, secret, nonce)
         next(self._admission)
         self._listed = 0, 0
-        self._rest: deque[Entry] = deque()
+        self._rest: tuple[Entry, ...] = ()
 
     # -- what arrives -------------------------------------------------------------------------
 
@@ -474,21 +473,21 @@ class ServerEnd:
 
     def _begin_listing(self, number: int, listing: Listing) -> None:
         self._listed = number, listing.version
-        self._rest = deque(listing.entries)
+        self._rest = listing.entries
         self.listed_bytes = sum(map(_bytes_in_a_page, listing.entries))
         self.add_page()
 
     def add_page(self) -> None:
         """Put the next page of the listing behind what is to be sent; there is at least one."""
-        page: list[Entry] = []
+        entries, at = self._rest, 0
         room = min(PAGE_BYTES, self._frame_bytes - HEADER_ROOM)
-        while self._rest:
-            size = _bytes_in_a_page(self._rest[0])
-            if page and size > room:
-                break
-            page.append(self._rest.popleft())
-            room -= size
+        if self.listed_bytes <= room:
+            at, self.listed_bytes = len(entries), 0
+        while at < len(entries) and (not at or room >= _bytes_in_a_page(entries[at])):
+            room -= (size := _bytes_in_a_page(entries[at]))
             self.listed_bytes -= size
+            at += 1
+        page, self._rest = entries[:at], entries[at:]
         self.send(listing_frame(*self._listed, page, bool(self._rest)))
 
 
