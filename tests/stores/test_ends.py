@@ -151,11 +151,11 @@ def test_the_rest_of_a_listing_counts_until_it_is_sent_and_is_of_its_moment() ->
     assert talk.server.next_request() is not None
     talk.server.perform(talk.space, 1, 0.0, lambda *_: None)
     assert 9 * 20_000 <= talk.server.listed_bytes < 10 * 20_000
-    frames = talk.client.receive(talk.sent())
+    frames = talk.client.feed(talk.sent())
     talk.space.delete("key/9", None)
     while talk.server.has_more:
         talk.server.add_page()
-        frames += talk.client.receive(talk.sent())
+        frames += talk.client.feed(talk.sent())
     assert read_listing(frames) == before
 
 
