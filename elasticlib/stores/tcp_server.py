@@ -294,12 +294,15 @@ class TcpStoreServer:
         self._stopping.set()
         self._rouse()
         if not self.wait_closed(self._limits.close_seconds):
-            frame = sys._current_frames().get(self._thread.ident or 0)
+            stands = "nowhere, as it has ended"
+            if (frame := sys._current_frames().get(self._thread.ident or 0)) is not None:
+                code = frame.f_code
+                stands = f"in {code.co_filename}, line {frame.f_lineno}, {code.co_name}"
             log.error(
-                "the store's server at %s has not ended within %g s; it stands in %s",
+                "the store's server at %s has not ended within %g s; it stands %s",
                 self.address,
                 self._limits.close_seconds,
-                frame and f"{frame.f_code.co_filename}, line {frame.f_lineno}",
+                stands,
             )
 
     def __enter__(self) -> TcpStoreServer:
