@@ -37,7 +37,7 @@ from ..errors import (
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
 from .secret import NONCE_BYTES, check_secret
-from .sockets import address_of, close_in_children, keep_honest, renew_in_children
+from .sockets import address_of, close_in_children, dial, keep_honest, renew_in_children
 from .tcp_protocol import ClientEnd, Frame, error_of, read_entry, read_listing
 
 log = logging.getLogger("elasticlib.stores")
@@ -266,32 +266,6 @@ class TcpStore(Store):
             connection.close()
             raise
         return link
-
-
-def dial(
-    host: str, port: int, timeout: float, resolve: Callable[..., Any] = socket.getaddrinfo
-) -> socket.socket:
-    """A connection to the first address of the host that takes one. Raises OSError."""
-    deadline = monotonic() + timeout
-    addresses = resolve(host, port, type=socket.SOCK_STREAM)
-    failure: OSError | None = None
-    for tried, (family, kind, proto, _, address) in enumerate(addresses):
-        # A silent address must leave time for those behind it.
-        share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
-        try:
-            connection = close_in_children(socket.socket(family, kind, proto))
-        except OSError as error:
-            failure = error  # of a family that this kernel does not have
-            continue
-        try:
-            connection.settimeout(share)
-            connection.connect(address)
-        except OSError as error:
-            connection.close()
-            failure = error
-        else:
-            return connection
-    raise failure or OSError(f"{host} has no address")
 
 
 def _frame(answer: Answer) -> Frame:
