@@ -41,7 +41,7 @@ from ..errors import (
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import check_lease, lost_lease
-from .sockets import close_in_children, dial, keep_honest, renew_in_children
+from .sockets import close_in_children, keep_honest, renew_in_children
 
 ETCD_PORT = 2379
 LONGEST_TTL = 9_000_000_000
@@ -192,11 +192,11 @@ class _Connection(HTTPConnection):
             self.close()  # nothing was asked: what is there to read is its end
         name = self.member.address
         try:
-            self.sock = dial(self.host, self.port, seconds)
+            self.timeout = seconds
+            self.connect()
             if self._tls is not None:
-                secured = self._tls.wrap_socket(self.sock, server_hostname=self.host)
-                self.sock = close_in_children(secured)
-            keep_honest(self.sock, silent)
+                self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+            keep_honest(close_in_children(self.sock), silent)
         except ssl.SSLCertVerificationError as error:
             why = f"{name} shows a certificate that is not trusted: {error}"
             raise StoreRefused(why) from error
