@@ -37,6 +37,8 @@ TAG = "ELASTICLIB_TEST_TAG"
 BOUND = 60.0
 PATIENT = ("--timeout", "30")
 """Of a question that all answer, which is over as soon as they have."""
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""Signals of a process's own faults, by which a launcher ends only if a test sent them."""
 
 Found = TypeVar("Found")
 
@@ -95,8 +97,9 @@ class Node:
     def __init__(self, job: Job, name: str, command: list[str], extra: Mapping[str, str]) -> None:
         self.name = name
         self.log = job.folder / f"{name}.log"
-        own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.shortcut)}
+        own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.shortcut), "PYTHONFAULTHANDLER": "1"}
         self._environment = {**os.environ, **own, **extra}
+        self._sent: set[int] = set()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, env=self._environment, stdout=log, stderr=log, start_new_session=True
@@ -111,6 +114,7 @@ class Node:
         return self.log.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
+        self._sent.add(number)
         os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -120,10 +124,19 @@ class Node:
 
     def exit_code(self, seconds: float = BOUND) -> int:
         try:
-            return self.process.wait(seconds)
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             told = f"{self.name} did not end:\n{self.text}\n{self.stacks()}"
             raise AssertionError(told) from None
+        self.check_no_crash()
+        return code
+
+    def check_no_crash(self) -> None:
+        """Fails if the process ended by a fault of its own; where, its log says."""
+        number = -(self.process.poll() or 0)
+        if number in CRASHES and number not in self._sent:
+            name = signal.Signals(number).name
+            raise AssertionError(f"{self.name} ended by {name}, which nobody sent:\n{self.text}")
 
     def stacks(self) -> str:
         """Where the job's workers are, if they can be asked."""
@@ -170,7 +183,7 @@ class Job:
         """The command line of an agent that runs a program which reports to this job."""
         script = (program, str(self.folder), *worker)
         if program == WORKER and not any(flag.startswith("--start-method") for flag in flags):
-            # It has no use for torch, which a template would import for two seconds.
+            # It has no use for torch, which a fork server would import for two seconds.
             flags = ("--start-method=spawn", *flags)
         return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 
@@ -296,6 +309,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
     yield job
     job.close()
     job.gone()
+    for node in job.nodes:
+        node.check_no_crash()
     assert not left_in(job.temporary)
 
 

@@ -9,16 +9,16 @@ code 1. `--quote` puts the page's first table into README.md too, if nothing has
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from page import (
     ALL,
     Benchmark,
-    Record,
     Section,
     page,
     quoted,
@@ -26,55 +26,35 @@ from page import (
     record_to_plain,
     with_table,
 )
-from runs import missing, run
+from runs import run
 
 ROOT = Path(__file__).parent.parent.parent
-KEPT, PAGE = "benchmarks.json", "benchmarks.md"
 
 
-def chosen(only: str | None) -> list[Benchmark]:
-    names = [benchmark.name for benchmark in ALL]
-    wanted = names if only is None else only.split(",")
-    if unknown := set(wanted) - set(names):
-        raise SystemExit(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(names)}")
-    return [benchmark for benchmark in ALL if benchmark.name in wanted]
-
-
-def read(folder: Path | None) -> dict[str, Section]:
-    if folder is None or not (folder / KEPT).exists():
-        return {}
-    return record_from_plain(json.loads((folder / KEPT).read_text()))
-
-
-def write(folder: Path, record: Record) -> None:
-    (folder / KEPT).write_text(json.dumps(record_to_plain(record), indent=1) + "\n")
-    (folder / PAGE).write_text(page(record))
-
-
-def measured(benchmarks: list[Benchmark], quick: bool) -> Iterator[tuple[str, Section]]:
-    """Each that could be run here, when it is done."""
+def measure(
+    benchmarks: list[Benchmark],
+    folder: Path | None,
+    once: Callable[[Benchmark], Section],
+) -> dict[str, Section]:
+    """All sections that there are now. Each is written at once, so that no later one can lose
+    it."""
+    kept = None if folder is None else folder / "benchmarks.json"
+    record: dict[str, Section] = {}
+    if kept is not None and kept.exists():
+        record = record_from_plain(json.loads(kept.read_text()))
     for benchmark in benchmarks:
-        if lacking := missing(benchmark):
+        lacking = [name for name in benchmark.needs if importlib.util.find_spec(name) is None]
+        if lacking:
             needs = f"{', '.join(lacking)}: `make {benchmark.make}` runs it where they are"
             print(f"{benchmark.name}: not run, as it needs {needs}\n", flush=True)
             continue
-        print(f"{benchmark.command(quick)} (at most {benchmark.limit:g} s)", flush=True)
-        section = run(benchmark, quick)
+        print(f"{benchmark.name} (at most {benchmark.limit:g} s)", flush=True)
+        section = record[benchmark.name] = once(benchmark)
         print(f"{section.error or 'done'} after {section.seconds:.0f} s\n", flush=True)
-        yield benchmark.name, section
-
-
-def keep(
-    folder: Path | None, record: dict[str, Section], sections: Iterable[tuple[str, Section]]
-) -> bool:
-    """Whether all came through. Each is written at once, so that no later one can lose it."""
-    good = True
-    for name, section in sections:
-        record[name] = section
-        good = good and not section.error
-        if folder is not None:
-            write(folder, record)
-    return good
+        if kept is not None:
+            kept.write_text(json.dumps(record_to_plain(record), indent=1) + "\n")
+            kept.with_suffix(".md").write_text(page(record))
+    return record
 
 
 def main() -> int:
@@ -84,22 +64,24 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help="the folder of the page (default: docs)")
     parser.add_argument("--quote", action="store_true", help="into README.md as well")
     given = parser.parse_args()
+    names = [benchmark.name for benchmark in ALL]
+    wanted = given.only.split(",") if given.only else names
+    if unknown := set(wanted) - set(names):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     # Numbers of quick sizes go into the docs only if somebody says so.
     folder = given.into or (None if given.quick else ROOT / "docs")
     # So that what it runs is ended, as with SIGINT.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    record = read(folder)
-    good = keep(folder, record, measured(chosen(given.only), given.quick))
+    chosen = [benchmark for benchmark in ALL if benchmark.name in wanted]
+    record = measure(chosen, folder, lambda benchmark: run(benchmark, given.quick))
+    good = not any(record[name].error for name in wanted if name in record)
     if folder is None:
         print(page(record))
-        return int(not good)
-    print(f"written: {folder / PAGE}")
-    if given.quote and good:
+    elif given.quote and good:
         readme = ROOT / "README.md"
         readme.write_text(with_table(readme.read_text(), quoted(record)))
-        print(f"quoted: {readme}")
     return int(not good)
 
 

@@ -76,7 +76,7 @@ PARTS = {
     ),
     "sampler": Part(
         "sampler",
-        "--lengths 1000000 1000000000000 --worlds 8 --repeat 2 --torch-until 0",
+        "--lengths 1000000000000 --worlds 8 --repeat 2 --torch-until 0",
         ("first", "each"),
     ),
     "help": Part("startup", "--runs 5", ("help",)),

@@ -14,7 +14,6 @@ is while a checkpoint is written: by a thread, as `save` does it, and by a proce
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.agree import restore_from
@@ -148,10 +147,10 @@ def agents_memory(folder: Path) -> SnapshotMemory:
     return SnapshotMemory(Told(str(era), "benchmark", 1))
 
 
-def compare(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    state = make_state(args.mib)
+    state = make_state(mib)
     copy = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     ways = Ways()
     with (
@@ -162,10 +161,10 @@ def compare(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         # The second snapshot makes memory, too.
         memory.snapshot(0, state)
         one_round(Ways(), state, folder, copy, (manager, memory))
-        for _ in range(args.repeat):
+        for _ in range(repeat):
             one_round(ways, state, folder, copy, (manager, memory))
     dist.destroy_process_group()
-    size = f"{args.mib / 1024:g} GiB" if args.mib >= 1024 else f"{args.mib} MiB"
+    size = f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib} MiB"
     for name, what, ours, beside in COMPARED:
         yield ways.row(name, f"{size}: {what}", ours, beside)
 
@@ -195,11 +194,11 @@ def writing(data: memoryview, folder: Path, saves: int) -> None:
         commits.save(step, data)
 
 
-def beside(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+def beside(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
     """The same loop alone, beside a thread that saves, and beside a process that does."""
-    size = args.mib << 20
+    size = mib << 20
     memory = room(size)
-    memory[:] = os.urandom(1 << 20) * args.mib
+    memory[:] = os.urandom(1 << 20) * mib
     data = memoryview(memory)
     context = multiprocessing.get_context("fork")
     ways = Ways()
@@ -208,7 +207,7 @@ def beside(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         "beside a thread": threading.Thread,
         "beside a process": context.Process,
     }
-    for _ in range(args.repeat):
+    for _ in range(repeat):
         for name, make in makers.items():
             given = {"target": writing, "args": (data, folder / name, 4)}
             worker = make(**given) if make else None
@@ -227,22 +226,21 @@ def beside(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 PARTS = {part.__name__: part for part in (compare, beside)}
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--folder", help="on the disk to be measured (default: the current one's)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+def measure(
+    *,
+    mib: int = 1024,
+    repeat: int = 5,
+    folder: str = ".",
+    threads: int = 0,
+    parts: str = ",".join(PARTS),
+) -> Iterator[Row]:
+    """folder: on the disk to be measured. threads: torch's own number where it is 0."""
+    torch.set_num_threads(threads or torch.get_num_threads())
     warnings.simplefilter("ignore")
-    rows: list[Row] = []
-    for part in args.parts.split(","):
-        with tempfile.TemporaryDirectory(dir=args.folder or ".", prefix="benchmark-") as folder:
-            rows += PARTS[part](args, Path(folder))
-    tell(args, rows)
+    for part in parts.split(","):
+        with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as name:
+            yield from PARTS[part](mib, repeat, Path(name))
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

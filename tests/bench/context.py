@@ -9,9 +9,9 @@ has nobody to wait for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 
 from elasticlib import Context
 from elasticlib.workers.channel import Channel
@@ -39,23 +39,16 @@ def reduced(calls: int, repeat: int) -> Samples:
     return found
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--calls", type=int, default=100_000)
-    parser.add_argument("--repeat", type=int, default=7)
-    args = parser.parse_args()
+def measure(*, calls: int = 100_000, repeat: int = 7) -> Iterator[Row]:
     context = Context(Channel(Channel.made().path))
-    asked = rounds(context.should_stop, args.calls, args.repeat)
-    told = rounds(lambda: context.step(1), args.calls, args.repeat)
-    more = rounds(lambda: context.step(1, loss=0.5, samples=32), args.calls, args.repeat)
-    flag = reduced(max(1, args.calls // 100), args.repeat)
-    rows = [
-        Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag"),
-        Row("step", "`context().step(n)`", told),
-        Row("step_with", "`context().step(n, loss=..., samples=...)`", more),
-    ]
-    tell(args, rows)
+    asked = rounds(context.should_stop, calls, repeat)
+    flag = reduced(max(1, calls // 100), repeat)
+    yield Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag")
+    told = rounds(lambda: context.step(1), calls, repeat)
+    yield Row("step", "`context().step(n)`", told)
+    more = rounds(lambda: context.step(1, loss=0.5, samples=32), calls, repeat)
+    yield Row("step_with", "`context().step(n, loss=..., samples=...)`", more)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -11,32 +11,31 @@
   of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
   some microseconds means that another thread had its turn at the interpreter.
 - rest: a job with two workers that tell a step ten times a second and otherwise sleep, with events
-  and with `--no-events`, side by side. Its agent's CPU, and of it the two threads that look at the
-  steps and write, as the kernel counts them by thread. The one that looks runs without events too.
+  and with `--no-events`, side by side. Its agent's CPU, and of it that of the thread that writes
+  events, as the kernel counts it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 
-from elasticlib.observe.journal import FILE, FileJournal
+from elasticlib.observe.journal import FILE, NodeJournal
 
 ROUND = 1000
 WORKERS = 2
 BOUND = 60.0
-THREADS = ("journal", "agent-steps")
+THREADS = ("journal",)
 WORKER = """
 import os, sys, time
 from pathlib import Path
@@ -50,21 +49,21 @@ while not (folder / "finish").exists():
 """
 
 
-def one_tell(journal: FileJournal) -> float:
+def one_tell(journal: NodeJournal) -> float:
     began = time.perf_counter()
     journal.tell("worker.began", generation=1, rank=0, local_rank=0, name="pid 12345")
     return time.perf_counter() - began
 
 
-def telling(given: argparse.Namespace) -> Iterator[Row]:
+def telling(repeat: int) -> Iterator[Row]:
     from torch.distributed.elastic.events import Event, EventSource, record
 
     mine, theirs, used = [], [], []
     facts: dict[str, str | int | float | bool | None] = {"local_rank": 0, "name": "pid 12345"}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(given.repeat):
+        for _ in range(repeat):
             cpu = time.process_time()
-            with contextlib.closing(FileJournal(Path(folder) / FILE, "job", "node")) as journal:
+            with contextlib.closing(NodeJournal("job", "node", Path(folder) / FILE)) as journal:
                 mine.append(sum(one_tell(journal) for _ in range(ROUND)) / ROUND)
             used.append((time.process_time() - cpu) / ROUND)
             began = time.perf_counter()
@@ -72,7 +71,7 @@ def telling(given: argparse.Namespace) -> Iterator[Row]:
                 record(Event("worker.began", EventSource.AGENT, int(time.time()), facts))
             theirs.append((time.perf_counter() - began) / ROUND)
         kept = (Path(folder) / FILE).read_bytes().count(b"\n")
-    assert kept == ROUND * given.repeat, f"{kept} events are in the file"
+    assert kept == ROUND * repeat, f"{kept} events are in the file"
     both = (Samples("s", mine), Samples("s", theirs))
     yield Row("tell", "one `tell`", *both, "torch's `record`, which writes nothing")
     yield Row("written", "CPU of an event, until it is in the file", Samples("s", used))
@@ -82,7 +81,7 @@ def longest(path: Path, repeat: int, tells: int) -> list[float]:
     """Of each round, the longest of so many tells to this file."""
     found = []
     for _ in range(repeat):
-        journal = FileJournal(path, "job", "node")
+        journal = NodeJournal("job", "node", path)
         found.append(max(one_tell(journal) for _ in range(tells)))
         # Whoever waits at a FIFO is let go by a reader, and what it writes then is dropped.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None
@@ -92,8 +91,8 @@ def longest(path: Path, repeat: int, tells: int) -> list[float]:
     return found
 
 
-def held(given: argparse.Namespace) -> Iterator[Row]:
-    what = f"longest of {given.tells:,} `tell`s"
+def held(repeat: int, tells: int) -> Iterator[Row]:
+    what = f"longest of {tells:,} `tell`s"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fifo = folder / "fifo"
@@ -103,97 +102,93 @@ def held(given: argparse.Namespace) -> Iterator[Row]:
             ("hangs", fifo, "the file never answers"),
             ("full", Path("/dev/full"), "the device is full"),
         ):
-            taken = longest(path, given.repeat, given.tells)
+            taken = longest(path, repeat, tells)
             yield Row(f"held.{key}", f"{what}: {where}", Samples("s", taken))
 
 
-def run_agent(folder: Path, events: bool, given: argparse.Namespace) -> None:
-    """An agent in this process; at its end, the CPU of each window of rest goes to a file."""
+def run_agent(folder: Path, events: bool, rest: float, rests: int, told: Connection) -> None:
+    """An agent in this process; tells the CPU of each window of rest, of all its threads and of
+    those of the stream."""
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
+    Path(tempfile.tempdir).mkdir(parents=True)
     from elasticlib.launch.arguments import parse
     from elasticlib.launch.elastic_launch import run_node
 
-    script, logs = folder / "worker.py", folder / "logs"
+    script = folder / "worker.py"
     script.write_text(WORKER)
     flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--start-method=spawn"]
-    flags += ["--log-dir", str(logs)] if events else ["--no-events"]
+    flags += ["--log-dir", str(folder / "logs")] if events else ["--no-events"]
     config, entrypoint = parse([*flags, str(script), str(folder)])
-    watcher = threading.Thread(target=watch, args=(folder, given), daemon=True)
+
+    def watch() -> None:
+        told.send(shares_of_rest(folder, rest, rests))
+        (folder / "finish").touch()
+
+    watcher = threading.Thread(target=watch, daemon=True)
     result = run_node(config, entrypoint, began=lambda _: watcher.start())
     assert result.exit_code == 0, result.reason
     # In the logs and, as a link, in the record of the run.
     assert len([*folder.rglob(FILE)]) == 2 * events
 
 
-def watch(folder: Path, given: argparse.Namespace) -> None:
+def shares_of_rest(folder: Path, rest: float, rests: int) -> list[list[float]]:
     deadline = time.monotonic() + BOUND
     while len([*folder.glob("stepped-*")]) < WORKERS and time.monotonic() < deadline:
         time.sleep(0.1)
-    names = {thread.name: thread for thread in threading.enumerate()}
+    stream = [thread for thread in threading.enumerate() if thread.name in THREADS]
+    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in stream]
     # What a start leaves to do is over soon.
     time.sleep(3.0)
-    clocks = [
-        time.pthread_getcpuclockid(names[name].ident or 0) for name in THREADS if name in names
-    ]
 
     def now() -> tuple[float, float]:
         return time.process_time(), sum(map(time.clock_gettime, clocks))
 
     found = []
-    for _ in range(given.rests):
+    for _ in range(rests):
         before = now()
-        time.sleep(given.rest)
-        found.append([(b - a) / given.rest for a, b in zip(before, now(), strict=True)])
-    (folder / "found").write_text(json.dumps(found))
-    (folder / "finish").touch()
+        time.sleep(rest)
+        found.append([(b - a) / rest for a, b in zip(before, now(), strict=True)])
+    return found
 
 
-def resting(given: argparse.Namespace) -> Iterator[Row]:
-    numbers = ("--rest", str(given.rest), "--rests", str(given.rests))
+def resting(rest: float, rests: int) -> Iterator[Row]:
+    spawn, found = multiprocessing.get_context("spawn"), {}
     with tempfile.TemporaryDirectory() as name:
         agents = []
         for events in (True, False):
-            folder = Path(name) / str(events)
-            (folder / "tmp").mkdir(parents=True)
-            environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
-            command = (sys.executable, __file__, "--agent-in", str(folder), *numbers)
-            extra = () if events else ("--without-events",)
-            with (folder / "log").open("wb") as log:
-                agents.append(
-                    subprocess.Popen((*command, *extra), stdout=log, stderr=log, env=environment)
-                )
-        for agent, events in zip(agents, (True, False), strict=True):
-            code = agent.wait(BOUND + given.rest * given.rests)
-            assert code == 0, (Path(name) / str(events) / "log").read_text()
-        found = {
-            events: json.loads((Path(name) / str(events) / "found").read_text())
-            for events in (True, False)
-        }
-    # Of each window the share of a core of all threads, and of those of the stream.
+            ours, theirs = spawn.Pipe()
+            given = (Path(name) / str(events), events, rest, rests, theirs)
+            agents.append((events, ours, spawn.Process(target=run_agent, args=given)))
+            agents[-1][2].start()
+            theirs.close()
+        for events, told, agent in agents:
+            found[events] = told.recv()
+            agent.join(BOUND)
+            assert agent.exitcode == 0
     unit = "of a core"
-    with_, without = (Samples(unit, [all_ for all_, _ in found[e]]) for e in (True, False))
+    with_, without = (Samples(unit, [whole for whole, _ in found[e]]) for e in (True, False))
     stream = Samples(unit, [of for _, of in found[True]])
-    yield Row("stream", "the stream's two threads at rest, steps told", stream)
+    yield Row("stream", "the thread that writes events, at rest, steps told", stream)
     yield Row("agent", "an agent at rest, steps told", with_, without, "without events")
 
 
-PARTS = {"tell": telling, "held": held, "rest": resting}
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds of tells")
-    parser.add_argument("--tells", type=int, default=20_000, help="in a row, on each disk")
-    parser.add_argument("--rest", type=float, default=20.0, help="seconds that are one sample")
-    parser.add_argument("--rests", type=int, default=3, help="samples of rest")
-    parser.add_argument("--agent-in", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--without-events", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.agent_in:
-        run_agent(given.agent_in, not given.without_events, given)
-    else:
-        tell(given, [row for part in given.parts.split(",") for row in PARTS[part](given)])
+def measure(
+    *,
+    parts: str = "tell,held,rest",
+    repeat: int = 5,
+    tells: int = 20_000,
+    rest: float = 20.0,
+    rests: int = 3,
+) -> Iterator[Row]:
+    """repeat: rounds of tells; rests: samples of rest, of so many seconds each."""
+    ways = {
+        "tell": partial(telling, repeat),
+        "held": partial(held, repeat, tells),
+        "rest": partial(resting, rest, rests),
+    }
+    for part in parts.split(","):
+        yield from ways[part]()
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -1,4 +1,4 @@
-"""What a benchmark has found, as values, and how it is said: medians, spread, ratios, tables.
+"""What a benchmark has found, as values, and how it is said: medians, spread, ratios, a table.
 
 Samples are kept as they were taken. All else is computed from them where it is shown.
 """
@@ -6,10 +6,11 @@ Samples are kept as they were taken. All else is computed from them where it is 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,25 +157,22 @@ def in_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
 
 
-def in_plain_text(rows: Iterable[Row]) -> str:
-    """For a terminal: columns as wide as what stands in them."""
-    lines = [HEAD, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A benchmark's, which says what its docstring says."""
+def run(measure: Callable[..., Iterable[Row | str]], doc: str | None) -> None:
+    """A benchmark's command line: each keyword of `measure` is a flag. What it yields, rows and
+    sentences that belong to them, is shown as a table, and goes to the file that was asked for."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", metavar="FILE", help="write all samples there as well")
-    return parser
-
-
-def tell(given: argparse.Namespace, rows: Iterable[Row], notes: Iterable[str] = ()) -> None:
-    """A table to whoever looks on, and all of it to the file that was asked for."""
-    found = Found(rows, notes)
-    print("\n".join((in_plain_text(found.rows), *found.notes)))
-    if given.json:
-        Path(given.json).write_text(json.dumps(to_plain(found)))
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all samples there as well")
+    for name, keyword in inspect.signature(measure).parameters.items():
+        usual = keyword.default
+        kind = {"action": "store_true"} if usual is False else {"type": type(usual)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=usual, **kind)
+    given = vars(parser.parse_args())
+    file = given.pop("json")
+    told = list(measure(**given))
+    rows = [one for one in told if isinstance(one, Row)]
+    found = Found(rows, [one for one in told if isinstance(one, str)])
+    print("\n".join((in_markdown(HEAD, map(cells, found.rows)), *found.notes)))
+    if file is not None:
+        file.write_text(json.dumps(to_plain(found)))

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 
 TESTS = Path(__file__).parent.parent
 sys.path += [str(TESTS), str(TESTS / "integrations")]
@@ -62,24 +63,18 @@ def once(name: str, way: str) -> float:
             job.close()
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--frameworks", default=",".join(PRELOAD), help="with commas")
-    parser.add_argument("--repeat", type=int, default=3)
-    given = parser.parse_args()
-    rows, notes = [], []
-    for name in given.frameworks.split(","):
+def measure(*, frameworks: str = ",".join(PRELOAD), repeat: int = 3) -> Iterator[Row | str]:
+    for name in frameworks.split(","):
         taken: dict[str, list[float]] = defaultdict(list)
-        for _ in range(given.repeat):
+        for _ in range(repeat):
             for way in (*WARM, SPAWN):
                 taken[way].append(once(name, way))
         cold = Samples("s", taken[SPAWN])
         for way, said in WARM.items():
             mine = Samples("s", taken[way])
-            rows.append(Row(f"{name}.{way}", f"{name}, {said}", mine, cold, SPAWN))
-        notes.append(f"{name} {metadata.version(name)}.")
-    tell(given, rows, notes)
+            yield Row(f"{name}.{way}", f"{name}, {said}", mine, cold, SPAWN)
+        yield f"{name} {metadata.version(name)}."
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -1,24 +1,32 @@
-"""Jobs under either launcher, on this machine, whose process groups can be waited for."""
+"""Jobs under either launcher, on this machine, whose process groups can be waited for and timed."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
-ALLREDUCE = str(PROGRAMS / "allreduce.py")
+from figures import Samples
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path.append(str(TESTS))
+from ports import free_port  # noqa: E402
+from processes import alive, children  # noqa: E402
+
+ALLREDUCE = str(TESTS / "programs" / "allreduce.py")
 QUIET = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 BOUND = 60.0
+PROBABLY_NEVER = 20.0
+"""Seconds in which a membership that is going to change has changed, by far."""
 
 OURS = ("elasticlib.launch",)
 LAUNCHERS = {
@@ -34,8 +42,22 @@ MEETING = {
 }
 
 
-class Ended(TimeoutError):
-    """Nobody is left of whom the awaited could come."""
+class Late(TimeoutError):
+    """It did not come; `why`, as a table says it."""
+
+    def __init__(self, why: str, more: str = "") -> None:
+        super().__init__(f"{why} {more}")
+        self.why = why
+
+
+def until(look: Callable[[], Any], seconds: float) -> Any:
+    """The first true thing that it finds."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise Late(f"not within {seconds:g} s")
+        time.sleep(0.002)
+    return found
 
 
 class Job:
@@ -61,14 +83,9 @@ class Job:
 
     def start(self, *flags: str, program: str = ALLREDUCE, args: tuple[str, ...] = ()) -> None:
         """One more agent."""
-        command = [sys.executable, "-m", *self._launcher, *flags, program]
+        command = [sys.executable, "-m", *self._launcher, *flags, program, str(self.folder), *args]
         self.agents.append(
-            subprocess.Popen(
-                [*command, str(self.folder), *args],
-                env=self._environment,
-                stdout=self._log,
-                stderr=self._log,
-            )
+            subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
         )
 
     def join(self) -> None:
@@ -78,19 +95,25 @@ class Job:
 
     def up(self, world: int, seconds: float = BOUND) -> list[dict[str, Any]]:
         """Waits for a group of this size that was not there yet; what its ranks said, in order."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            files = {p.name: p for p in self.folder.glob("place.*.json")}
+
+        def look() -> list[dict[str, Any]]:
+            files = {path.name: path for path in self.folder.glob("place.*.json")}
             places = [json.loads(files[name].read_text()) for name in files.keys() - self._seen]
-            here = [p for p in places if p["WORLD_SIZE"] == str(world) and _alive(p["pid"])]
-            if sorted(int(place["RANK"]) for place in here) == list(range(world)):
+            here = [p for p in places if p["WORLD_SIZE"] == str(world) and alive(p["pid"])]
+            here.sort(key=lambda place: int(place["RANK"]))
+            if [int(place["RANK"]) for place in here] == list(range(world)):
                 self._seen |= files.keys()
-                return sorted(here, key=lambda place: int(place["RANK"]))
+                return here
             if all(agent.poll() is not None for agent in self.agents):
-                raise Ended(f"no group of {world}, as all agents have ended")
-            time.sleep(0.002)
-        said = (self.folder / "log").read_text(errors="replace")
-        raise TimeoutError(f"no group of {world} within {seconds:g} s: {said[-2000:]}")
+                raise Late("its agents ended")
+            return []
+
+        try:
+            found: list[dict[str, Any]] = until(look, seconds)
+        except Late as error:
+            said = (self.folder / "log").read_text(errors="replace")
+            raise Late(error.why, f"for a group of {world}: {said[-2000:]}") from None
+        return found
 
     def end(self, seconds: float = 10.0) -> None:
         (self.folder / "finish").touch()
@@ -108,13 +131,19 @@ class Job:
         guardian, which removes the files of a killed agent."""
         below = [agent.pid]
         for pid in below:
-            below += [child for child in children(pid) if not _is_guardian(child)]
+            with suppress(OSError):
+                below += [child for child in children(pid) if not _is_guardian(child)]
         for pid in below:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         agent.wait()
+
+
+def _is_guardian(pid: int) -> bool:
+    try:
+        return b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -137,49 +166,61 @@ def job_of(
             running.end()
 
 
-def children(pid: int) -> list[int]:
-    """Of all its threads; none if it is gone."""
-    try:
-        tasks = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
-        return [int(child) for task in tasks for child in task.read_text().split()]
-    except OSError:
-        return []
+class Times:
+    """Samples by what was done and by who did it, and what became of the tries that failed."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self._failed: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def note(self, what: str, who: str, value: float) -> None:
+        self._taken[what, who].append(value)
+
+    def since(self, began: float, what: str, who: str) -> None:
+        self.note(what, who, time.monotonic() - began)
+
+    @contextmanager
+    def trying(self, who: str, *what: str) -> Iterator[None]:
+        """Counts as failed what raises Late in the block, which is raised further."""
+        try:
+            yield
+        except Late as error:
+            for one in what:
+                self._failed[one, who].append(error.why)
+            raise
+
+    def group(
+        self, what: str, who: str, running: Job, world: int, seconds: float = PROBABLY_NEVER
+    ) -> list[dict[str, Any]]:
+        """Takes the time from now to a new group of so many, and returns what its ranks said."""
+        began = time.monotonic()
+        with self.trying(who, what):
+            places = running.up(world, seconds)
+        self.since(began, what, who)
+        return places
+
+    def of(self, what: str, who: str, unit: str = "s") -> Samples:
+        taken, failed = self._taken[what, who], self._failed[what, who]
+        why = ", ".join(dict.fromkeys(failed)) or ("" if taken else "not tried")
+        return Samples(unit, taken, len(failed), why)
 
 
-def _is_guardian(pid: int) -> bool:
-    try:
-        return b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def in_turn(who: Iterable[str], rounds: int, one: Callable[[str], None]) -> None:
+    """All that are named, in each round; one that is late is not tried again."""
+    here = list(who)
+    for _ in range(rounds):
+        for name in list(here):
+            try:
+                one(name)
+            except Late as error:
+                print(f"{name}: {str(error)[:200]}", flush=True)
+                here.remove(name)
 
 
 def cpu_seconds(pid: int) -> float:
     """What the threads that a process has now have used so far."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def gone(pid: int, seconds: float) -> None:
-    """Waits for the end of a process."""
-    deadline = time.monotonic() + seconds
-    while _alive(pid):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"pid {pid} does not end within {seconds:g} s")
-        time.sleep(0.002)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

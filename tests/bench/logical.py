@@ -11,7 +11,6 @@ sizes show whose weights differ.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -22,12 +21,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import attrs
 import torch
 import torch._dynamo  # which an optimizer would import in every fork
 import torch.distributed as dist
-from figures import Row, Samples, parser_of, said, tell
+from figures import Row, Samples, run, said
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,10 +65,21 @@ def model_of(width: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+@attrs.frozen
+class Settings:
+    """folder: where rank 0 leaves what was measured."""
+
+    world: int
+    rounds: int
+    width: int
+    batch: int
+    folder: Path
+
+
 class Trainer:
     """One kind of training, with a model and an optimizer of its own."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Settings) -> None:
         self.model, self.batch = model_of(args.width), args.batch
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.inputs = torch.randn(
@@ -115,14 +125,14 @@ def ddp(parts: int) -> str:
     return "DDP" if parts == 1 else f"DDP in {parts} parts"
 
 
-def kinds(args: argparse.Namespace) -> dict[str, Step]:
+def kinds(args: Settings) -> dict[str, Step]:
     found = {ddp(n): Trainer(args).ddp(n) for n in (1, 2, 4)}
     for count in counts(dist.get_world_size()):
         found[f"{count} logical workers"] = Trainer(args).logical(count)
     return found
 
 
-def measure(args: argparse.Namespace) -> None:
+def take(args: Settings) -> None:
     """On every rank; rank 0 leaves seconds and bytes of each kind and round in a file."""
     steps = kinds(args)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -140,7 +150,7 @@ def measure(args: argparse.Namespace) -> None:
         args.folder.joinpath("measured").write_text(json.dumps([seconds, sent]))
 
 
-def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+def rows_of(args: Settings) -> Iterator[Row]:
     seconds, sent = json.loads(args.folder.joinpath("measured").read_text())
     for count in counts(args.world):
         name = f"{count} logical workers"
@@ -155,7 +165,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
         yield Row(f"bytes.{count}", f"bytes sent in {what}", *both, "DDP")
 
 
-def trained(args: argparse.Namespace) -> None:
+def trained(args: Settings) -> None:
     """A few steps of both kinds; rank 0 leaves what the weights come to."""
     for name in TRAINED:
         trainer = Trainer(args)
@@ -170,7 +180,7 @@ def trained(args: argparse.Namespace) -> None:
                 file.write(digest.hexdigest() + "\n")
 
 
-def in_ranks(world: int, body: Callable[[argparse.Namespace], None], args: Any) -> None:
+def in_ranks(world: int, body: Callable[[Settings], None], args: Settings) -> None:
     """Each rank a fork, with a thread of its own alone."""
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
@@ -190,8 +200,7 @@ def in_ranks(world: int, body: Callable[[argparse.Namespace], None], args: Any) 
         raise SystemExit(f"ranks ended with {ended}")
 
 
-def whose_weights_differ(args: argparse.Namespace) -> Iterator[str]:
-    args.width, args.batch = 32, 40
+def whose_weights_differ(args: Settings) -> Iterator[str]:
     worlds = (1, 2, 3, 4, 5)
     for world in worlds:
         in_ranks(world, trained, args)
@@ -201,20 +210,17 @@ def whose_weights_differ(args: argparse.Namespace) -> Iterator[str]:
         yield f"Weights after 5 steps of {name} at world sizes {worlds[0]} to {worlds[-1]}: {same}."
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=64)
-    args = parser.parse_args()
+def measure(
+    *, world: int = 2, rounds: int = 15, width: int = 512, batch: int = 64
+) -> Iterator[Row | str]:
     with tempfile.TemporaryDirectory() as folder:
-        args.folder = Path(folder)
-        in_ranks(args.world, measure, args)
-        size = sum(p.numel() * p.element_size() for p in model_of(args.width).parameters())
-        note = f"The gradient has {said(size, 'bytes')}; the batch {args.batch} samples."
-        tell(args, [*rows_of(args)], [note, *whose_weights_differ(args)])
+        args = Settings(world, rounds, width, batch, Path(folder))
+        in_ranks(world, take, args)
+        yield from rows_of(args)
+        size = sum(p.numel() * p.element_size() for p in model_of(width).parameters())
+        yield f"The gradient has {said(size, 'bytes')}; the batch {batch} samples."
+        yield from whose_weights_differ(attrs.evolve(args, width=32, batch=40))
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -6,7 +6,7 @@ Both are functions of the record, so that a test can compare them with what stan
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,23 @@ class Benchmark:
 
     name: str
     flags: str = ""
-    quick: str = attrs.field(default="", kw_only=True)
-    limit: float = attrs.field(default=120.0, kw_only=True)
-    needs: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    make: str = attrs.field(default="bench", kw_only=True)
-    folder: Path = attrs.field(default=HERE, kw_only=True)
-
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{self.name}.py"
-
-    def given(self, quick: bool) -> list[str]:
-        return (self.quick if quick else self.flags).split()
+    quick: str = ""
+    limit: float = 120.0
+    needs: tuple[str, ...] = ()
+    make: str = "bench"
+    folder: Path = HERE
 
     def command(self, quick: bool = False) -> str:
         """As somebody types it who repeats it."""
-        return " ".join((COMMAND.format(self.name), *self.given(quick)))
+        return f"python tests/bench/{self.name}.py {self.quick if quick else self.flags}".rstrip()
 
     def about(self) -> tuple[str, str]:
         """Its title and its text, which are its docstring's; nothing of it is imported."""
-        doc = ast.get_docstring(ast.parse(self.path.read_text())) or self.name
-        title, _, text = doc.partition("\n\n")
+        doc = ast.get_docstring(ast.parse((self.folder / f"{self.name}.py").read_text()))
+        title, _, text = (doc or self.name).partition("\n\n")
         return " ".join(title.split()).rstrip("."), text
 
 
-COMMAND = "python tests/bench/{}.py"
 ALL = (
     Benchmark(
         "recovery",
@@ -121,24 +113,13 @@ def record_from_plain(plain: Mapping[str, Any]) -> dict[str, Section]:
     }
 
 
-HOW = """\
-`make bench` runs all of this and writes this page; `python tests/bench --only NAME` does one
-section again. Each benchmark is a process of its own, one after the other. What is compared is
-measured in the same run, in turns or side by side, with torch's or torchrun's part on the same
-work. A number is the median of so many samples, `from, to` is the least and the most of them, `of`
-says how many there were, and a ratio below 1 says that elasticlib takes less. Where samples were
-taken in turns step by step, the ratio is the median of the rounds' ratios. What did not happen
-within a bound is counted as failed and is in no median. All samples are in
-[`benchmarks.json`](benchmarks.json).
-
-Small machines, loopback and CPU tensors: compare the columns, and do not take seconds for those of
-a cluster. Ratios near 1 change from run to run.
-"""
+HEAD_OF_PAGE, TABLE = (HERE / "page.md").read_text().split("{machines}\n\n## In short\n\n")
+"""The text above all sections, and the table that stands in the README as well."""
 
 
-def page(record: Record, catalogue: Sequence[Benchmark] = ALL) -> str:
-    parts = ["# Benchmarks", HOW.rstrip(), *machines(record), "## In short", quoted(record)]
-    for benchmark in catalogue:
+def page(record: Record) -> str:
+    parts = [HEAD_OF_PAGE.rstrip(), *machines(record), "## In short", quoted(record)]
+    for benchmark in ALL:
         parts += section_of(benchmark, record.get(benchmark.name))
     return "\n\n".join(parts) + "\n"
 
@@ -174,116 +155,18 @@ def section_of(benchmark: Benchmark, section: Section | None) -> Iterator[str]:
         yield "\n".join(f"- {note}" for note in section.found.notes)
 
 
-QUOTES: Sequence[tuple[str, str, str, str]] = (
-    (
-        "a worker dies → both ranks have a working group",
-        "{recovery[restart].ours} (at most {recovery[restart].ours.most}"
-        " of {recovery[restart].ours.count})",
-        "{recovery[restart].theirs} (only with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`)",
-        "recovery",
-    ),
-    (
-        "an agent and its workers are killed → the survivor's group works",
-        "{recovery[loss].ours}",
-        "{recovery[loss].theirs}",
-        "recovery",
-    ),
-    (
-        "a second node joins → a world of two, from its start",
-        "{recovery[join].ours}",
-        "{recovery[join].theirs}",
-        "recovery",
-    ),
-    (
-        "a script's first line, from the command",
-        "{recovery[start].ours} (`--start-method spawn`: {recovery[start.spawn].ours})",
-        "{recovery[start].theirs}",
-        "recovery",
-    ),
-    ("an agent at rest", "{recovery[rest].ours}", "{recovery[rest].theirs}", "recovery"),
-    ("the event stream of it, steps told", "{events[stream].ours}", "", "events"),
-    (
-        "128 nodes settle (one process, loopback)",
-        "{rendezvous[settle.128].ours}",
-        "{rendezvous[settle.128].theirs}",
-        "rendezvous",
-    ),
-    (
-        "256 nodes; 1,000 nodes",
-        "{rendezvous[settle.256].ours}; {rendezvous[settle.1000].ours}"
-        " (in eight processes: {rendezvous[apart.1000].ours})",
-        "",
-        "rendezvous",
-    ),
-    (
-        "rank 0 of 128 dies → the survivors' next generation",
-        "{rendezvous[death.128].ours}",
-        "{rendezvous[death.128].theirs}",
-        "rendezvous",
-    ),
-    (
-        "a node that stands idle",
-        "{rendezvous[operations.128].ours} store operations, {rendezvous[cpu.128].ours}",
-        "",
-        "rendezvous",
-    ),
-    (
-        "`should_stop()`, when nothing is asked",
-        "{context[should_stop].ours}",
-        "(all-reduce of a flag, one rank: {context[should_stop].theirs})",
-        "context",
-    ),
-    (
-        "first index of a shuffled epoch, 10^6 samples; 10^12",
-        "{sampler[first.1e+06.1].ours}; {sampler[first.1e+12.1].ours};"
-        " memory: {sampler[memory.1e+06.1].ours}; {sampler[memory.1e+12.1].ours}",
-        "`DistributedSampler`, 10^6: {sampler[first.1e+06.1].theirs},"
-        " {sampler[memory.1e+06.1].theirs}",
-        "sampler",
-    ),
-    (
-        "1 GiB of state: a step waits for `save`; for `snapshot`",
-        "{checkpoint[save].ours}; {checkpoint[snapshot].ours}"
-        " (a plain copy: {checkpoint[save].theirs})",
-        "`torch.save` {checkpoint[save.torch].theirs};"
-        " DCP `async_save` {checkpoint[save.dcp].theirs}",
-        "checkpoint",
-    ),
-    (
-        "the same until it is durable",
-        "{checkpoint[durable].ours}",
-        "write and fsync {checkpoint[durable].theirs};"
-        " `async_save` {checkpoint[durable.dcp].theirs}",
-        "checkpoint",
-    ),
-    (
-        "the same weights at any world size: a step of 8 logical workers on 2 ranks",
-        "{logical[step.8.1].ratio} steps of DDP, {logical[bytes.8].ratio} times its bytes",
-        "1",
-        "logical",
-    ),
-    ("`--help`", "{startup[help].ours}", "{startup[help].theirs}", "startup"),
-)
-"""Row by row: what it is, of elasticlib, of torchrun or torch, from which file."""
-
-
 def quoted(record: Record) -> str:
     """The table that stands in the README as well, letter by letter."""
     found = {name: section.found for name, section in record.items()}
 
-    def filled(text: str) -> str:
+    def filled(cell: str) -> str:
         try:
-            return text.format(**found)
+            return cell.format(**found)
         except KeyError:
-            return "not measured"
+            return " not measured "
 
-    return in_markdown(
-        ("what", "elasticlib", "torchrun, torch", "repeat it"),
-        (
-            (what, filled(ours), filled(theirs), f"`{COMMAND.format(name)}`")
-            for what, ours, theirs, name in QUOTES
-        ),
-    )
+    lines = TABLE.strip().splitlines()
+    return "\n".join("|".join(map(filled, line.split("|"))) for line in lines)
 
 
 def with_table(readme: str, table: str) -> str:

@@ -22,25 +22,21 @@ tried.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import os
 import shutil
 import signal
-import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from figures import Row, Samples, parser_of, tell
-from launched import Ended, Job, Server, free_port, job_of
+from figures import Row, run
+from launched import Job, Server, Times, free_port, in_turn, job_of
 
 TORCHRUN = ("torch.distributed.run",)
 OURS = ("el-tcp", "el-file", "el-etcd")
-BOUND = 20.0
 STOCK = "c10d by default"
 SHARES = {STOCK: {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}}
 """Its variables; for all others launched.py's are good."""
@@ -63,7 +59,6 @@ def endpoint_of(backend: str) -> Iterator[str]:
         elif backend == "el-file":
             yield stack.enter_context(tempfile.TemporaryDirectory())
         else:
-            sys.path.append(str(Path(__file__).parent.parent))
             from etcd_server import EtcdServer
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -79,127 +74,85 @@ def job_in(backend: str) -> Iterator[Job]:
             yield running
 
 
-class Measured:
-    """Times by what was done and by backend, and what did not come."""
-
-    def __init__(self) -> None:
-        self.taken: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self.failed: dict[tuple[str, str], list[str]] = defaultdict(list)
-
-    def take(self, what: str, backend: str, running: Job, world: int) -> int:
-        """Notes how long it is until a new group of so many; the pid of its last worker.
-
-        Raises:
-            TimeoutError: there was none.
-        """
-        began = time.monotonic()
-        try:
-            workers = running.up(world, BOUND)
-        except TimeoutError as error:
-            why = "its agents ended" if isinstance(error, Ended) else f"not within {BOUND:g} s"
-            self.failed[what, backend].append(why)
-            raise
-        self.taken[what, backend].append(time.monotonic() - began)
-        return int(workers[-1]["pid"])
-
-    def of(self, what: str, backend: str) -> Samples:
-        taken, failed = self.taken[what, backend], self.failed[what, backend]
-        why = ", ".join(dict.fromkeys(failed)) or ("" if taken else "not tried")
-        return Samples("s", taken, len(failed), why)
-
-
-def two_nodes(found: Measured, backend: str, running: Job) -> int:
+def grow(times: Times, backend: str, running: Job) -> int:
+    """The pid of the second node's worker."""
     running.join()
     running.up(1)
     running.join()
-    return found.take("later", backend, running, 2)
+    return int(times.group("later", backend, running, 2)[-1]["pid"])
 
 
-def members(found: Measured, backend: str, kills: int) -> None:
+def kill(times: Times, backend: str, running: Job, worker: int, kills: int) -> None:
+    for _ in range(kills):
+        os.kill(worker, signal.SIGKILL)
+        worker = int(times.group("restart", backend, running, 2)[-1]["pid"])
+
+
+def members(times: Times, kills: int, backend: str) -> None:
     with job_in(backend) as running:
-        worker = two_nodes(found, backend, running)
-        for _ in range(kills):
-            os.kill(worker, signal.SIGKILL)
-            worker = found.take("restart", backend, running, 2)
+        kill(times, backend, running, grow(times, backend, running), kills)
         running.lose(running.agents.pop())
-        found.take("loss", backend, running, 1)
+        times.group("loss", backend, running, 1)
 
 
-def host(found: Measured, backend: str, kills: int) -> None:
-    del kills
+def host(times: Times, backend: str) -> None:
     with job_in(backend) as running:
-        two_nodes(found, backend, running)
+        grow(times, backend, running)
         running.lose(running.agents.pop(0))
-        found.take("host", backend, running, 1)
+        times.group("host", backend, running, 1)
 
 
-def stock(found: Measured, backend: str, kills: int) -> None:
+def stock(times: Times, kills: int, backend: str) -> None:
     """Without the variable no second node is let in: both begin together."""
     with job_in(backend) as running:
         running.join()
         running.join()
-        worker = int(running.up(2)[-1]["pid"])
-        for _ in range(kills):
-            os.kill(worker, signal.SIGKILL)
-            worker = found.take("restart", backend, running, 2)
+        kill(times, backend, running, int(running.up(2)[-1]["pid"]), kills)
 
 
-def newcomer(found: Measured, backend: str, kills: int) -> None:
-    del kills
+def newcomer(times: Times, backend: str) -> None:
     with job_in(backend) as running:
-        two_nodes(found, backend, running)
+        grow(times, backend, running)
 
 
-STORIES = {story.__name__: story for story in (members, host, stock, newcomer)}
-
-
-def told(found: Measured, stories: list[str], given: argparse.Namespace) -> Measured:
-    """All stories, each backend in turn; who did not come through one is not tried in it again."""
-    for story in stories:
-        here = [STOCK] if story in ("stock", "newcomer") else ["c10d", *given.backends]
-        for _ in range(given.repeat):
-            for backend in list(here):
-                try:
-                    STORIES[story](found, backend, given.kills)
-                except TimeoutError as error:
-                    print(f"{story}, {backend}: {str(error)[:200]}", flush=True)
-                    here.remove(backend)
-    return found
-
-
-def usable(asked: list[str]) -> tuple[list[str], list[str]]:
-    """Those of our backends that can be run here, and a sentence for each that cannot."""
+def missing(backend: str) -> str:
+    """Why it cannot be run here; nothing if it can."""
     points = importlib.metadata.entry_points(group="torchrun.handlers")
-    missing = {
-        backend: "torchrun does not find it: install elasticlib again"
-        for backend in asked
-        if backend not in {point.name for point in points}
+    if backend not in {point.name for point in points}:
+        return "torchrun does not find it: install elasticlib again"
+    if backend == "el-etcd" and shutil.which("etcd") is None:
+        return "no etcd here: install etcd-server"
+    return ""
+
+
+def measure(
+    *,
+    backends: str = ",".join(OURS),
+    stories: str = "members,host,stock,newcomer",
+    repeat: int = 1,
+    kills: int = 3,
+) -> Iterator[Row | str]:
+    """repeat: of each story and backend; kills: of workers, in each job for it."""
+    times, usable = Times(), [name for name in backends.split(",") if not missing(name)]
+    ways: dict[str, tuple[list[str], Callable[[str], None]]] = {
+        "members": (["c10d", *usable], partial(members, times, kills)),
+        "host": (["c10d", *usable], partial(host, times)),
+        "stock": ([STOCK], partial(stock, times, kills)),
+        "newcomer": ([STOCK], partial(newcomer, times)),
     }
-    if "el-etcd" in asked and shutil.which("etcd") is None:
-        missing["el-etcd"] = "no etcd here: install etcd-server"
-    notes = [f"{backend} was not measured: {why}." for backend, why in missing.items()]
-    return [backend for backend in asked if backend not in missing], notes
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--backends", default=",".join(OURS), help="of ours, with commas")
-    parser.add_argument("--stories", default=",".join(STORIES), help="any of these, with commas")
-    parser.add_argument("--repeat", type=int, default=1, help="of each story and backend")
-    parser.add_argument("--kills", type=int, default=3, help="of workers, in each job for it")
-    given = parser.parse_args()
-    given.backends, notes = usable(given.backends.split(","))
-    found = told(Measured(), given.stories.split(","), given)
-    rows = []
+    for story in stories.split(","):
+        who, play = ways[story]
+        in_turn(who, repeat, play)
     for what, words in WHAT.items():
-        beside = found.of(what, "c10d"), found.of(what, STOCK)
-        for backend in given.backends:
-            mine, said = found.of(what, backend), f"{words} (`{backend}`)"
-            rows.append(Row(f"{what}.{backend}", said, mine, beside[0], "c10d"))
-        if given.backends and (beside[1].values or beside[1].failed):
-            rows.append(Row(f"{what}.default", said, mine, beside[1], STOCK))
-    tell(given, rows, notes)
+        for backend in usable:
+            mine, said = times.of(what, backend), f"{words} (`{backend}`)"
+            yield Row(f"{what}.{backend}", said, mine, times.of(what, "c10d"), "c10d")
+        default = times.of(what, STOCK)
+        if usable and (default.values or default.failed):
+            yield Row(f"{what}.default", said, mine, default, STOCK)
+    for backend in sorted(set(backends.split(",")) - set(usable)):
+        yield f"{backend} was not measured: {missing(backend)}."
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

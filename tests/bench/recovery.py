@@ -24,189 +24,133 @@ torch costs, once for the process that all later workers are forked from.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-import attrs
-from figures import Row, Samples, parser_of, tell
-from launched import BOUND, LAUNCHERS, children, cpu_seconds, gone, job
+from figures import Row, run
+from launched import (
+    BOUND,
+    LAUNCHERS,
+    PROBABLY_NEVER,
+    Times,
+    alive,
+    children,
+    cpu_seconds,
+    in_turn,
+    job,
+    until,
+)
 
-PROBABLY_NEVER = 20.0
-"""Seconds in which a membership that is going to change has changed, by far."""
 FIRST_LINE = "import sys, time; open(f'{sys.argv[1]}/line', 'x').write(str(time.monotonic()))"
+MEASURED = {
+    "restart": {
+        "first": "start of the launcher to the first group of 2",
+        "restart": "kill of a worker to the next group of 2",
+    },
+    "start": {"start": "start of the launcher to the first line of the script"},
+    "join": {
+        "join": "join: start of the second agent to a group of 2",
+        "standstill": "join: end of the running worker to a group of 2",
+    },
+    "loss": {"loss": "kill of an agent and its worker to the survivor's group"},
+    "rest": {"rest": "CPU of an agent at rest"},
+}
+"""By part, what it takes."""
 
 
-@attrs.define
-class Measured:
-    """What was taken of one kind, by launcher, and how often it did not come."""
-
-    name: str
-    what: str
-    unit: str = "s"
-    taken: dict[str, list[float]] = attrs.Factory(lambda: defaultdict(list))
-    failed: Counter[str] = attrs.Factory(Counter)
-    why: str = f"not within {PROBABLY_NEVER:g} s"
-
-    def of(self, launcher: str) -> Samples:
-        failed = self.failed[launcher]
-        return Samples(self.unit, self.taken[launcher], failed, self.why if failed else "")
-
-    def rows(self) -> Iterator[Row]:
-        torchs = self.of("torchrun")
-        for launcher in [name for name in LAUNCHERS if name != "torchrun"]:
-            if launcher in {*self.taken, *self.failed}:
-                mark = launcher.partition(", ")[2]
-                what = f"{self.what} ({mark})" if mark else self.what
-                name = f"{self.name}.{mark}" if mark else self.name
-                yield Row(name, what, self.of(launcher), torchs, "torchrun")
+def restart(times: Times, kills: int, launcher: str) -> None:
+    began = time.monotonic()
+    with job(launcher) as running:
+        running.start("--standalone", "--nproc-per-node=2", f"--max-restarts={kills}")
+        places = running.up(2)
+        times.since(began, "first", launcher)
+        for _ in range(kills):
+            os.kill(places[-1]["pid"], signal.SIGKILL)
+            places = times.group("restart", launcher, running, 2, BOUND)
 
 
-def restart(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    first = Measured("first", "start of the launcher to the first group of 2")
-    again = Measured("restart", "kill of a worker to the next group of 2")
-    again.why = f"not within {BOUND:g} s"
-
-    def one(launcher: str) -> bool:
+def start(times: Times, launcher: str) -> None:
+    with job(launcher) as running:
+        script = running.folder / "script.py"
+        script.write_text(FIRST_LINE)
         began = time.monotonic()
-        with job(launcher) as running:
-            running.start("--standalone", "--nproc-per-node=2", f"--max-restarts={given.kills}")
-            places = running.up(2)
-            first.taken[launcher].append(time.monotonic() - began)
-            for kill in range(given.kills):
-                victim = places[-1]["pid"]
-                began = time.monotonic()
-                os.kill(victim, signal.SIGKILL)
-                try:
-                    places = running.up(2)
-                except TimeoutError:
-                    again.failed[launcher] += given.kills - kill
-                    break
-                again.taken[launcher].append(time.monotonic() - began)
-        return True
-
-    _in_turn(launchers, given.rounds, one)
-    return [first, again]
+        running.start("--standalone", program=str(script))
+        assert running.agents[0].wait(BOUND) == 0
+        times.note("start", launcher, float((running.folder / "line").read_text()) - began)
 
 
-def start(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    found = Measured("start", "start of the launcher to the first line of the script")
-
-    def one(launcher: str) -> bool:
-        with job(launcher) as running:
-            script = running.folder / "script.py"
-            script.write_text(FIRST_LINE)
-            began = time.monotonic()
-            running.start("--standalone", program=str(script))
-            assert running.agents[0].wait(BOUND) == 0
-            found.taken[launcher].append(float((running.folder / "line").read_text()) - began)
-        return True
-
-    _in_turn(launchers, given.repeat, one)
-    return [found]
+def join(times: Times, launcher: str) -> None:
+    with job(launcher) as running:
+        running.join()
+        (alone,) = running.up(1)
+        began = time.monotonic()
+        running.join()
+        with times.trying(launcher, *MEASURED["join"]):
+            until(lambda: not alive(alone["pid"]), PROBABLY_NEVER)
+            stopped = time.monotonic()
+            running.up(2, PROBABLY_NEVER)
+        times.since(began, "join", launcher)
+        times.since(stopped, "standstill", launcher)
 
 
-def join(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    whole = Measured("join", "join: start of the second agent to a group of 2")
-    still = Measured("standstill", "join: end of the running worker to a group of 2")
-
-    def one(launcher: str) -> bool:
-        with job(launcher) as running:
+def loss(times: Times, launcher: str) -> None:
+    with job(launcher) as running:
+        # The first hosts the store, whose loss would be another matter.
+        for world in (1, 2):
             running.join()
-            (alone,) = running.up(1)
-            began = time.monotonic()
-            running.join()
-            try:
-                gone(alone["pid"], PROBABLY_NEVER)
-                stopped = time.monotonic()
-                running.up(2, PROBABLY_NEVER)
-            except TimeoutError:
-                whole.failed[launcher] += 1
-                still.failed[launcher] += 1
-                return False
-            whole.taken[launcher].append(time.monotonic() - began)
-            still.taken[launcher].append(time.monotonic() - stopped)
-        return True
-
-    _in_turn(launchers, given.repeat, one)
-    return [whole, still]
+            running.up(world)
+        running.lose(running.agents.pop())
+        times.group("loss", launcher, running, 1)
 
 
-def loss(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    found = Measured("loss", "kill of an agent and its worker to the survivor's group")
-
-    def one(launcher: str) -> bool:
-        with job(launcher) as running:
-            # The first hosts the store, whose loss would be another matter.
-            for world in (1, 2):
-                running.join()
-                running.up(world)
-            began = time.monotonic()
-            running.lose(running.agents.pop())
-            try:
-                running.up(1, PROBABLY_NEVER)
-            except TimeoutError:
-                found.failed[launcher] += 1
-                return False
-            found.taken[launcher].append(time.monotonic() - began)
-        return True
-
-    _in_turn(launchers, given.repeat, one)
-    return [found]
+def at_rest(times: Times, seconds: float, launcher: str) -> None:
+    with job(launcher) as running:
+        running.start("--standalone", "--nproc-per-node=2", args=("once",))
+        workers = {place["pid"] for place in running.up(2)}
+        agent = running.agents[0].pid
+        serving = [agent, *(pid for pid in children(agent) if pid not in workers)]
+        # What a start leaves to do is over by then: the fork server has begun to rest, and imported
+        # what it keeps for later workers.
+        time.sleep(6.0)
+        used = sum(map(cpu_seconds, serving))
+        time.sleep(seconds)
+        used = sum(map(cpu_seconds, serving)) - used
+        times.note("rest", launcher, used / seconds)
 
 
-def rest(launchers: list[str], given: argparse.Namespace) -> list[Measured]:
-    found = Measured("rest", "CPU of an agent at rest", "of a core")
-
-    def one(launcher: str) -> bool:
-        with job(launcher) as running:
-            running.start("--standalone", "--nproc-per-node=2", args=("once",))
-            workers = {place["pid"] for place in running.up(2)}
-            agent = running.agents[0].pid
-            serving = [agent, *(pid for pid in children(agent) if pid not in workers)]
-            # What a start leaves to do is over soon.
-            time.sleep(1.0)
-            used = sum(map(cpu_seconds, serving))
-            time.sleep(given.rest)
-            used = sum(map(cpu_seconds, serving)) - used
-            found.taken[launcher].append(used / given.rest)
-        return True
-
-    _in_turn(launchers, given.repeat, one)
-    return [found]
-
-
-def _in_turn(launchers: list[str], rounds: int, one: Callable[[str], bool]) -> None:
-    """Whoever says that it did not come through is not tried again."""
-    here = list(launchers)
-    for _ in range(rounds):
-        here = [launcher for launcher in here if one(launcher)]
-
-
-PARTS = {part.__name__: part for part in (restart, start, join, loss, rest)}
-
-
-def measured(given: argparse.Namespace) -> Iterable[Row]:
-    launchers = [name for name in LAUNCHERS if given.spawn or "spawn" not in name]
-    for name in given.parts.split(","):
-        for found in PARTS[name](launchers, given):
-            yield from found.rows()
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="any of these, with commas")
-    parser.add_argument("--spawn", action="store_true", help="elasticrun with cold workers as well")
-    parser.add_argument("--rounds", type=int, default=2, help="jobs whose workers are killed")
-    parser.add_argument("--kills", type=int, default=10, help="of each such job")
-    parser.add_argument("--repeat", type=int, default=3, help="starts, joins, losses and rests")
-    parser.add_argument("--rest", type=float, default=10.0, help="seconds")
-    given = parser.parse_args()
-    tell(given, measured(given))
+def measure(
+    *,
+    parts: str = ",".join(MEASURED),
+    spawn: bool = False,
+    rounds: int = 2,
+    kills: int = 10,
+    repeat: int = 3,
+    rest: float = 10.0,
+) -> Iterator[Row]:
+    """rounds: jobs whose workers are killed, so many of each; repeat: of all else."""
+    times = Times()
+    stories: dict[str, tuple[int, Callable[[str], None]]] = {
+        "restart": (rounds, partial(restart, times, kills)),
+        "start": (repeat, partial(start, times)),
+        "join": (repeat, partial(join, times)),
+        "loss": (repeat, partial(loss, times)),
+        "rest": (repeat, partial(at_rest, times, rest)),
+    }
+    launchers = [name for name in LAUNCHERS if spawn or "spawn" not in name]
+    for part in parts.split(","):
+        in_turn(launchers, *stories[part])
+        unit = "of a core" if part == "rest" else "s"
+        for name, what in MEASURED[part].items():
+            torchs = times.of(name, "torchrun", unit)
+            for launcher in [one for one in launchers if one != "torchrun"]:
+                mine, mark = times.of(name, launcher, unit), launcher.partition(", ")[2]
+                words = f"{what} ({mark})" if mark else what
+                full = f"{name}.{mark}" if mark else name
+                yield Row(full, words, mine, torchs, "torchrun")
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -15,21 +15,21 @@ turn at the interpreter most of the time.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import logging
+import multiprocessing
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 from launched import Server
 
 from elasticlib import (
@@ -133,38 +133,44 @@ def ours(count: int) -> float | None:
 
 def spread(count: int, processes: int) -> float | None:
     """The same with the nodes in several processes, which are ready before the time is taken."""
+    spawn = multiprocessing.get_context("spawn")
     with Server() as port:
-        parts = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--part", f"{count},{port},{first},{processes}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for first in range(processes)
-        ]
-        for part in parts:
-            assert part.stdout is not None
-            assert part.stdout.readline() == "ready\n"
+        ends, parts = [], []
+        for first in range(processes):
+            ours, theirs = spawn.Pipe()
+            ends.append(ours)
+            parts.append(spawn.Process(target=part, args=(count, port, first, processes, theirs)))
+            parts[-1].start()
+            theirs.close()
+        for end in ends:
+            end.recv()  # it is ready
         began = time.monotonic()
-        for part in parts:
-            assert part.stdin is not None
-            part.stdin.write("go\n")
-            part.stdin.flush()
+        for end in ends:
+            end.send("go")
         # The monotonic clock is one for all processes of a machine.
-        ends = [part.stdout.readline().strip() for part in parts if part.stdout]
-        for part in parts:
-            part.communicate("end\n", timeout=BOUND)
-        return None if "" in ends else max(map(float, ends)) - began
+        settled = [end.recv() for end in ends]
+        for end, process in zip(ends, parts, strict=True):
+            end.send("end")
+            process.join(BOUND)
+        return None if None in settled else max(settled) - began
 
 
-def play_part(count: int, port: int, first: int, step: int) -> None:
+def part(count: int, port: int, first: int, step: int, told: Connection) -> None:
+    bend_limits()
     with Nodes(count, port, first, step) as nodes:
-        print("ready", flush=True)
-        sys.stdin.readline()
+        told.send("ready")
+        told.recv()
         settled = nodes.settle()
-        print("" if settled is None else time.monotonic(), flush=True)
-        sys.stdin.readline()
+        told.send(None if settled is None else time.monotonic())
+        told.recv()
+
+
+def bend_limits() -> None:
+    # As many threads as nodes would otherwise ask for the interpreter's lock 200 times a second
+    # each, and get nothing done for asking.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def torchs(count: int) -> float | None:
@@ -207,7 +213,7 @@ def settling(counts: Sequence[int], torch_up_to: int, repeat: int) -> Iterator[R
         yield Row(f"settle.{count}", f"{count} nodes settle", mine, theirs, "torch's c10d")
 
 
-def standing(count: int, seconds: float, repeat: int) -> Iterator[Row]:
+def at_rest(count: int, seconds: float, repeat: int) -> Iterator[Row]:
     """At rest, and when rank 0 dies."""
     asked, used, again = [], [], []
     for _ in range(repeat):
@@ -228,38 +234,30 @@ def standing(count: int, seconds: float, repeat: int) -> Iterator[Row]:
     yield Row(f"death.{count}", what, death, never, "torch's c10d")
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--nodes", default="2,16,128,256,1000")
-    parser.add_argument("--torch-up-to", type=int, default=128)
-    parser.add_argument("--apart", default="1000", help="of our nodes, in several processes")
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--standing", default="128", help="nodes at rest, and one of them dies")
-    parser.add_argument("--idle", type=float, default=10.0, help="seconds at rest")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    # As many threads as nodes would otherwise ask for the interpreter's lock 200 times a second
-    # each, and get nothing done for asking.
-    sys.setswitchinterval(SWITCH_SECONDS)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if args.part:
-        play_part(*map(int, args.part.split(",")))
-        return
-    rows = [*settling(numbers(args.nodes), args.torch_up_to, args.repeat)]
-    for count in numbers(args.apart):
-        mine = tried(partial(spread, count, args.processes), args.repeat)
-        what = f"{count} nodes settle, in {args.processes} processes"
-        rows.append(Row(f"apart.{count}", what, mine))
-    for count in numbers(args.standing):
-        rows += standing(count, args.idle, args.repeat)
-    tell(args, rows)
+def measure(
+    *,
+    nodes: str = "2,16,128,256,1000",
+    torch_up_to: int = 128,
+    apart: str = "1000",
+    processes: int = 8,
+    standing: str = "128",
+    idle: float = 10.0,
+    repeat: int = 3,
+) -> Iterator[Row]:
+    """apart: of our nodes, in several processes. standing: nodes at rest, for `idle` seconds, and
+    one of them dies."""
+    bend_limits()
+    yield from settling(numbers(nodes), torch_up_to, repeat)
+    for count in numbers(apart):
+        mine = tried(partial(spread, count, processes), repeat)
+        yield Row(f"apart.{count}", f"{count} nodes settle, in {processes} processes", mine)
+    for count in numbers(standing):
+        yield from at_rest(count, idle, repeat)
 
 
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in filter(None, text.split(","))]
+    return [int(number) for number in text.split(",") if number]
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

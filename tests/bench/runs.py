@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.util
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,36 +24,26 @@ from page import HERE, Benchmark, Section
 sys.path.append(str(HERE.parent))
 from processes import marked
 
-ENDS_BY_ITSELF = 20.0
-"""Seconds for a program that is interrupted, which kills its jobs and removes their files."""
-GUARDIANS = 10.0
-"""Seconds for what removes the files of jobs that were killed."""
+PATIENCE = 20.0
+"""Seconds for a program that is interrupted, which kills its jobs and removes their files, and for
+the guardians of jobs that were killed."""
 BUILD = HERE.parent.parent / "build"
 """On the disk of this checkout, which the system's temporary folder need not be on."""
 TAG = "ELASTICLIB_BENCH_TAG"
 
 
-def missing(benchmark: Benchmark) -> list[str]:
-    """Modules that it needs, and that are not installed here."""
-    return [name for name in benchmark.needs if importlib.util.find_spec(name) is None]
-
-
-def run(benchmark: Benchmark, quick: bool = False, *, patience: float = GUARDIANS) -> Section:
+def run(benchmark: Benchmark, quick: bool = False, *, patience: float = PATIENCE) -> Section:
     """Run it, and say what came of it; it raises nothing that the benchmark does.
 
     patience: seconds in which the processes that it leaves may end by themselves.
     """
-    began, load, tag = time.monotonic(), os.getloadavg()[0], uuid.uuid4().hex
+    began, load, found = time.monotonic(), os.getloadavg()[0], Found()
     # Sockets of jobs lie there, whose paths must be short.
-    folder, found = Path(tempfile.mkdtemp(prefix="bench-")), Found()
-    try:
-        error = carried_out(benchmark, quick, folder, tag)
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
+        error, left = carried_out(benchmark, quick, Path(name), patience)
         if not error:
-            found = from_plain(json.loads((folder / "found").read_text()))
+            found = from_plain(json.loads((Path(name) / "found").read_text()))
             error = "" if found.rows else "it has measured nothing"
-    finally:
-        left = end_all(tag, patience)
-        shutil.rmtree(folder, ignore_errors=True)
     if left and not error:
         note = f"It left {left} processes behind, which were ended."
         found = attrs.evolve(found, notes=(*found.notes, note))
@@ -70,41 +58,34 @@ def run(benchmark: Benchmark, quick: bool = False, *, patience: float = GUARDIAN
     )
 
 
-def carried_out(benchmark: Benchmark, quick: bool, folder: Path, tag: str) -> str:
-    """Why it has not found what it should; nothing if it has, which then is in the folder."""
-    command = [sys.executable, str(benchmark.path), *benchmark.given(quick)]
-    temporary = folder / "t"
+def carried_out(
+    benchmark: Benchmark, quick: bool, folder: Path, patience: float
+) -> tuple[str, int]:
+    """Why it has not found what it should, nothing if it has, which then is in the folder; and how
+    many processes it left, which are ended."""
+    program = benchmark.folder / f"{benchmark.name}.py"
+    flags = (benchmark.quick if quick else benchmark.flags).split()
+    tag, temporary, found = uuid.uuid4().hex, folder / "t", folder / "found"
     temporary.mkdir()
     BUILD.mkdir(exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir=BUILD) as here,
-        subprocess.Popen(
-            [*command, "--json", str(folder / "found")],
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=BUILD) as here:
+        process = subprocess.Popen(
+            [sys.executable, str(program), *flags, "--json", str(found)],
             cwd=here,
             env={**os.environ, "TMPDIR": str(temporary), TAG: tag},
             start_new_session=True,
-        ) as process,
-    ):
+        )
         try:
             code = process.wait(benchmark.limit)
+            error = f"exit code {code}" if code else "" if found.exists() else "it has told nothing"
         except subprocess.TimeoutExpired:
-            return f"not done within {benchmark.limit:g} s"
+            error = f"not done within {benchmark.limit:g} s"
         finally:
-            interrupt(process)
-    if code:
-        return f"exit code {code}"
-    return "" if (folder / "found").exists() else "it has told nothing"
-
-
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """So that it ends its jobs itself; SIGKILL if it does not."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ENDS_BY_ITSELF)
-            return
-        process.kill()
-        process.wait()
+            if process.poll() is None:  # it ends its jobs itself
+                process.send_signal(signal.SIGINT)
+            left = end_all(tag, patience)
+            process.wait()
+    return error, left
 
 
 def end_all(tag: str, patience: float) -> int:
@@ -123,20 +104,15 @@ def end_all(tag: str, patience: float) -> int:
 
 def machine() -> Mapping[str, str]:
     """What numbers depend on, and nothing that tells whose machine it is."""
+    told = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    names = [value.strip() for key, _, value in told if key.startswith("model name")]
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "processor": f"{processor()}, {cores} cores",
+        "processor": f"{(names or [platform.machine()])[0]}, {cores} cores",
         "memory": f"{memory:.0f} GiB",
         "kernel": f"Linux {platform.release()}",
         "Python": platform.python_version(),
         "torch": metadata.version("torch"),
         "elasticlib": metadata.version("elasticlib"),
     }
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 
 OURS, RANDPERM, TORCH = "ours", "ours, `randperm`", "DistributedSampler"
 DRAWN = 2 * 10**6
@@ -37,7 +37,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(kind: str, length: int, world: int, drawn: int, told: Connection) -> None:
+def take(kind: str, length: int, world: int, drawn: int, told: Connection) -> None:
     """Tells seconds to the first index, bytes until then, and seconds an index."""
     import torch
     from torch.utils.data import DistributedSampler
@@ -75,7 +75,7 @@ def measured(kind: str, length: int, world: int, drawn: int, repeat: int) -> lis
     server = multiprocessing.get_context("forkserver")
     for _ in range(repeat):
         ours, theirs = server.Pipe()
-        process = server.Process(target=measure, args=(kind, length, world, drawn, theirs))
+        process = server.Process(target=take, args=(kind, length, world, drawn, theirs))
         process.start()
         theirs.close()
         rounds.append(ours.recv())
@@ -96,18 +96,18 @@ def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[
             yield Row(f"{name}{mark}.{length:.0e}.{world}", said, ours, theirs, TORCH)
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10**6, 10**9, 10**12])
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--torch-until", type=int, default=10**6)
-    args = parser.parse_args()
+def measure(
+    *,
+    lengths: str = f"{10**6},{10**9},{10**12}",
+    worlds: str = "1,8",
+    repeat: int = 5,
+    torch_until: int = 10**6,
+) -> Iterator[Row]:
     multiprocessing.set_forkserver_preload(["torch.utils.data"])
-    cases = itertools.product(args.lengths, args.worlds)
-    asked = (args.torch_until, args.repeat)
-    tell(args, [row for length, world in cases for row in rows_of(length, world, *asked)])
+    for length in map(int, lengths.split(",")):
+        for world in map(int, worlds.split(",")):
+            yield from rows_of(length, world, torch_until, repeat)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 
 COMMANDS = {"elasticrun": "elasticlib.launch", "torchrun": "torch.distributed.run"}
 
@@ -25,19 +26,14 @@ def once(module: str) -> float:
     return time.monotonic() - began
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=7)
-    given = parser.parse_args()
+def measure(*, runs: int = 7) -> Iterator[Row]:
     for module in COMMANDS.values():
         once(module)
-    taken = {
-        name: Samples("s", [once(module) for _ in range(given.runs)])
-        for name, module in COMMANDS.items()
-    }
-    both = (taken["elasticrun"], taken["torchrun"])
-    tell(given, [Row("help", "`--help`, a whole process", *both, "torchrun")])
+    ours, torchs = (
+        Samples("s", [once(module) for _ in range(runs)]) for module in COMMANDS.values()
+    )
+    yield Row("help", "`--help`, a whole process", ours, torchs, "torchrun")
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -18,7 +18,7 @@ from figures import Found, Row, Samples, cells, from_plain, in_markdown, said, t
 from page import (
     ALL,
     HERE,
-    QUOTES,
+    TABLE,
     Benchmark,
     Section,
     page,
@@ -111,12 +111,13 @@ PROGRAM = """
 import sys
 from pathlib import Path
 sys.path.append(HERE)
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 mine = Samples("s", [1.0, 3.0, 2.0])
-rows = [Row(name, "A step waits", mine) for name in ("save", "save.torch")]
-parser = parser_of("")
-parser.add_argument("--mib")
-tell(parser.parse_args(), [*rows, Row("load", "It loads", mine), Row("else", "No", mine)])
+def measure(*, mib=8):
+    assert mib == 1
+    yield from (Row(name, "A step waits", mine) for name in ("save", "save.torch"))
+    yield from (Row("load", "It loads", mine), Row("else", "No", mine))
+run(measure, "")
 """
 
 
@@ -151,18 +152,24 @@ def test_the_page_and_the_readme_are_made_of_the_samples_that_are_kept(
 
 
 def test_each_benchmark_has_a_section_a_file_and_flags_that_it_takes() -> None:
-    texts = {path.stem: path.read_text() for path in HERE.glob("[!t]*.py")}
-    programs = {name for name, text in texts.items() if "parser_of(__doc__)" in text}
-    assert programs == {benchmark.name for benchmark in ALL}
+    flags = {path.stem: flags_of(path) for path in HERE.glob("[!t]*.py")}
+    assert {name for name, taken in flags.items() if taken} == {one.name for one in ALL}
     for benchmark in ALL:
         # The command stands in the docstring, and so on the page.
         usage = re.findall(r"^    .*", benchmark.about()[1], re.MULTILINE)
         assert f"python tests/bench/{benchmark.name}.py" in usage[0]
         given = " ".join((benchmark.flags, benchmark.quick, *usage))
-        flags = re.findall(r"(?<!\w)--[a-z-]+", given)
-        assert not [flag for flag in flags if f'"{flag}"' not in texts[benchmark.name]]
-    for _, ours, theirs, name in QUOTES:
-        assert {name} == set(re.findall(r"\{(\w+)\[", ours + theirs)) <= programs
+        assert set(re.findall(r"(?<!\w)--[a-z-]+", given)) <= flags[benchmark.name]
+    for line in TABLE.splitlines()[2:]:
+        assert set(re.findall(r"\{(\w+)\[", line)) == set(re.findall(r"bench/(\w+)\.py`", line))
+
+
+def flags_of(program: Path) -> set[str]:
+    """Of its function `measure`; the file is not imported."""
+    for part in ast.parse(program.read_text()).body:
+        if isinstance(part, ast.FunctionDef) and part.name == "measure":
+            return {f"--{one.arg.replace('_', '-')}" for one in part.args.kwonlyargs}
+    return set()
 
 
 def test_nothing_is_left_out_of_the_page_silently() -> None:
@@ -196,10 +203,10 @@ PROGRAMS = {
     "good": """
 import subprocess, sys
 sys.path.append(HERE)
-from figures import Row, Samples, parser_of, tell
+from figures import Row, Samples, run
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 sys.stdout = sys.stderr
-tell(parser_of("").parse_args(), [Row("a", "A", Samples("s", [1.0]))])
+run(lambda: [Row("a", "A", Samples("s", [1.0]))], "")
 """,
     "bad": "raise SystemExit(3)",
     "hangs": """
@@ -246,11 +253,12 @@ def test_the_command_measures_what_it_is_asked_for_and_writes_the_page(tmp_path:
 
 
 def test_what_was_measured_is_kept_whatever_comes_of_the_next(tmp_path: Path) -> None:
-    def sections() -> Iterator[tuple[str, Section]]:
-        yield from RECORD.items()
+    def once(benchmark: Benchmark) -> Section:
+        if benchmark.name in RECORD:
+            return RECORD[benchmark.name]
         raise KeyboardInterrupt
 
-    keep = runpy.run_path(str(HERE / "__main__.py"))["keep"]
+    measure = runpy.run_path(str(HERE / "__main__.py"))["measure"]
     with pytest.raises(KeyboardInterrupt):
-        keep(tmp_path, {}, sections())
+        measure([Benchmark("startup"), Benchmark("recovery")], tmp_path, once)
     assert record_from_plain(json.loads((tmp_path / "benchmarks.json").read_text())) == RECORD
