@@ -200,11 +200,6 @@ class Loop:
     def refusal(self) -> Exception:
         return self._error or RendezvousClosed("this node has left the rendezvous")
 
-    @property
-    def state(self) -> State | None:
-        """The job's, as it was last read."""
-        return None if self.node.seen is None else self.node.seen.state
-
     def overdue(self, join: Join) -> RendezvousTimeout | None:
         """The join timeout, once that has passed: it runs while no generation stands, so that a
         spare waits for as long as one does."""
@@ -390,7 +385,7 @@ class Loop:
             self._bring_in(join)
         with self._known:
             # What has ended stays so, even if a store has forgotten it meanwhile.
-            change = node.intent.change(self.state) or self.change
+            change = node.intent.change(self.node.state) or self.change
             is_news, self.change = change != self.change, change
             self._known.notify_all()
             if join is None or not join.given or join is not self._join:
@@ -404,9 +399,9 @@ class Loop:
         """Take this node a step further into the generation that has settled."""
         node = self.node
         if node.intent.joining:
-            final = node.intent.final_change(self.state)
+            final = node.intent.final_change(self.node.state)
             if final is not None:
-                late = final if node.intent.held else _to_a_latecomer(final, self.state)
+                late = final if node.intent.held else _to_a_latecomer(final, self.node.state)
                 self._end_join(join, ClosedBecause(late))
                 return
             seat = node.enter()
@@ -415,7 +410,7 @@ class Loop:
             join.since = self._clock()
             if seat.rank == 0:
                 self._serve()
-        if node.intent.change(self.state) is not None:
+        if node.intent.change(self.node.state) is not None:
             # The generation ended before its workers began.
             self._seek(join)
             self.post(Event())
@@ -609,12 +604,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
         # As far as the store has answered within a lease.
         loop = self._loop
         loop.wait(lambda: loop.node.seen, self._timing.lease)
-        return loop.stopping or loop.node.intent.final_change(loop.state) is not None
+        return loop.stopping or loop.node.intent.final_change(loop.node.state) is not None
 
     def set_closed(self) -> None:
         loop = self._loop
         loop.post(Event(closing=f"closed by {loop.node.intent.node.host}"))
-        loop.wait(lambda: loop.state is not None and loop.state.phase.terminal, self._timing.close)
+        loop.wait(
+            lambda: loop.node.state is not None and loop.node.state.phase.terminal,
+            self._timing.close,
+        )
 
     def num_nodes_waiting(self) -> int:
         node, now = self._loop.node, self._clock()
