@@ -163,10 +163,6 @@ class Loop:
         self.post(Event(joins=True))
         return join
 
-    def has_replaced(self, join: Join) -> bool:
-        """Whether that call will be given nothing more."""
-        return self._join is not join
-
     def wait(self, known: Callable[[], object], seconds: float) -> None:
         """For something to be known, as long as the node has not left."""
         self._start()
@@ -200,10 +196,14 @@ class Loop:
     def refusal(self) -> Exception:
         return self._error or RendezvousClosed("this node has left the rendezvous")
 
-    def overdue(self, join: Join) -> RendezvousTimeout | None:
-        """The join timeout, once that has passed: it runs while no generation stands, so that a
-        spare waits for as long as one does."""
+    def overdue(self, join: Join) -> Exception | None:
+        """What ends this call: that another took its place, or the join timeout, once that has
+        passed. It runs while no generation stands, so that a spare waits for as long as one does.
+        """
         node, limit = self.node, self._timing.join
+        with self._known:
+            if self._join is not join:
+                return RendezvousClosed("another call of next_rendezvous took its place")
         if join.given:
             return None
         if not node.intent.joining:
@@ -258,8 +258,7 @@ class Loop:
             self._look_at = now = self._clock()
             pause = node.missed(error, now)
         join = self._join
-        late = None if join is None or not join.taken_up else self.overdue(join)
-        if join is not None and late is not None:
+        if join is not None and join.taken_up and (late := self.overdue(join)) is not None:
             self._end_join(join, late)
         return pause
 
@@ -572,9 +571,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 outcome = outcomes.get(timeout=OVERDUE_SECONDS)
             except queue.Empty:
                 # The store may be keeping the thread that would put it.
-                outcome = self._loop.overdue(join)
-                if self._loop.has_replaced(join) and outcomes.empty():
-                    outcome = RendezvousClosed("another call of next_rendezvous took its place")
+                late = self._loop.overdue(join)
+                outcome = late if outcomes.empty() else None
             if isinstance(outcome, Exception):
                 raise outcome
             if isinstance(outcome, RendezvousInfo):

@@ -187,6 +187,18 @@ def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster
     assert change.kind is ChangeKind.SURPLUS
 
 
+def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(2, 2))
+    first = cluster.join(handler)
+    key = Keys("run").node("a-1")
+    until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
+    second = cluster.join(handler)
+    with pytest.raises(RendezvousClosed, match="another call of next_rendezvous took its place"):
+        first.result(20)
+    cluster.join(cluster.node("b", Limits(2, 2)))
+    assert second.result(20).world_size == 2
+
+
 def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2))
     waiting = cluster.join(handler)
