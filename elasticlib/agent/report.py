@@ -61,12 +61,6 @@ def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
     )
 
 
-def cause_without_exit(reason: str, host: str, generation: int) -> Cause:
-    """What is told where a node could not start its workers, or they hang."""
-    sentence = shorten(reason, LONGEST_LINE)
-    return Cause(host, generation, -1, -1, pid=0, returncode=0, signal="", sentence=sentence)
-
-
 def post_cause(cause: Cause) -> Post:
     """Whoever comes later has followed, and says so at the end of its run."""
     return Post(CAUSE, FIRST, encode(attrs.asdict(cause)), first=True)
@@ -229,7 +223,10 @@ class Report:
 
     def ended_without(self, reason: str) -> Cause:
         """The workers could not all be started, or hang: no exit will tell of it."""
-        self._without_exit = cause_without_exit(reason, self._host, self._generation)
+        said, numbers = shorten(reason, LONGEST_LINE), (self._generation, -1, -1)
+        self._without_exit = Cause(
+            self._host, *numbers, pid=0, returncode=0, signal="", sentence=said
+        )
         return self._without_exit
 
     def hung(self, event: policy.Hung) -> Cause:
