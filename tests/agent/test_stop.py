@@ -186,6 +186,8 @@ def test_the_ladder_is_climbed_by_the_time_alone() -> None:
         if GroupStopped in (kind for _, kind in climbed):
             break
     assert climbed == [(5.0, EndWorkers), (35.0, EndWorkers), (45.0, GroupStopped)]
+    forced = [command.force for command in side.did if isinstance(command, EndWorkers)]
+    assert forced == [False, True]
     assert side.did[-1] == GroupStopped(left="pid 1")
 
 
