@@ -111,7 +111,7 @@ class Report:
         self._host = host
         self._workers = workers
         self._journal = journal
-        self._guard = Guard(journal, aside=journal is not None and not journal.prompt)
+        self._guard = Guard(journal)
         self._clock = clock
         self._steps: StepWatch | None = None
         self._idle_since = self._began_at = self._stopping_at = clock()
@@ -310,7 +310,8 @@ class Report:
     def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
         if self._journal is not None:
             tell, generation = self._journal.tell, self._generation
-            self._guard.call(partial(tell, kind, generation=generation, rank=rank, **facts))
+            told = partial(tell, kind, generation=generation, rank=rank, **facts)
+            self._guard.call(told, prompt=self._journal.prompt)
 
 
 def _in_short(cause: Cause) -> dict[str, object]:
