@@ -19,7 +19,6 @@ from soak.campaign import (
     FIRST_NODES,
     KINDS,
     MOST_NODES,
-    Campaign,
     CampaignError,
     after,
     draw,
@@ -28,7 +27,7 @@ from soak.campaign import (
     write,
 )
 from soak.ledger import Generation, Ledger, read_generation
-from soak.phases import PHASES, quantile, recovery
+from soak.phases import PHASES, recovery
 from soak.proof import RECORDS, left
 from soak.report import charged
 from soak.stage import Stage
@@ -124,11 +123,6 @@ def test_text_that_is_no_json_is_refused_with_its_line() -> None:
 def test_what_cannot_be_drawn_is_refused(count, mix, spacing, sentence: str) -> None:
     with pytest.raises(CampaignError, match=sentence):
         draw(0, count, mix, spacing)
-
-
-def test_a_campaign_is_over_after_its_last_fault_and_the_time_to_recover() -> None:
-    assert isinstance(draw(0, 1, {"kill": 1.0}), Campaign)
-    assert draw(0, 1, {"kill": 1.0}).steps < draw(0, 1, {"join": 1.0}).steps
 
 
 # -- the ledger -------------------------------------------------------------------------------
@@ -246,11 +240,6 @@ def test_a_step_that_was_kept_needs_not_be_done_again_and_one_that_was_not_does(
     assert found is not None
     assert found.total == 5.75
     assert recovery(10.25, 9, EVENTS, [STRUCK, of_one_rank(5, 15.0, (8, 15.5))]) is None
-
-
-def test_quantiles_are_values_that_were_there() -> None:
-    assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
-    assert quantile([], 0.5) == 0.0
 
 
 def played(number: int, kind: str, of: int, struck: dict[int, int]) -> Played:
