@@ -53,8 +53,7 @@ _HOMES = {
     ),
     "workers.exit": ("WorkerExit",),
     "compat.failures": ("ChildFailedError", "ProcessFailure", "SignalException", "record"),
-    "workers.interface": ("Workers",),
-    "workers.messages": ("Notice",),
+    "workers.interface": ("Notice", "Workers"),
     "workers.context": ("Context", "Stop", "context"),
     "workers.processes": ("LocalWorkers",),
     "agent.interface": ("RunResult",),
@@ -164,8 +163,8 @@ if TYPE_CHECKING:
     from .workers.context import Stop as Stop
     from .workers.context import context as context
     from .workers.exit import WorkerExit as WorkerExit
+    from .workers.interface import Notice as Notice
     from .workers.interface import Workers as Workers
-    from .workers.messages import Notice as Notice
     from .workers.processes import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function

@@ -13,9 +13,8 @@ from datetime import timedelta
 Clock = Callable[[], float]
 
 
-def monotonic() -> float:
-    """Seconds since an arbitrary origin, never going back."""
-    return time.monotonic()
+monotonic: Clock = time.monotonic
+"""Seconds since an arbitrary origin, never going back."""
 
 
 def duration(seconds: float) -> timedelta:
@@ -23,9 +22,8 @@ def duration(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def wall() -> float:
-    """Seconds since 1970 by this machine's wall clock: to show to people, never to decide."""
-    return time.time()
+wall: Clock = time.time
+"""Seconds since 1970 by this machine's wall clock: to show to people, never to decide."""
 
 
 def today() -> str:

@@ -107,6 +107,11 @@ def getStream(group: str) -> MetricStream:
     return MetricStream(group, _handlers.get(group) or _handlers[None])
 
 
+def is_taken(group: str = OURS) -> bool:
+    """Whether a handler is configured that takes the group's numbers."""
+    return not isinstance(getStream(group).handler, NullMetricHandler)
+
+
 def put_metric(metric_name: str, metric_value: int, metric_group: str = OURS) -> None:
     """One number, of now, for the group's handler."""
     getStream(metric_group).add_value(metric_name, metric_value)

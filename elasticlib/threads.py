@@ -50,6 +50,7 @@ class Aside:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._over = False
+        self._closing = threading.Event()
 
     def call(self, work: Callable[[], object]) -> bool:
         """Whether it will be called, if no call before it raises."""
@@ -65,10 +66,16 @@ class Aside:
                 return False
         return True
 
+    def rest(self, seconds: float) -> bool:
+        """For a call that would try again: whether it may, after so many seconds. Not when this is
+        closed meanwhile, or no more calls can wait behind it."""
+        return not (self._closing.wait(seconds) or self._waiting.full())
+
     def close(self, seconds: float) -> bool:
         """Whether all calls have been made within so many seconds; no others are accepted."""
         with self._lock:
             self._over, thread = True, self._thread
+        self._closing.set()
         if thread is None:
             return True
         try:

@@ -12,6 +12,7 @@ _HIDDEN = re.compile(
 )
 
 _BETWEEN = re.compile("[\t\n]")
+_CUT = "\n[... {} characters are left out ...]\n"
 
 
 def visible(value: str) -> str:
@@ -23,6 +24,15 @@ def visible(value: str) -> str:
 def visible_line(value: str) -> str:
     """The same in one line, as for a cell of a table."""
     return _BETWEEN.sub(lambda found: _sign(ord(found[0])), visible(value))
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text in about `limit` characters: where it begins and, mostly, how it ends."""
+    if len(text) <= limit:
+        return text
+    head = limit // 4
+    tail = limit - head
+    return text[:head] + _CUT.format(len(text) - limit) + text[-tail:]
 
 
 def _sign(code: int) -> str:

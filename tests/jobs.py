@@ -183,7 +183,7 @@ class Job:
         """The command line of an agent that runs a program which reports to this job."""
         script = (program, str(self.folder), *worker)
         if program == WORKER and not any(flag.startswith("--start-method") for flag in flags):
-            # It has no use for torch, which a template would import for two seconds.
+            # It has no use for torch, which a fork server would import for two seconds.
             flags = ("--start-method=spawn", *flags)
         return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
 

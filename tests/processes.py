@@ -52,7 +52,7 @@ def workers_of(agent: int) -> list[int]:
     """The pids of the workers of an agent, in the order of their ranks; none while it has none."""
     with contextlib.suppress(OSError):
         for child in children(agent):
-            if name_of(child) == "worker-template":
+            if name_of(child) == "fork-server":
                 return children(child)
     return []
 
@@ -89,7 +89,7 @@ def _one(pid: int) -> Counter[str]:
 
 
 def footprint(agent: int) -> Counter[str]:
-    """Counts of all kinds, for the agent (0) and its children: the guardian and the template."""
+    """Counts of all kinds, for the agent (0) and its children: the guardian and the fork server."""
     held: Counter[str] = Counter()
     for place, pid in enumerate((agent, *sorted(children(agent)))):
         try:

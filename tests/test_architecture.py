@@ -39,7 +39,6 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 
 PURE = (
     "agent/policy.py",
-    "agent/stop.py",
     "agent/hang.py",
     "checkpoint/choose.py",
     "checkpoint/fence.py",

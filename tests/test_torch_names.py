@@ -16,6 +16,8 @@ import torch.distributed.elastic.metrics.api as torch_metrics_api
 
 from elasticlib import events, metrics
 from elasticlib.launch.put_metrics import PutMetrics
+from elasticlib.observe.event import Event
+from elasticlib.observe.journal import NodeJournal
 
 
 def parameters(value: Any) -> list[tuple[str, Any, Any]]:
@@ -186,10 +188,11 @@ def test_the_console_handler_prints_the_line_that_torchs_prints(
 
 
 def test_an_agent_puts_the_numbers_that_torchs_puts(kept: Kept) -> None:
-    journal = PutMetrics("trainer")
+    journal = NodeJournal("job", "node", views=[PutMetrics("trainer")])
     journal.tell("generation.began", generation=1, restarts=0, max_restarts=3)
     journal.tell("generation.began", generation=2, restarts=1, max_restarts=3)
     journal.tell("run.ended", state="succeeded")
+    journal.close()
     told = {name.removeprefix("workers.trainer."): value for _, name, value in kept.data}
     assert told == {
         "remaining_restarts": 2,
@@ -209,5 +212,5 @@ def test_a_handler_that_raises_ends_no_job(kept: Kept) -> None:
             raise ValueError(metric_data.name)
 
     metrics.configure(Broken())
-    PutMetrics("r").tell("run.ended", state="failed")
+    PutMetrics("r").hear(Event("run.ended", "job", "node", 1, 0.0, 0.0, None, {"state": "failed"}))
     assert not kept.data

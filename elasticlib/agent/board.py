@@ -31,19 +31,12 @@ CLOSE_SECONDS = 1.0
 
 @attrs.frozen
 class Gathered:
-    """What all nodes have posted under this name of a board, by their keys."""
+    """What all nodes have posted under this name of a board, by their keys; None: the store refused
+    what was asked of it, and nothing more is heard under this name."""
 
     board: str
     name: str
-    posts: Mapping[str, bytes]
-
-
-@attrs.frozen
-class Unheard:
-    """The store refused what was asked of it: nothing more is heard under this name."""
-
-    board: str
-    name: str
+    posts: Mapping[str, bytes] | None
 
 
 @attrs.frozen
@@ -58,12 +51,12 @@ class _Changed:
 class Board:
     """One node's place to post at, and to gather what the others have posted.
 
-    put: hears Gathered and Unheard; broke: hears a sentence, should the thread end unasked.
+    put: hears what is gathered; broke: hears a sentence, should the thread end unasked.
     """
 
     def __init__(
         self,
-        put: Callable[[Gathered | Unheard], None],
+        put: Callable[[Gathered], None],
         broke: Callable[[str], None],
         clock: Clock = monotonic,
     ) -> None:
@@ -158,7 +151,7 @@ class Board:
                 self._posts = deque(post for post in self._posts if post.name != name)
                 self._stale.pop(name, None)
                 self._heard.discard(name)
-                self._put(Unheard(board, name))
+                self._put(Gathered(board, name, None))
 
     def _write(self, store: Store, board: str, post: Post) -> None:
         key = f"{board}{post.name}{post.key}"

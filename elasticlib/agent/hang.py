@@ -6,16 +6,14 @@ their ranks then shows which is the slowest: the one that the others wait for.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from ..errors import ConfigError
-from ..foreign import read_json
-from ..workers.messages import NOTHING, Beat
-from .policy import Command, Gather, Hung, Post
+from ..workers.interface import NOTHING, Heartbeat
+from .policy import Command, Gather, Hung, Post, decode, encode, read
 
 HANG = "hang/"
 """What is posted under it where workers hang: the pulses of each node's, under its rank."""
@@ -54,7 +52,7 @@ class HangLimits:
         if min(given) <= 0 or (self.seconds is not None and self.seconds <= 0):
             raise ConfigError(f"limits of a hang are positive, got {self}")
 
-    def of(self, beat: Beat) -> float:
+    def of(self, beat: Heartbeat) -> float:
         """The silence that this worker is allowed, in seconds."""
         if beat.steps == 0:
             return self.first if self.seconds is None else max(self.seconds, self.first)
@@ -80,7 +78,7 @@ class Silence:
 
 
 def longest_silence(
-    now: float, began: float, beats: Mapping[int, Beat], limits: HangLimits
+    now: float, began: float, beats: Mapping[int, Heartbeat], limits: HangLimits
 ) -> Silence | None:
     """The worker that is nearest to its limit, or furthest beyond it; None without workers.
 
@@ -105,7 +103,11 @@ class Pulse:
     host: str
     step: int
     seconds: float
-    steps: int = 0
+    steps: int = attrs.field()
+
+    @steps.default
+    def _of_one_who_does_not_count(self) -> int:
+        return 0 if self.step == NOTHING else 1
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NOTHING else f"is at step {self.step}"
@@ -140,24 +142,15 @@ def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
 
 
 def encode_pulses(pulses: Iterable[Pulse]) -> bytes:
-    return json.dumps([attrs.asdict(pulse) for pulse in pulses]).encode()
+    return encode([attrs.asdict(pulse) for pulse in pulses])
 
 
 def decode_pulses(data: bytes) -> list[Pulse]:
     """What cannot be read says nothing."""
-    try:
-        return [
-            Pulse(
-                int(said["rank"]),
-                str(said["host"])[:LONGEST_HOST],
-                int(said["step"]),
-                float(said["seconds"]),
-                int(said.get("steps", 0 if int(said["step"]) == NOTHING else 1)),
-            )
-            for said in read_json(data)
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return []
+    said = read(data)
+    pulses = [decode(Pulse, one) for one in said] if isinstance(said, list) else []
+    found = [attrs.evolve(p, host=p.host[:LONGEST_HOST]) for p in pulses if p is not None]
+    return found if len(found) == len(pulses) else []
 
 
 @attrs.frozen
@@ -211,7 +204,7 @@ class HangWatch:
             return watch, ()
         return watch, (Post(HANG, str(self.node), encode_pulses(self.pulses)),)
 
-    def look(self, now: float, beats: Mapping[int, Beat]) -> Step:
+    def look(self, now: float, beats: Mapping[int, Heartbeat]) -> Step:
         """Time goes by, and this is what the workers have told by now."""
         if self.found is not None:
             return self._judge(self.found, now)
@@ -232,7 +225,7 @@ class HangWatch:
             return watch, ()
         return attrs.evolve(watch, hearing=True), (Gather(HANG),)
 
-    def _find(self, now: float, silence: Silence, beats: Mapping[int, Beat]) -> Step:
+    def _find(self, now: float, silence: Silence, beats: Mapping[int, Heartbeat]) -> Step:
         pulses = [
             Pulse(
                 self.ranks[local],

@@ -11,12 +11,10 @@ from typing import Any
 
 import attrs
 
+from ..flag_values import DRAIN_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
-
-DRAIN_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
 
 
 @attrs.frozen
@@ -98,14 +96,3 @@ class Memory(abc.ABC):
         keep: the job ends before its work is done, and what is in memory alone is to be put where
         it lasts. Returns what could not be, as a sentence; empty if nothing is lost.
         """
-
-
-class NoMemory(Memory):
-    """Keeps nothing."""
-
-    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
-        del info, group
-
-    def finish(self, *, keep: bool) -> str:
-        del keep
-        return ""

@@ -14,24 +14,24 @@ import queue
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import attrs
 
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
-from ..observe.interface import Journal, NoJournal
+from ..observe.journal import Journal
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
 from ..signals import signal_name
 from ..threads import helper
 from ..workers.exit import WorkerExit, classify
-from ..workers.interface import Workers
-from ..workers.messages import Notice
+from ..workers.interface import Notice, Workers
 from ..workers.spec import Ladder, WorkerGroup, WorkerSpec, WorkerState, deal_ranks
-from . import hang, policy, stop
-from .board import Board, Gathered, Unheard
-from .interface import Cause, Memory, NoMemory, RunResult
+from . import hang, policy
+from .board import Board, Gathered
+from .interface import Cause, Memory, RunResult
 from .options import HEARD_SECONDS, AgentOptions, SignalObserver
 from .policy import Command, Event, Outcome, State, Supervision
 from .report import CAUSE, Report, first_cause, post_cause, post_failed, summary
@@ -48,7 +48,7 @@ ASK_SECONDS = 5e-4
 """Between two looks at workers that are in a step, and are to say where they can stop."""
 
 
-# What comes into the inbox; attempt: of this node, at a generation.
+# What comes into the inbox, beside what the rendezvous says and what the board has gathered.
 
 
 @attrs.frozen
@@ -57,16 +57,7 @@ class Prepared:
 
 
 @attrs.frozen
-class Heard:
-    """What the rendezvous says of this node."""
-
-    attempt: int
-    news: RendezvousInfo | Change | Exception
-
-
-@attrs.frozen
 class Exited:
-    attempt: int
     local_rank: int
 
 
@@ -74,7 +65,6 @@ class Exited:
 class Dumped:
     """The workers have written their stacks."""
 
-    attempt: int
     stacks: Mapping[int, str]
 
 
@@ -83,7 +73,9 @@ class Signalled:
     number: int
 
 
-News = Prepared | Heard | Exited | Dumped | Signalled | Gathered | Unheard | policy.Broke
+OfAttempt = RendezvousInfo | Change | Exception | Exited | Dumped
+"""News of one attempt of this node at a generation, and of no other."""
+News = OfAttempt | Prepared | Signalled | Gathered | policy.Broke
 
 
 class ElasticAgent:
@@ -107,7 +99,8 @@ class ElasticAgent:
         interval: seconds between looks at a handler that cannot push.
         options: which signals it heeds, and how long workers may save.
         memory: what is kept for the workers over all generations; nothing, if left out.
-        journal: is told what happens; nobody, if left out. One that raises is told no more.
+        journal: is told what happens, and how the workers' steps go on; nobody, if left out. One
+            that raises is told no more.
     """
 
     def __init__(
@@ -127,21 +120,21 @@ class ElasticAgent:
         self.workers = workers
         self._spec = spec
         self._handler = handler
-        self._memory = memory or NoMemory()
+        self._memory = memory
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
         self._ladder = ladder or Ladder()
         self._clock = clock
-        self._inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int | None, News]] = queue.SimpleQueue()
         self._host = socket.gethostname()
-        self._report = Report(self._host, journal or NoJournal(), clock)
-        self._board = Board(self._inbox.put, self._broke, clock)
-        self._waiter = _Waiter(handler, interval, self._inbox.put, self._broke)
+        self._report = Report(self._host, workers, journal, clock)
+        self._board = Board(self._tell, self._broke, clock)
+        self._waiter = _Waiter(handler, interval, self._tell_of, self._broke)
         self._turned_at = self._started_at = clock()
         self._allowed = 0.0
         # What the loop owns.
         self._now = Supervision()
-        self._stopping: stop.Stopping | None = None
+        self._stopping: policy.Stopping | None = None
         self._watch: hang.HangWatch | None = None
         self._attempt = self._started = self._own_restarts = 0
         self._prepared = self._notified = False
@@ -160,7 +153,16 @@ class ElasticAgent:
 
         For a program that runs its agent beside its main thread, where no signal is heard.
         """
-        self._inbox.put(Signalled(number))
+        self._tell(Signalled(number))
+
+    def _tell(self, news: News) -> None:
+        self._inbox.put((None, news))
+
+    def _tell_of(self, attempt: int, news: OfAttempt) -> None:
+        self._inbox.put((attempt, news))
+
+    def _broke(self, reason: str) -> None:
+        self._tell(policy.Broke(reason))
 
     def silent(self) -> float:
         """Seconds for which the agent's loop has not turned; 0 when it has done its work."""
@@ -188,7 +190,7 @@ class ElasticAgent:
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self.workers.prepare(self._spec)
-                self._do(policy.Join())
+                self._carry_out([policy.Join()])
                 while self._now.state is not State.ENDED:
                     self._turn()
                 cause = self._find_cause()
@@ -234,7 +236,8 @@ class ElasticAgent:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
         outcome = self._now.outcome
         done = outcome is not None and outcome.state is WorkerState.SUCCEEDED
-        self._report.lost = self._memory.finish(keep=not done)
+        if self._memory is not None:
+            self._report.lost = self._memory.finish(keep=not done)
 
     def _find_cause(self) -> Cause | None:
         """Why the job failed, over all nodes, as far as it can be had in time."""
@@ -251,13 +254,11 @@ class ElasticAgent:
         self._turns(ANSWER_SECONDS)
         with contextlib.suppress(queue.Empty):
             while True:
-                news = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
-                if isinstance(news, Unheard):
-                    return own
+                _, news = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
                 if isinstance(news, Gathered) and news.name == CAUSE:
-                    cause = first_cause(news.posts)
-                    if cause is not None:
-                        return cause
+                    cause = None if news.posts is None else first_cause(news.posts)
+                    if cause is not None or news.posts is None:
+                        return cause or own
         log.info("the store did not say in %g s what other nodes know", ANSWER_SECONDS)
         return own
 
@@ -271,11 +272,12 @@ class ElasticAgent:
             self._look_for_hang(self._watch)
         if self._now.state is State.ENDED:
             return
+        self._report.look()
         try:
-            news = self._inbox.get(timeout=self._pause())
+            attempt, news = self._inbox.get(timeout=self._pause())
         except queue.Empty:
             return
-        event = self._read(news)
+        event = self._read(news) if attempt in (None, self._attempt) else None
         if event is not None:
             self._react(event)
 
@@ -288,7 +290,7 @@ class ElasticAgent:
             due = max(0.0, self._watch.due - now)
         return min(HEARD_SECONDS, due)
 
-    def _look_at_stop(self, stopping: stop.Stopping) -> None:
+    def _look_at_stop(self, stopping: policy.Stopping) -> None:
         call = None
         if stopping.asking:
             call = self.workers.earliest_stop(now=bool(stopping.needs))
@@ -310,55 +312,49 @@ class ElasticAgent:
                 self._report.idle(event)
             self._watch = None
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
-        for command in commands:
-            self._turns()
-            self._do(command)
+        self._carry_out(commands)
 
     # -- what has come into the inbox -----------------------------------------------------------
 
     def _read(self, news: News) -> Event | None:
         """What it means to the policy, if anything."""
-        if isinstance(news, Heard | Exited | Dumped) and news.attempt != self._attempt:
-            return None
-        if isinstance(news, Gathered | Unheard) and news.board != self._board.name:
-            return None
         match news:
             case Prepared():
                 self._prepared = True
                 if self._now.state is State.JOINING:
                     self._join()
-            case Heard():
-                return self._hear(news.news)
-            case Exited(local_rank=local_rank):
+            case RendezvousInfo():
+                return self._settle(news)
+            case Change():
+                self._report.heard(news)
+                return policy.Changed(news)
+            case Exception():
+                return self._fell_through(news)
+            case Exited(local_rank):
                 return self._collect(local_rank)
             case Signalled(number):
                 return self._heed(number)
-            case Gathered(name=stop.STOP) if self._stopping is not None:
-                self._stopping = self._stopping.heard(news.posts)
-            case Unheard(name=stop.STOP) if self._stopping is not None:
-                self._stopping = self._stopping.no_answer()
-            case Gathered(name=hang.HANG) if self._watch is not None:
-                self._watch = self._watch.heard(news.posts)
-            case Dumped(stacks=stacks) if self._watch is not None:
+            case Gathered(board) if board == self._board.name:
+                if news.name == policy.STOP and self._stopping is not None:
+                    self._stopping = self._stopping.heard(news.posts)
+                if news.name == hang.HANG and self._watch is not None:
+                    self._watch = self._watch.heard(news.posts or {})
+            case Dumped(stacks) if self._watch is not None:
                 self._watch, commands = self._watch.dumped(self._clock(), stacks)
                 self._carry_out(commands)
             case policy.Broke():
                 return news
         return None
 
-    def _hear(self, news: RendezvousInfo | Change | Exception) -> Event:
-        if isinstance(news, RendezvousInfo):
-            return self._settle(news)
-        if isinstance(news, Change):
-            self._report.heard(news)
-            return policy.Changed(news)
+    def _fell_through(self, error: Exception) -> Event:
+        """The rendezvous has no generation for this node, or says so no more of the one it has."""
         if self._now.state is not State.JOINING:
-            return policy.Changed(Change(ChangeKind.LOST, describe(news)))
-        change = getattr(news, "change", None)
-        if isinstance(news, RendezvousClosed) and isinstance(change, Change):
+            return policy.Changed(Change(ChangeKind.LOST, describe(error)))
+        change = getattr(error, "change", None)
+        if isinstance(error, RendezvousClosed) and isinstance(change, Change):
             self._report.heard(change)
             return policy.JoinEnded(policy.end_of_job(change))
-        return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(news)))
+        return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(error)))
 
     def _settle(self, info: RendezvousInfo) -> Event:
         self._info = info
@@ -411,51 +407,34 @@ class ElasticAgent:
         outcome = self._now.outcome
         return outcome is not None and outcome.state is WorkerState.DRAINED
 
-    # -- what the policy wants done ---------------------------------------------------------------
+    # -- what the machines want done ----------------------------------------------------------
 
-    def _do(self, command: Command) -> None:
-        match command:
-            case policy.Join():
-                self._attempt += 1
-                self._report.joining()
-                self._join()
-            case policy.StartWorkers():
-                self._start()
-            case policy.StopWorkers(why):
-                self._begin_stop(self._options.notice(why) if why else None)
-            case policy.StopSooner(why):
-                notice = self._options.notice(why) if why else None
-                stopping = present(self._stopping, "the stop")
-                self._stopping, commands = stopping.sooner(self._clock(), notice)
-                self._carry_out(commands)
-            case policy.HurryWorkers():
-                self._stopping = present(self._stopping, "the stop").hurry(self._clock())
-            case policy.ReportFailure():
-                self._report_failure(command)
-            case policy.ReportDraining(reason):
-                self._handler.report_draining(reason)
-            case policy.ReportDone():
-                rank = present(self._info, "the generation").rank
-                self._board.do(stop.post_need(rank, stop.ANY_CALL))
-                if not self._handler.report_done():
-                    self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
+    def _carry_out(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._turns()
+            _ACTS[type(command)](self, command)
+
+    def _seek(self) -> None:
+        self._attempt += 1
+        self._report.joining()
+        self._join()
 
     def _join(self) -> None:
         """Ask for the next generation once workers can be started at once: the other nodes do not
         stop theirs for one that is not ready."""
-        attempt = self._attempt
+        hears = partial(self._tell_of, self._attempt)
         if not self._prepared:
-            helper(self._await_prepared, "agent-prepare", self._broke).start()
-        elif not self._handler.join(lambda news: self._inbox.put(Heard(attempt, news))):
-            self._waiter.join(attempt)
+            helper(partial(self._await_prepared, hears), "agent-prepare", self._broke).start()
+        elif not self._handler.join(hears):
+            self._waiter.join(self._attempt)
 
-    def _await_prepared(self) -> None:
+    def _await_prepared(self, failed: Callable[[Exception], None]) -> None:
         try:
             self.workers.await_prepared()
         except Exception as error:
-            self._inbox.put(Heard(self._attempt, error))
+            failed(error)
         else:
-            self._inbox.put(Prepared())
+            self._tell(Prepared())
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
@@ -466,10 +445,11 @@ class ElasticAgent:
         self._group = group = self._group_of(info)
         self._started += 1
         self._report.starting(info, group)
-        self._memory.begin(info, group)
+        if self._memory is not None:
+            self._memory.begin(info, group)
         attempt, failed = self._attempt, ""
         try:
-            self.start(group, lambda local_rank: self._inbox.put(Exited(attempt, local_rank)))
+            self.start(group, lambda local_rank: self._tell_of(attempt, Exited(local_rank)))
         except ElasticError as error:
             failed = str(error)
         self._report.started(group, self.workers.running())
@@ -517,12 +497,17 @@ class ElasticAgent:
             spent = f"{reason} ({budget} of {budget} restarts used)"
             self._react(policy.Changed(Change(ChangeKind.FAILED, spent)))
 
-    # -- what the other machines want done ------------------------------------------------------
+    def _report_done(self) -> None:
+        rank = present(self._info, "the generation").rank
+        self._board.do(policy.post_need(rank, policy.ANY_CALL))
+        if not self._handler.report_done():
+            self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
-    def _begin_stop(self, notice: Notice | None) -> None:
+    def _begin_stop(self, command: policy.StopWorkers) -> None:
+        notice = self._notice(command.notice)
         self._report.stopping(notice)
         info = present(self._info, "the generation")
-        stopping = stop.Stopping(
+        stopping = policy.Stopping(
             self._ladder,
             node=info.rank,
             nodes=info.world_size,
@@ -533,6 +518,18 @@ class ElasticAgent:
         self._stopping, commands = stopping.begin(self._clock(), notice if heard else None)
         self._carry_out(commands)
 
+    def _stop_sooner(self, command: policy.StopSooner) -> None:
+        stopping, notice = present(self._stopping, "the stop"), self._notice(command.notice)
+        self._stopping, commands = stopping.sooner(self._clock(), notice)
+        self._carry_out(commands)
+
+    def _hurry(self) -> None:
+        self._stopping = present(self._stopping, "the stop").hurry(self._clock())
+
+    def _notice(self, why: str) -> Notice | None:
+        """What workers are told that are to save and end; None if they are not."""
+        return self._options.notice(why) if why else None
+
     def _notify(self, notice: Notice | None) -> bool:
         """Whether the workers listen, and now save and end by themselves."""
         if notice is None:
@@ -542,39 +539,53 @@ class ElasticAgent:
             log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
         return self._notified
 
-    def _carry_out(self, commands: Iterable[Command]) -> None:
-        for command in commands:
-            match command:
-                case policy.Post() | policy.Gather():
-                    self._board.do(command)
-                case stop.Notify(notice):
-                    self.workers.notify(notice)
-                case stop.StopAt(call, notice):
-                    self.workers.stop_at(call, notice)
-                case stop.Terminate(why):
-                    if why:
-                        log.warning("%s", why)
-                    self.workers.terminate()
-                case stop.Kill(why):
-                    log.warning("%s", why)
-                    self.workers.kill()
-                case policy.GroupStopped():
-                    self._stopping = None
-                    self._report.stopped(command)
-                    self._react(command)
-                case hang.DumpStacks():
-                    helper(partial(self._dump, self._attempt), "agent-stacks", self._broke).start()
-                case policy.Hung():
-                    self._board.do(post_cause(self._report.hung(command)))
-                    self._react(command)
+    def _end_group(self, command: policy.Terminate | policy.Kill) -> None:
+        if command.why:
+            log.warning("%s", command.why)
+        if isinstance(command, policy.Kill):
+            self.workers.kill()
+        else:
+            self.workers.terminate()
 
-    def _dump(self, attempt: int) -> None:
+    def _group_stopped(self, command: policy.GroupStopped) -> None:
+        self._stopping = None
+        self._report.stopped(command)
+        self._react(command)
+
+    def _dump_stacks(self) -> None:
         # It may take its time, and the loop turns meanwhile.
-        self._inbox.put(Dumped(attempt, self.workers.dump_stacks()))
+        attempt = self._attempt
 
-    def _broke(self, reason: str) -> None:
-        self._inbox.put(policy.Broke(reason))
+        def dump() -> None:
+            self._tell_of(attempt, Dumped(self.workers.dump_stacks()))
 
+        helper(dump, "agent-stacks", self._broke).start()
+
+    def _hung(self, command: policy.Hung) -> None:
+        self._board.do(post_cause(self._report.hung(command)))
+        self._react(command)
+
+
+_ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
+    policy.Join: lambda agent, _: agent._seek(),
+    policy.StartWorkers: lambda agent, _: agent._start(),
+    policy.StopWorkers: ElasticAgent._begin_stop,
+    policy.StopSooner: ElasticAgent._stop_sooner,
+    policy.HurryWorkers: lambda agent, _: agent._hurry(),
+    policy.ReportFailure: ElasticAgent._report_failure,
+    policy.ReportDraining: lambda agent, said: agent._handler.report_draining(said.reason),
+    policy.ReportDone: lambda agent, _: agent._report_done(),
+    policy.Post: lambda agent, post: agent._board.do(post),
+    policy.Gather: lambda agent, gather: agent._board.do(gather),
+    policy.Notify: lambda agent, asked: agent.workers.notify(asked.notice),
+    policy.StopAt: lambda agent, asked: agent.workers.stop_at(asked.call, asked.notice),
+    policy.Terminate: ElasticAgent._end_group,
+    policy.Kill: ElasticAgent._end_group,
+    policy.GroupStopped: ElasticAgent._group_stopped,
+    hang.DumpStacks: lambda agent, _: agent._dump_stacks(),
+    policy.Hung: ElasticAgent._hung,
+}
+"""What is done for each command of a machine."""
 
 LocalElasticAgent = ElasticAgent
 """The name that torch has for it; what runs the workers is given in either case."""
@@ -587,7 +598,7 @@ class _Waiter:
         self,
         handler: RendezvousHandler,
         interval: float,
-        put: Callable[[Heard], None],
+        put: Callable[[int, RendezvousInfo | Change | Exception], None],
         broke: Callable[[str], None],
     ) -> None:
         self._handler = handler
@@ -616,10 +627,10 @@ class _Waiter:
             except Exception as error:
                 # Somebody else's handler may raise anything; an agent that waits for a thread
                 # that is no more would wait for ever.
-                self._put(Heard(attempt, error))
+                self._put(attempt, error)
                 attempt = self._asked.get()
             else:
-                self._put(Heard(attempt, info))
+                self._put(attempt, info)
                 attempt = self._watch(attempt)
 
     def _watch(self, attempt: int) -> int | None:
@@ -631,7 +642,7 @@ class _Waiter:
             except Exception as error:
                 change = Change(ChangeKind.LOST, describe(error))
             if change is not None:
-                self._put(Heard(attempt, change))
+                self._put(attempt, change)
                 return self._asked.get()
             with contextlib.suppress(queue.Empty):
                 # A handler that cannot push answers at once, and is polled.

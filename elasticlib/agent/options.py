@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
+from ..flag_values import AT_CHECKPOINT, AT_STEP, IMMEDIATE, RESIZES
 from ..signals import can_be_heard, signal_name
-from ..workers.messages import DRAIN, PREEMPTED, RESIZE, Notice
+from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -27,7 +28,6 @@ HEARD_SECONDS = 0.2
 Python runs a handler when the main thread comes back from what it waits in, and a signal does not
 end that wait if it comes just before it, or if the kernel gives it to another thread.
 """
-RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-checkpoint")
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:

@@ -1,21 +1,30 @@
-"""What an agent does about each event in each state.
+"""What an agent does about each event in each state, and how it stops a group of workers. Pure.
 
-`TABLE` is the whole of it: an event that has no entry for the state is an IllegalTransition.
-Nothing here acts; a transition returns the next state and the commands to carry out.
+`TABLE` is the whole of the first: an event that has no entry for the state is an IllegalTransition.
+`Stopping` is the ladder, and the call at which all ranks stop: each node says the first call of
+`should_stop` at which its own workers all can stop; the last of these is one that no worker has
+passed, whatever collectives tie them together, for each of them has been held before it or will ask
+again. Ranks count their calls alike, as they take their steps together. Whoever does not stop there
+climbs the ladder, by the time alone.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import attrs
 
 from ..errors import IllegalTransition
+from ..foreign import read_json
 from ..rendezvous.document import Change, ChangeKind, FailureKind
 from ..workers.exit import WorkerExit
-from ..workers.messages import RESIZE
-from ..workers.spec import WorkerState
+from ..workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
+from ..workers.spec import Ladder, Rung, WorkerState
+
+Value = TypeVar("Value")
 
 
 class State(enum.Enum):
@@ -216,6 +225,35 @@ class Gather(Command):
     name: str
 
 
+@attrs.frozen
+class Notify(Command):
+    """Give the workers another notice in place of the one that they have."""
+
+    notice: Notice
+
+
+@attrs.frozen
+class StopAt(Command):
+    """Have all workers stop at this call."""
+
+    call: int
+    notice: Notice
+
+
+@attrs.frozen
+class Terminate(Command):
+    """Ask all workers to stop; `why` is for the log, and empty where nothing need be said."""
+
+    why: str = ""
+
+
+@attrs.frozen
+class Kill(Command):
+    """End all workers by force; `why` is for the log."""
+
+    why: str
+
+
 Step = tuple[Supervision, tuple[Command, ...]]
 
 
@@ -296,8 +334,7 @@ def _running_drain(now: Supervision, event: DrainAsked) -> Step:
 # While they are being stopped.
 
 
-def _one_less(now: Supervision, event: WorkerEnded) -> Step:
-    now = attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank})
+def _stopping_ended(now: Supervision, event: WorkerEnded) -> Step:
     outcome = now.outcome
     if event.unsaved and outcome is not None and outcome.state is WorkerState.DRAINED:
         # It is a drain all the same, but not one that saved everything.
@@ -349,7 +386,6 @@ def _finished_broke(_now: Supervision, event: Broke) -> Step:
 
 
 def _finish_unknown(reason: str) -> Step:
-    """Of workers that succeeded, while nobody can say any more what becomes of the others."""
     said = f"this node's workers succeeded; the others' end is unknown: {reason}"
     return Supervision(State.ENDED, outcome=Outcome(WorkerState.SUCCEEDED, said)), ()
 
@@ -368,7 +404,7 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.RUNNING, SignalArrived): _running_ends,
     (_S.RUNNING, Broke): _running_ends,
     (_S.RUNNING, DrainAsked): _running_drain,
-    (_S.STOPPING, WorkerEnded): _one_less,
+    (_S.STOPPING, WorkerEnded): _stopping_ended,
     (_S.STOPPING, GroupStopped): _stopped,
     (_S.STOPPING, Changed): _stopping_changed,
     (_S.STOPPING, SignalArrived): _stopping_ends,
@@ -378,7 +414,7 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.FINISHED, SignalArrived): _finish,
     (_S.FINISHED, Broke): _finished_broke,
     (_S.FINISHED, DrainAsked): _finish,
-    (_S.ENDING, WorkerEnded): _one_less,
+    (_S.ENDING, WorkerEnded): _stopping_ended,
     (_S.ENDING, GroupStopped): _stopped,
     (_S.ENDING, Changed): _stay,
     (_S.ENDING, SignalArrived): _hurry,
@@ -399,3 +435,251 @@ def react(now: Supervision, event: Event) -> Step:
             f"{type(event).__name__} cannot happen while {now.state.value}: {event}"
         )
     return transition(now, event)
+
+
+# What nodes post for one another is JSON, of which nobody's is trusted.
+
+
+def encode(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def read(data: bytes) -> Any:
+    """What JSON says; None where it is none."""
+    try:
+        return read_json(data)
+    except ValueError:
+        return None
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "tuple[int, ...]": (list,),
+}
+
+
+def decode(kind: type[Value], said: Any) -> Value | None:
+    """A value of this attrs class, or None: another version may post others. Fields that are not
+    known here are skipped, and those left out are as by default."""
+    if not isinstance(said, dict):
+        return None
+    fields = [field for field in attrs.fields(kind) if field.name in said]  # type: ignore[arg-type]
+    if any(type(said[field.name]) not in _TYPES[str(field.type)] for field in fields):
+        return None
+    try:
+        return kind(**{field.name: said[field.name] for field in fields})
+    except (TypeError, ValueError):
+        return None
+
+
+# How one group of workers is stopped.
+
+STOP = "stop/"
+"""What is posted under it: the needs of the nodes, each under its rank."""
+_URGENCY = (PREEMPTED, DRAIN, RESIZE)
+
+
+@attrs.frozen
+class Need:
+    """What one node says. call: the first at which it can stop; None if its workers do not ask.
+    reason: as in a notice; seconds: that are left to it."""
+
+    call: int | None
+    reason: str = RESIZE
+    seconds: float = 0.0
+
+
+NO_CALL = Need(None)
+"""Said where workers are stopped without a notice, so that the other nodes wait for nothing."""
+ANY_CALL = Need(1, RESIZE, 1e6)
+"""Said where all workers have succeeded, and can stop wherever the others do."""
+
+
+def agreed(needs: Mapping[int, Need], nodes: int) -> Need | None:
+    """What all stop at, once all nodes (by rank) have spoken; None while some have not.
+
+    Its call is None where there can be no such call. The reason is the most urgent that a node
+    has, and the time is the shortest.
+    """
+    if any(need.call is None for need in needs.values()):
+        return NO_CALL
+    if len(needs) < nodes:
+        return None
+    calls = [need.call for need in needs.values() if need.call is not None]
+    return Need(
+        max(calls),
+        more_urgent(*(need.reason for need in needs.values())),
+        min(need.seconds for need in needs.values()),
+    )
+
+
+def more_urgent(*reasons: str) -> str:
+    """The most urgent of these."""
+    return min(reasons, key=_URGENCY.index)
+
+
+def decode_need(data: bytes) -> Need:
+    """What cannot be read is no agreement."""
+    need = decode(Need, read(data))
+    if need is None or need.reason not in REASONS:
+        return NO_CALL
+    return attrs.evolve(need, seconds=max(0.0, need.seconds))
+
+
+def post_need(node: int, need: Need) -> Post:
+    """Tell the other nodes, unless this one has said something before."""
+    return Post(STOP, str(node), encode(attrs.asdict(need)), first=True)
+
+
+Climb = tuple["Stopping", tuple[Command, ...]]
+
+
+@attrs.frozen
+class Stopping:
+    """One group on its way out; each method takes an event, with the time at which it came.
+
+    ladder: as it is climbed. node: the rank of this one of so many nodes; reachable: whether the
+    others can be told. since: when the climb began. notice: what the workers were last given; None
+    where they are stopped without. deadline: until when they may agree on a call. said: what this
+    node told the others of it; needs: what all nodes have said; outcome: what came of it, None
+    until then.
+    """
+
+    ladder: Ladder
+    node: int = 0
+    nodes: int = 1
+    reachable: bool = False
+    agrees: bool = False
+    since: float = 0.0
+    rung: Rung = Rung.NOTICE
+    hurried: bool = False
+    notice: Notice | None = None
+    deadline: float = 0.0
+    said: Need | None = None
+    outcome: Need | None = None
+    needs: Mapping[int, Need] = attrs.field(factory=dict)
+
+    @property
+    def noticing(self) -> bool:
+        """Whether the workers have a notice, and may save and end by themselves."""
+        return self.notice is not None and self.rung is Rung.NOTICE
+
+    @property
+    def undecided(self) -> bool:
+        """Whether they have a notice and are to agree at which call to stop, and have not yet."""
+        return self.noticing and self.agrees and self.outcome is None
+
+    @property
+    def asking(self) -> bool:
+        """Whether it is still to be found out at which call the workers here can stop."""
+        return self._may_agree and self.said is None
+
+    def left(self, now: float) -> float:
+        """Seconds until the next rung."""
+        return self.ladder.left(now - self.since)
+
+    def begin(self, now: float, notice: Notice | None) -> Climb:
+        """Start to climb; the workers have just heard the notice, or are stopped without."""
+        if notice is None:
+            plain = self.ladder.noticed(0.0)
+            stopping = attrs.evolve(self, ladder=plain, since=now, rung=Rung.TERM)
+            return stopping, (Terminate(), *self._tell(NO_CALL))
+        stopping = attrs.evolve(
+            self,
+            ladder=self.ladder.noticed(notice.seconds),
+            since=now,
+            notice=notice,
+            deadline=now + notice.seconds,
+        )
+        # Whether others have saved, and wait for ours, is of use where ours wait for a save.
+        hears = self.agrees and notice.after_save and self._with_others
+        return stopping, (Gather(STOP),) if hears else ()
+
+    def sooner(self, now: float, notice: Notice | None) -> Climb:
+        """Those with a notice get this one, if it leaves them less time; None: they get no more.
+
+        The more urgent reason and the shorter time hold, unless the other nodes have been told
+        already, who would go by another answer.
+        """
+        if self.notice is None or self.rung is not Rung.NOTICE:
+            return self, ()
+        if notice is None:
+            return self.hurry(now), ()
+        left, reason = self.left(now), more_urgent(self.notice.reason, notice.reason)
+        notice = attrs.evolve(notice, seconds=min(left, notice.seconds), reason=reason)
+        stopping = attrs.evolve(
+            self,
+            since=self.since - (left - notice.seconds),
+            notice=notice,
+            deadline=min(self.deadline, now + notice.seconds),
+        )
+        return stopping, (Notify(notice),)
+
+    def hurry(self, now: float) -> Stopping:
+        """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL."""
+        if self.rung >= Rung.KILL:
+            return self
+        return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
+
+    def heard(self, posts: Mapping[str, bytes] | None) -> Stopping:
+        """This is what the nodes have posted; None: they cannot be asked."""
+        if posts is None:
+            return attrs.evolve(self, reachable=False)
+        needs = {int(rank): decode_need(value) for rank, value in posts.items()}
+        return attrs.evolve(self, needs=needs)
+
+    def look(self, now: float, running: Collection[str], call: int | None) -> Climb:
+        """Time goes by; `running` names the workers, who can stop at `call`, if it is known."""
+        stopping, agreeing = self._agree(now, call)
+        stopping, climbing = stopping._climb(now, ", ".join(running))
+        return stopping, (*agreeing, *climbing)
+
+    def _agree(self, now: float, call: int | None) -> Climb:
+        if self.notice is None or not self._may_agree:
+            return self, ()
+        lost = now >= self.deadline or (self.nodes > 1 and not self.reachable)
+        said = self.said
+        telling: tuple[Command, ...] = ()
+        if said is None and call is not None and not lost:
+            said = Need(call, self.notice.reason, self.deadline - now)
+            telling = self._tell(said)
+        found = said if self.nodes == 1 else agreed(self.needs, self.nodes)
+        if said is None or found is None:
+            found = NO_CALL if lost else None
+        stopping = attrs.evolve(self, said=said, outcome=found)
+        if found is None:
+            return stopping, telling
+        if found.call is not None:
+            return stopping, (*telling, StopAt(found.call, Notice(found.reason, found.seconds)))
+        return (stopping.hurry(now) if self.noticing else stopping), telling
+
+    def _climb(self, now: float, running: str) -> Climb:
+        if not running:
+            return self, (GroupStopped(),)
+        rung = self.ladder.rung(now - self.since)
+        commands: list[Command] = []
+        if self.rung < Rung.TERM <= rung:
+            why = "told to save and still there"
+            if self.outcome == NO_CALL:
+                why = "the workers cannot all stop at one step"
+            commands.append(Terminate(f"{why}, sending SIGTERM: {running}"))
+        if self.rung < Rung.KILL <= rung:
+            waited = "in a hurry" if self.hurried else f"after {self.ladder.grace:g} s"
+            commands.append(Kill(f"still there {waited}, killing: {running}"))
+        if rung is Rung.GIVE_UP:
+            commands.append(GroupStopped(left=running))
+        return attrs.evolve(self, rung=rung), tuple(commands)
+
+    @property
+    def _may_agree(self) -> bool:
+        return self.agrees and self.notice is not None and self.outcome is None
+
+    @property
+    def _with_others(self) -> bool:
+        return self.nodes > 1 and self.reachable
+
+    def _tell(self, need: Need) -> tuple[Command, ...]:
+        return (post_need(self.node, need), Gather(STOP)) if self._with_others else ()

@@ -6,23 +6,24 @@ workers of theirs failed, too. No machine's clock is compared with another's. No
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 import attrs
 
 from ..clock import Clock
-from ..foreign import read_json
-from ..observe.interface import Journal, Journals
+from ..observe.journal import Guard, Journal
+from ..observe.step_watch import EVERY_SECONDS, StepWatch
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
+from ..visible import shorten
 from ..workers.exit import WorkerExit
-from ..workers.messages import Notice, shorten
+from ..workers.interface import Notice, Workers
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
 from .interface import Cause, RunResult
-from .policy import Event, Outcome, Post
+from .policy import Event, Outcome, Post, decode, encode, read
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -36,7 +37,6 @@ LONGEST_TRACE = 8 * 1024
 LONGEST_TAIL = 4 * 1024
 LONGEST_LINE = 1024
 MOST_RANKS = 64
-_KINDS = {"str": (str,), "int": (int,), "tuple[int, ...]": (list, tuple)}
 
 
 # Causes, as the nodes tell one another: bounded, and plain JSON.
@@ -67,52 +67,24 @@ def cause_without_exit(reason: str, host: str, generation: int) -> Cause:
     return Cause(host, generation, -1, -1, pid=0, returncode=0, signal="", sentence=sentence)
 
 
-def encode(cause: Cause) -> bytes:
-    return json.dumps(attrs.asdict(cause)).encode()
-
-
-def decode(data: bytes) -> Cause | None:
-    """A cause as a node told it; None where it is none, as another version may write others."""
-    try:
-        said = read_json(data)
-        known = {name: said[name] for name in attrs.fields_dict(Cause) if name in said}
-        cause = Cause(**known)
-        kinds = {field.name: _KINDS[str(field.type)] for field in attrs.fields(Cause)}
-        if not all(type(getattr(cause, name)) in kinds[name] for name in known):
-            return None
-        return attrs.evolve(cause, followed=tuple(int(rank) for rank in cause.followed))
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
 def post_cause(cause: Cause) -> Post:
     """Whoever comes later has followed, and says so at the end of its run."""
-    return Post(CAUSE, FIRST, encode(cause), first=True)
+    return Post(CAUSE, FIRST, encode(attrs.asdict(cause)), first=True)
 
 
 def post_failed(node: int, ranks: Collection[int]) -> Post:
     """Workers of these ranks failed on this node."""
-    return Post(CAUSE, f"{ALSO}{node}", encode_ranks(ranks))
-
-
-def encode_ranks(ranks: Collection[int]) -> bytes:
-    return json.dumps(sorted(ranks)[:MOST_RANKS]).encode()
-
-
-def decode_ranks(data: bytes) -> tuple[int, ...]:
-    try:
-        return tuple(int(rank) for rank in read_json(data))
-    except (ValueError, TypeError):
-        return ()
+    return Post(CAUSE, f"{ALSO}{node}", encode(sorted(ranks)[:MOST_RANKS]))
 
 
 def first_cause(said: Mapping[str, bytes]) -> Cause | None:
     """What all nodes said of a generation, by the ends of their keys, as one cause."""
-    cause = decode(said[FIRST]) if FIRST in said else None
+    cause = decode(Cause, read(said[FIRST])) if FIRST in said else None
     if cause is None:
         return None
-    ranks = (r for key, data in said.items() if key.startswith(ALSO) for r in decode_ranks(data))
-    return followed_by(cause, ranks)
+    also = [read(data) for key, data in said.items() if key.startswith(ALSO)]
+    ranks = (rank for told in also if isinstance(told, list) for rank in told[:MOST_RANKS])
+    return followed_by(cause, (rank for rank in ranks if type(rank) is int))
 
 
 def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:
@@ -141,10 +113,13 @@ class Report:
     no failures, and why the job failed is asked of all nodes.
     """
 
-    def __init__(self, host: str, journal: Journal, clock: Clock) -> None:
+    def __init__(self, host: str, workers: Workers, journal: Journal | None, clock: Clock) -> None:
         self._host = host
-        self._journal = Journals(journal)
+        self._workers = workers
+        self._journal = journal
+        self._guard = Guard(journal, aside=journal is not None and not journal.prompt)
         self._clock = clock
+        self._steps: StepWatch | None = None
         self._idle_since = self._began_at = self._stopping_at = clock()
         self._why, self._planned = "this node is new", False
         self._silent_since: float | None = None
@@ -170,6 +145,7 @@ class Report:
         self._silent_since = event.since if isinstance(event, policy.Hung) else None
 
     def joining(self) -> None:
+        self._last_look()
         self._tell("rendezvous.began", why=self._why, planned=self._planned)
 
     def starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
@@ -192,6 +168,7 @@ class Report:
             nodes=info.world_size,
             ranks=[first.rank, last.rank],
             world=first.world_size,
+            role=[first.role_rank, first.role_world_size],
             restarts=group.restarts,
             max_restarts=group.max_restarts,
             cause=info.cause,
@@ -202,6 +179,31 @@ class Report:
         for local_rank, name in sorted(names.items()):
             rank = group.worker(local_rank).rank
             self._tell("worker.began", rank, local_rank=local_rank, name=name)
+        if names and self._workers.tell_steps and self._journal is not None:
+            self._steps = StepWatch(self._began_at)
+
+    def look(self, *, final: bool = False) -> None:
+        """Tell of the workers' steps, if that is due. Of those that have ended something is known
+        for as long as no others are started."""
+        watch, now = self._steps, self._clock()
+        if watch is None or not (final or now >= watch.due):
+            return
+        try:
+            beats = self._workers.beats()
+            final = final or not beats
+            beats = self._workers.last_beats() if final else beats
+            self._steps, found = watch.look(now, beats, final=final)
+        except Exception:
+            # What is seen is never worth the end of the training.
+            log.exception("the workers' steps could not be looked at")
+            self._steps, found = attrs.evolve(watch, due=now + EVERY_SECONDS), []
+        for kind, facts in found:
+            self._tell(kind, **facts)
+
+    def _last_look(self) -> None:
+        """None of the generation's workers is left, and what they did is told before their end."""
+        self.look(final=True)
+        self._steps = None
 
     def ended(self, exit_: WorkerExit, *, supervised: bool) -> Cause | None:
         """A worker ended; supervised: while nothing was being stopped. The cause to be told, if
@@ -214,6 +216,7 @@ class Report:
             ok=exit_.ok,
             stopped=exit_.stopped,
             how=exit_.describe(),
+            error="" if exit_.ok else exit_.message or exit_.how,
             uptime=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless
@@ -290,6 +293,7 @@ class Report:
             cause=cause,
             expelled=outcome.expelled,
         )
+        self._last_look()
         self._tell(
             "run.ended",
             state=result.state.value,
@@ -299,7 +303,7 @@ class Report:
             cause=None if cause is None else _in_short(cause),
         )
         # What was told has been heard, unless that takes too long.
-        self._journal.settle()
+        self._guard.settle()
         return result
 
     @property
@@ -307,7 +311,9 @@ class Report:
         return 0 if self._group is None else self._group.generation
 
     def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
-        self._journal.tell(kind, generation=self._generation, rank=rank, **facts)
+        if self._journal is not None:
+            tell, generation = self._journal.tell, self._generation
+            self._guard.call(partial(tell, kind, generation=generation, rank=rank, **facts))
 
 
 def _in_short(cause: Cause) -> dict[str, object]:

@@ -25,7 +25,7 @@ from ..foreign import read_file, read_object
 from ..visible import visible
 from ..workers import hooks
 from ..workers.exit import SIGNALS, WorkerExit, last_words
-from ..workers.messages import LONGEST_RECORD, NO_RECORD, read_failure, read_record
+from ..workers.hooks import LONGEST_RECORD, NO_RECORD, read_failure, read_record
 
 if TYPE_CHECKING:
     from ..agent.interface import Cause, RunResult

@@ -9,7 +9,7 @@ import os
 from typing import Any, Protocol
 
 from ..errors import ConfigError, describe
-from ..workers.output_plan import NAMES, OutputPlan, Places, Streams
+from ..workers.output import NAMES, OutputPlan, Places, Streams
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 NOWHERE = "/dev/null"

@@ -126,12 +126,12 @@ class Stage:
         self._disturbed = monotonic()
 
     def worker_of(self, node: subprocess.Popen[str], local_rank: int) -> int:
-        """The pid of a node's worker, found as an operator would: the agent's template has forked
-        them in the order of their ranks."""
+        """The pid of a node's worker, found as an operator would: the agent's fork server has
+        forked them in the order of their ranks."""
         for child in children(node.pid):
-            if Path(f"/proc/{child}/comm").read_text().strip() == "worker-template":
+            if Path(f"/proc/{child}/comm").read_text().strip() == "fork-server":
                 return children(child)[local_rank]
-        raise DemoFailed(f"no template of workers among the children of {node.pid}")
+        raise DemoFailed(f"no fork server among the children of {node.pid}")
 
     def close(self) -> None:
         for node in self._nodes:

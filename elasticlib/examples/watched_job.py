@@ -130,7 +130,7 @@ class WatchedJob:
             ConfigError: no such rank runs.
         """
         status = self.status()
-        standings = [node.standing for node in status.nodes if node.standing] if status else []
+        standings = [node.status for node in status.nodes if node.status] if status else []
         names = {worker.rank: worker.name for told in standings for worker in told.workers}
         if rank not in names:
             raise ConfigError(f"the ranks that run are {sorted(names)}, got {rank}")

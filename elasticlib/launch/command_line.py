@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .._version import __version__
 from ..errors import ConfigError
+from ..flag_values import DRAIN_EXIT_CODE, RESIZES
 from ..workers.cpu import BINDINGS
 from .backend_names import BACKENDS
 from .cluster import CLUSTERS
@@ -19,9 +20,6 @@ from .cluster import CLUSTERS
 MASTER_PORT = 29500
 EVENT_LOG_HANDLERS = ("null", "console")
 REQUEUES = ("none", "slurm")
-RESIZES = ("immediate", "at-step", "at-checkpoint")
-DRAIN_EXIT_CODE = 75
-"""As the agent has it, which takes the words before, too."""
 
 _EPILOG = """\
 examples:

@@ -13,7 +13,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..rendezvous.document import Limits, Timing
-from ..workers.output_plan import OutputPlan, StreamChoice
+from ..workers.output import OutputPlan, StreamChoice
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
 from .command_line import MASTER_PORT as MASTER_PORT

@@ -22,12 +22,13 @@ from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
-from ..observe.interface import Journals, NoJournal
-from ..observe.step_watch import StepWatch
+from ..metrics import is_taken
+from ..observe.journal import View
+from ..rendezvous.interface import RendezvousHandler
 from ..signals import as_signal
-from ..workers.function import check_not_importing, pickled
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
+from ..workers.run_program import check_not_importing, pickled
 from ..workers.spec import (
     Command,
     Entrypoint,
@@ -37,11 +38,11 @@ from ..workers.spec import (
 )
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
-from .events import RecordingAgent, entry_name
-from .exit_summary import ExitSummary
+from .events import TorchsEvents, entry_name
+from .exit_summary import summary
 from .held_signals import HELD, HeldSignals
 from .journals import kept_logs, open_journal
-from .live import answering, open_standing
+from .live import answering
 from .meeting import Meeting, open_meeting
 from .observed import Observed
 from .own_workers import check_machine, local_workers, spec_of
@@ -130,14 +131,14 @@ def run_node(
     *,
     persist: Persist = persist,
     began: Callable[[ElasticAgent], object] | None = None,
-    summary: ExitSummary | None = None,
+    summed: Callable[[str], object] | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
     workers: what runs them, if not processes of this machine as the config has them. persist:
     writes the newest snapshots when the job drains or fails for good. began: called with the agent
-    before it runs, for who is to tell it something from another thread. summary: is told what
-    happens, beside the journal.
+    before it runs, for who is to tell it something from another thread. summed: called with the
+    lines on what the run lost and where to read more.
     """
     config = heeding(config, os.environ)
     with contextlib.ExitStack() as stack:
@@ -150,7 +151,7 @@ def run_node(
             if began is not None:
                 began(agent)
 
-        return _run_node(config, entrypoint, workers, persist, began=meet, summary=summary)
+        return _run_node(config, entrypoint, workers, persist, began=meet, summed=summed)
 
 
 def _run_node(
@@ -160,7 +161,7 @@ def _run_node(
     persist: Persist,
     *,
     began: Callable[[ElasticAgent], object],
-    summary: ExitSummary | None,
+    summed: Callable[[str], object] | None,
 ) -> RunResult:
     check_machine(config, entrypoint, os.environ)
     secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
@@ -172,15 +173,17 @@ def _run_node(
     with contextlib.ExitStack() as stack:
         stack.callback(meeting.close)
         check_requeue(requeue, meeting, config.rdzv_backend)
-        observed = stack.enter_context(contextlib.closing(Observed(config, os.environ, meeting.me)))
-        standing = open_standing(config, meeting.me)
-        told = open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
-        if summary is not None:
-            summary.stands_beside(told, kept_logs(runners))
-        counted = (observed.journal, PutMetrics(config.role), summary or NoJournal())
-        journal = stack.enter_context(contextlib.closing(Journals(told, standing, *counted)))
-        watch = StepWatch(runners, journal)
-        agent = _kind_of_agent(config)(
+        observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
+        journal = stack.enter_context(
+            open_journal(
+                config,
+                runners,
+                meeting.me,
+                endpoint=meeting.serves_at,
+                views=_views(config, entrypoint, meeting.handler),
+            )
+        )
+        agent = LocalElasticAgent(
             spec_of(config, entrypoint),
             meeting.handler,
             runners,
@@ -189,16 +192,17 @@ def _run_node(
             interval=config.monitor_interval,
             options=options,
             memory=memory,
-            journal=watch,
+            journal=journal,
         )
-        observed.begin(agent, standing, journal)
+        observed.begin(agent, journal)
         began(agent)
-        stack.enter_context(answering(meeting, standing, agent))
-        with watch:
-            result = agent.run()
+        stack.enter_context(answering(meeting, journal, agent))
+        result = agent.run()
         _write_report(runners, result)
         _depart(meeting, config, result, requeue)
-        return result
+    if summed is not None:
+        summed(summary(journal, kept_logs(runners)))
+    return result
 
 
 def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
@@ -214,8 +218,14 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
     return attrs.evolve(config, torchrun=attrs.evolve(found, **told))
 
 
-def _kind_of_agent(config: LaunchConfig) -> type[LocalElasticAgent]:
-    return RecordingAgent if config.event_log_handler == "console" else LocalElasticAgent
+def _views(
+    config: LaunchConfig, entrypoint: Entrypoint, handler: RendezvousHandler
+) -> Iterator[View]:
+    """Who hears of what happens, beside the node's own journal."""
+    if is_taken():
+        yield PutMetrics(config.role)
+    if config.event_log_handler == "console":
+        yield TorchsEvents(entrypoint, config.role, handler)
 
 
 def _depart(

@@ -110,14 +110,13 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
     from ..workers.spec import WorkerState
     from .elastic_launch import run_node
     from .events import entry_name
-    from .exit_summary import ExitSummary
     from .report import told
 
     config = launch.config
-    summary = ExitSummary(config.run_id)
-    result = run_node(config, launch.entrypoint, workers, summary=summary)
+    lines: list[str] = []
+    result = run_node(config, launch.entrypoint, workers, summed=lines.append)
     # The reason stays what is read last.
-    _show(summary.text() + told(result))
+    _show("".join(lines) + told(result))
     leave_error_of(result)
     drained = result.state is WorkerState.DRAINED
     code = config.supervision.drain_exit_code if drained else result.exit_code
@@ -144,7 +143,7 @@ def leave_error_of(result: RunResult) -> None:
 
 
 def _leave_exception(kind: str, message: str, trace: str) -> None:
-    from ..workers.messages import failure_record
+    from ..workers.hooks import failure_record
 
     leave_error(failure_record(kind, message, trace, int(wall())))
 

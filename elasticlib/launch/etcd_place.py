@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..errors import ConfigError
-from ..stores.etcd_access import Member, read_members
 from .backend_names import ETCD_BACKENDS
 
 if TYPE_CHECKING:
-    from ..stores.etcd import EtcdStore
+    from ..stores.etcd import EtcdStore, Member
 
 _SPELLINGS = {
     "cacert": "cacert",
@@ -60,12 +59,14 @@ class EtcdPlace:
 
     @property
     def members(self) -> tuple[Member, ...]:
+        # Imported here: most jobs meet elsewhere, and it takes a while to import HTTP and TLS.
+        from ..stores.etcd import read_members
+
         secure = self.protocol == "https" or bool(self.cacert or self.cert)
         return read_members(self.endpoints, secure=secure)
 
     def open(self, timeout: float) -> EtcdStore:
         """The store; nothing is connected yet."""
-        # Imported here: most jobs meet elsewhere.
         from ..stores.etcd import EtcdStore
 
         password = None

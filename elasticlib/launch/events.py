@@ -1,14 +1,13 @@
 """torchrun's events, for `--event-log-handler console`: a line of JSON on stderr for each.
 
-The shape is that of torch's `Event`, so what reads those reads these. Each is built from what the
-agent knows anyway, and nothing that happens depends on whether it could be written.
+The shape is that of torch's `Event`, so what reads those reads these. Each is one of the node's own
+events, shown in that shape; nothing that happens depends on whether it could be written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -16,21 +15,14 @@ from typing import Any
 
 import attrs
 
-from ..agent.interface import RunResult
-from ..agent.loop import ElasticAgent
-from ..clock import monotonic, wall
-from ..errors import describe, present
+from ..clock import monotonic
+from ..observe.event import Event
+from ..observe.journal import View
 from ..rendezvous.interface import RendezvousHandler
-from ..threads import Aside
-from ..workers.exit import WorkerExit
-from ..workers.interface import Workers
-from ..workers.spec import Entrypoint, Function, Worker, WorkerGroup, WorkerSpec, WorkerState
-
-log = logging.getLogger("elasticlib.launch")
+from ..workers.spec import Entrypoint, Function
 
 AGENT, WORKER = "AGENT", "WORKER"
 STDERR = 2
-CLOSE_SECONDS = 2.0
 
 
 def entry_name(entrypoint: Entrypoint) -> str:
@@ -46,150 +38,96 @@ def to_stderr(line: str) -> None:
         os.write(STDERR, line.encode())
 
 
-class RecordingAgent(ElasticAgent):
+class TorchsEvents(View):
     """Says what happens to the workers, and how the run ended.
 
     Of each worker: START, then SUCCEEDED, FAILED, or TERMINATED if this agent ended it. Of the
     agent: RENDEZVOUS with its duration, and in the end the `WorkerState` of its run.
+
+    Args:
+        entrypoint: what is run.
+        role: whose workers they are.
+        handler: of the job, whose id and backend are told.
     """
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        entrypoint: Entrypoint,
+        role: str,
         handler: RendezvousHandler,
-        workers: Workers,
-        *,
         write: Callable[[str], None] = to_stderr,
-        **rest: Any,
     ) -> None:
-        super().__init__(spec, handler, workers, **rest)
-        self._events = _Events(spec, handler, write)
-
-    def run(self) -> RunResult:
-        result = super().run()
-        error = None if result.state is WorkerState.SUCCEEDED else result.reason
-        self._events.record(
-            AGENT, result.state.name, self.get_worker_group(), {}, raw_error=_as_torchs(error)
-        )
-        self._events.close()
-        return result
-
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
-        self._events.met(group)
-        super().start(group, ended)
-        named = self.workers.running()
-        for worker in group.workers:
-            # Others than processes of this machine are named otherwise.
-            pid = named.get(worker.local_rank, "").removeprefix("pid ")
-            self._events.record(WORKER, "START", group, _place(worker, pid=_number(pid)))
-
-    def collect(self, local_rank: int) -> WorkerExit:
-        found = super().collect(local_rank)
-        group = present(self.get_worker_group(), "the group of a worker that has ended")
-        state = "SUCCEEDED" if found.ok else "TERMINATED" if found.stopped else "FAILED"
-        place = _place(group.worker(local_rank), pid=found.pid, code=found.returncode)
-        error = None if found.ok else found.message or found.how
-        self._events.record(WORKER, state, group, place, raw_error=_as_torchs(error))
-        self._events.parted()
-        return found
-
-
-class _Events:
-    """What all events of a run have in common, and how long it has been running."""
-
-    def __init__(
-        self, spec: WorkerSpec, handler: RendezvousHandler, write: Callable[[str], None]
-    ) -> None:
-        self._spec = spec
+        self._entry_point = entry_name(entrypoint)
+        self._role = role
         self._handler = handler
         self._write = write
-        # Who reads them may stand still, and the agent does not.
-        self._aside = Aside("agent-events", _told_no_more)
-        self._began = self._parted = monotonic()
+        self._began = monotonic()
+        self._group: Event | None = None
+        self._pids: dict[int, int | None] = {}
 
-    def parted(self) -> None:
-        """The time from here to the next meeting is spent on it."""
-        self._parted = monotonic()
+    def hear(self, event: Event) -> None:
+        if event.kind == "generation.began":
+            self._group = event
+            waited = (event.seconds("seconds") or 0.0) * 1000
+            self._record(event, AGENT, "RENDEZVOUS", {}, duration_ms=waited)
+        elif event.kind == "worker.began":
+            # Others than processes of this machine are named otherwise.
+            pid = event.text("name").removeprefix("pid ")
+            self._pids[event.rank or 0] = int(pid) if pid.isdigit() else None
+            self._record(event, WORKER, "START", self._place(event))
+        elif event.kind == "worker.ended":
+            stopped = "TERMINATED" if event.says("stopped") else "FAILED"
+            state = "SUCCEEDED" if event.says("ok") else stopped
+            error = _as_torchs(event.text("error"))
+            self._record(event, WORKER, state, self._place(event), raw_error=error)
+        elif event.kind == "run.ended":
+            state = event.text("state")
+            error = _as_torchs("" if state == "succeeded" else event.text("reason"))
+            self._record(event, AGENT, state.upper(), {}, raw_error=error)
 
-    def met(self, group: WorkerGroup) -> None:
-        waited = (monotonic() - self._parted) * 1000
-        self.record(AGENT, "RENDEZVOUS", group, {}, duration_ms=waited)
+    def _place(self, event: Event) -> dict[str, Any]:
+        """Whose event it is."""
+        local = event.count("local_rank") or 0
+        first, size = (0, 0) if self._group is None else self._group.pair("role") or (0, 0)
+        return {
+            "local_rank": local,
+            "role_rank": first + local,
+            "role_world_size": size,
+            "exit_code": event.facts.get("code"),
+            "worker_pid": self._pids.get(event.rank or 0),
+        }
 
-    def record(
-        self,
-        source: str,
-        state: str,
-        group: WorkerGroup | None,
-        place: dict[str, Any],
-        **known: Any,
+    def _record(
+        self, event: Event, source: str, state: str, place: dict[str, Any], **known: Any
     ) -> None:
         """place: what is known of the worker, if it is one's."""
-        at, running = wall(), monotonic() - self._began
-        self._aside.call(
-            lambda: self._write(self._line((source, state), group, place, known, at, running))
-        )
-
-    def close(self) -> None:
-        """All has been written, unless that takes too long."""
-        if not self._aside.close(CLOSE_SECONDS):
-            log.warning("torch's events are not all written within %g s", CLOSE_SECONDS)
-
-    def _line(
-        self,
-        what: tuple[str, str],
-        group: WorkerGroup | None,
-        place: dict[str, Any],
-        known: dict[str, Any],
-        *now: float,
-    ) -> str:
-        """now: seconds since 1970, and since the run began."""
-        source, state = what
-        nodes = None if group is None else group.group_world_size
-        more = {"group_world_size": nodes, "entry_point": entry_name(self._spec.entrypoint)}
-        rank = place.pop("global_rank", None)
+        group, rank = self._group, event.rank
+        nodes = None if group is None else group.count("nodes")
+        more = {"group_world_size": nodes, "entry_point": self._entry_point}
         metadata = {
             "run_id": self._handler.get_run_id(),
             "global_rank": rank,
-            "group_rank": None if group is None else group.group_rank,
-            "worker_id": None if rank is None else str(place.get("worker_pid")),
-            "role": self._spec.role,
+            "group_rank": None if group is None else group.count("node_rank"),
+            "worker_id": None if rank is None else str(place["worker_pid"]),
+            "role": self._role,
             "hostname": socket.gethostname(),
             "state": state,
-            "total_run_time": int(now[1]),
+            "total_run_time": int(event.at - self._began),
             "rdzv_backend": self._handler.get_backend(),
             "raw_error": None,
             "metadata": json.dumps({**more, **place}),
-            "agent_restarts": 0 if group is None else group.restarts,
+            "agent_restarts": 0 if group is None else group.count("restarts"),
             "duration_ms": None,
         }
         said = {
             "name": f"torchelastic.worker.status.{state}",
             "source": source,
-            "timestamp": int(now[0] * 1000),
+            "timestamp": int(event.wall * 1000),
             "metadata": {**metadata, **known},
         }
-        return json.dumps(said) + "\n"
+        self._write(json.dumps(said) + "\n")
 
 
-def _told_no_more(error: BaseException) -> None:
-    log.warning("torch's events are not written any more: %s", describe(error), exc_info=error)
-
-
-def _place(worker: Worker, *, pid: int | None, code: int | None = None) -> dict[str, Any]:
-    return {
-        "global_rank": worker.rank,
-        "local_rank": worker.local_rank,
-        "role_rank": worker.role_rank,
-        "role_world_size": worker.role_world_size,
-        "exit_code": code,
-        "worker_pid": pid,
-    }
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
-def _as_torchs(error: str | None) -> str | None:
+def _as_torchs(error: str) -> str | None:
     """As what a worker leaves in its error.json, which torch puts here."""
-    return None if error is None else json.dumps({"message": error})
+    return json.dumps({"message": error}) if error else None

@@ -7,62 +7,23 @@ from __future__ import annotations
 
 import os
 import shlex
-import threading
 from collections.abc import Iterator
-from typing import Any
 
-from ..clock import Clock, monotonic, wall
-from ..observe.event import Event
 from ..observe.history import Cost, Generation, Why
-from ..observe.interface import Journal
-from ..observe.journal import FileJournal
-from ..observe.records import RecordedJournal
-from ..observe.tally import DEAREST, Sums, Tally
+from ..observe.journal import NodeJournal
+from ..observe.story import DEAREST, Sums
 
 LONGEST_CAUSE = 100
 
 
-class ExitSummary(Journal):
-    """Is told what happens, as a journal is, and says in the end what it came to.
-
-    Args:
-        run: the job's id, by which people ask for more.
-    """
-
-    prompt = True
-
-    def __init__(self, run: str, *, clock: Clock = monotonic) -> None:
-        self._run = run
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._tally = Tally()
-        self._events = self._logs = self._name = ""
-        self.tell("run.began")
-
-    def stands_beside(self, journal: Journal, logs: str) -> None:
-        """Where the same is kept: in that one's file, if it writes one, and in the logs' folder."""
-        self._logs = logs
-        if isinstance(journal, FileJournal):
-            self._events = journal.path
-            # Only what has a record is found by the run's id.
-            self._name = self._run if isinstance(journal, RecordedJournal) else journal.path
-
-    def tell(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
-    ) -> None:
-        at = self._clock()
-        with self._lock:
-            self._tally.tell(Event(kind, self._run, "", generation, wall(), at, rank, facts))
-
-    def text(self) -> str:
-        """All lines; none where no workers were run here."""
-        with self._lock:
-            sums = self._tally.sums()
-        if not sums.generations:
-            return ""
-        events = self._events if os.path.exists(self._events) else ""
-        lines = [*told(sums), *_places(self._name, self._logs, events)]
-        return "".join(f"{line}\n" for line in lines)
+def summary(journal: NodeJournal, logs: str) -> str:
+    """All lines, once the run is over; none where no workers were run here. logs: where these are
+    kept."""
+    sums = journal.story.sums()
+    if not sums.generations:
+        return ""
+    events = journal.path if os.path.exists(journal.path) else ""
+    return "".join(f"{line}\n" for line in (*told(sums), *_places(journal.found_by, logs, events)))
 
 
 def told(sums: Sums) -> Iterator[str]:

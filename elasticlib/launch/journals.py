@@ -5,16 +5,17 @@ A run whose events cannot be kept is run all the same, with a warning.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
 
-from ..observe.interface import Journal, NoJournal
-from ..observe.journal import FILE, FileJournal
-from ..observe.records import RecordedJournal, RunRecord, remove_old
+from ..observe.journal import FILE, NodeJournal, View
+from ..observe.records import RunRecord, remove_old
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from .config import LaunchConfig
@@ -28,29 +29,36 @@ _ALWAYS = (
 )
 
 
+@contextlib.contextmanager
 def open_journal(
-    config: LaunchConfig, workers: Workers, node: str, *, endpoint: str = ""
-) -> Journal:
-    """The node's `events.jsonl`, begun with what the launch is; nothing if none is wanted.
+    config: LaunchConfig,
+    workers: Workers,
+    node: str,
+    *,
+    endpoint: str = "",
+    views: Iterable[View] = (),
+) -> Iterator[NodeJournal]:
+    """The node's events, begun with what the launch is, and in a file if they are to be kept.
     endpoint: where this node serves the job's store, if it does."""
-    if not config.events:
-        return NoJournal()
-    logs = None
-    if isinstance(workers, LocalWorkers) and workers.keeps_folder:
-        logs = workers.folder
-    journal = _opened(config.run_id, node, logs)
-    journal.tell(
-        "run.began",
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        slots=config.nproc_per_node,
-        settings=_settings(config),
-        logs="" if logs is None else str(logs),
-        lease=config.timing.lease,
-        endpoint=endpoint,
-        versions=versions(),
-    )
-    return journal
+    logs = kept_logs(workers)
+    with contextlib.ExitStack() as stack:
+        path, found_by = None, ""
+        if config.events:
+            path, found_by = _place(stack, config.run_id, logs)
+        journal = NodeJournal(config.run_id, node, path, views=views, found_by=found_by)
+        stack.callback(journal.close)
+        journal.tell(
+            "run.began",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slots=config.nproc_per_node,
+            settings=_settings(config),
+            logs=logs,
+            lease=config.timing.lease,
+            endpoint=endpoint,
+            versions=versions(),
+        )
+        yield journal
 
 
 def kept_logs(workers: Workers) -> str:
@@ -60,19 +68,22 @@ def kept_logs(workers: Workers) -> str:
     return str(workers.folder)
 
 
-def _opened(run: str, node: str, logs: Path | None) -> Journal:
-    events = None if logs is None else logs / FILE
+def _place(stack: contextlib.ExitStack, run: str, logs: str) -> tuple[Path | None, str]:
+    """The file, and what it is found by: the run's id if that has a record, which is closed with
+    the stack, else its path."""
+    events = Path(logs) / FILE if logs else None
     try:
         record = RunRecord(run, events)
     except OSError as error:
         kept = "; no events of it are kept" * (events is None)
         log.warning("this run is not among those that are found by name%s: %s", kept, error)
-        return NoJournal() if events is None else FileJournal(events, run, node)
+        return events, str(events or "")
+    stack.callback(record.close)
     try:
         remove_old(record.path.parent)
     except OSError as error:
         log.info("the records of earlier runs stay for now: %s", error)
-    return RecordedJournal(record, run, node)
+    return record.events, run
 
 
 def _settings(config: LaunchConfig) -> dict[str, str]:

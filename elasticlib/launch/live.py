@@ -6,33 +6,23 @@ Nothing of it takes part in the job, and no port is opened for it.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..agent.loop import ElasticAgent
 from ..observe.asking import Answerer
+from ..observe.journal import NodeJournal
 from ..observe.question import Stacks
-from ..observe.standing import NodeStanding, StandingJournal
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
-from .config import LaunchConfig
 from .meeting import Meeting
 
 POLL_SECONDS = 1.0
 """Between looks for a question where waiting is a poll of files."""
 
 
-def open_standing(config: LaunchConfig, node: str) -> StandingJournal:
-    """To be told what the node's other journals are told."""
-    host, pid = socket.gethostname(), os.getpid()
-    begins = NodeStanding(config.run_id, node, host, pid, slots=config.nproc_per_node)
-    return StandingJournal(begins)
-
-
 def answering(
-    meeting: Meeting, standing: StandingJournal, agent: ElasticAgent
+    meeting: Meeting, journal: NodeJournal, agent: ElasticAgent
 ) -> AbstractContextManager[object]:
     """Answers what `elasticlib status` and `stacks` ask, from `with` to its end; nothing where the
     nodes meet in a store that is not ours to speak to."""
@@ -43,7 +33,7 @@ def answering(
         store,
         meeting.run_id,
         meeting.me,
-        standing=lambda: standing.look(agent.workers.beats()),
+        status=lambda: journal.status(agent.workers.beats()),
         stacks=stacks_of(agent),
         heard=handler.heard if isinstance(handler, DynamicRendezvousHandler) else lambda: None,
         look_every=POLL_SECONDS if isinstance(store, FileStore) else 0.0,

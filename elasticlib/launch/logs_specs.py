@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, describe
-from ..workers.output_plan import StreamChoice
+from ..workers.output import StreamChoice
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -16,13 +16,12 @@ import attrs
 
 from ..agent.loop import ElasticAgent
 from ..errors import ConfigError
-from ..observe.counting_journal import CountingJournal
 from ..observe.exposed import Moment
 from ..observe.health import Health, judge
-from ..observe.interface import Journal, NoJournal
+from ..observe.journal import NodeJournal
 from ..observe.port import ObservePort, Page, plain
 from ..observe.prometheus import Exposition
-from ..observe.standing import NodeStanding, StandingJournal
+from ..observe.story import NodeStatus
 from .config import LaunchConfig
 from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .versions import versions
@@ -40,7 +39,7 @@ class Observed:
         ConfigError: --observe-port cannot be bound.
     """
 
-    def __init__(self, config: LaunchConfig, environment: Mapping[str, str], node: str) -> None:
+    def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         self._ports: list[tuple[ObservePort, tuple[str, ...]]] = []
         asked = config.observe_port
         try:
@@ -54,7 +53,6 @@ class Observed:
         except ConfigError:
             self.close()
             raise
-        self._tally = CountingJournal(config.run_id, node)
 
     def _open_checked(self, where: tuple[str, int]) -> None:
         """As torch's variable says, which other launches on this machine may have been told, too:
@@ -76,20 +74,11 @@ class Observed:
             ) from error
         self._ports.append((port, paths))
 
-    @property
-    def journal(self) -> Journal:
-        """What is to be told what happens, so that it can be shown."""
-        return self._tally if self._ports else NoJournal()
-
-    def begin(self, agent: ElasticAgent, standing: StandingJournal, kept: Journal) -> None:
-        """Answer from now on. kept: the journal whose losses are told."""
+    def begin(self, agent: ElasticAgent, journal: NodeJournal) -> None:
+        """Answer from now on."""
         if not self._ports:
             return
-
-        def standing_now() -> NodeStanding:
-            return standing.look(agent.workers.beats())
-
-        pages = _Pages(agent.silent, self._tally, standing_now, kept)
+        pages = _Pages(agent, journal)
         for port, paths in self._ports:
             port.begin({path: pages.by_path[path] for path in paths})
             shown = [path for path in paths if path != METRICS or not pages.lacking]
@@ -103,16 +92,8 @@ class Observed:
 
 
 class _Pages:
-    def __init__(
-        self,
-        silent: Callable[[], float],
-        tally: CountingJournal,
-        standing: Callable[[], NodeStanding],
-        journal: Journal,
-    ) -> None:
-        self._silent = silent
-        self._tally = tally
-        self._standing = standing
+    def __init__(self, agent: ElasticAgent, journal: NodeJournal) -> None:
+        self._agent = agent
         self._journal = journal
         self._versions = versions()
         try:
@@ -131,32 +112,35 @@ class _Pages:
         """Why there is no METRICS; empty where there is."""
         return self._exposition if isinstance(self._exposition, str) else ""
 
-    def _judged(self, standing: NodeStanding) -> Health:
-        return judge(standing.state, standing.reason, self._silent())
+    def _now(self) -> NodeStatus:
+        return self._journal.status(self._agent.workers.beats())
+
+    def _judged(self, status: NodeStatus) -> Health:
+        return judge(status.state, status.reason, self._agent.silent())
 
     def _moment(self) -> Moment:
-        standing = self._standing()
+        status = self._now()
         return Moment(
-            standing,
-            self._tally.counts,
-            alive=self._judged(standing).good,
-            silent=self._silent(),
+            status,
+            self._journal.story.counts,
+            alive=self._judged(status).good,
+            silent=self._agent.silent(),
             events_lost=self._journal.lost,
             versions=self._versions,
         )
 
     def _health(self) -> Page:
-        found = self._judged(self._standing())
+        found = self._judged(self._now())
         return plain(200 if found.good else 503, found.sentence)
 
     def _status(self) -> Page:
-        standing = self._standing()
-        found = self._judged(standing)
+        status = self._now()
+        found = self._judged(status)
         said = {
             "version": STATUS_VERSION,
             "healthy": found.good,
             "health": found.sentence,
-            **attrs.asdict(standing, value_serializer=_value),
+            **attrs.asdict(status, value_serializer=_value),
         }
         return Page(200, "application/json", json.dumps(said, indent=2).encode() + b"\n")
 

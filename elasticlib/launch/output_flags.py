@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..workers.cpu import BINDINGS
-from ..workers.output_plan import OutputPlan, Streams, parse_streams
+from ..workers.output import OutputPlan, Streams, parse_streams
 
 
 def read_output_flags(given: argparse.Namespace) -> dict[str, Any]:

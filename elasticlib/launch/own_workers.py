@@ -19,7 +19,7 @@ from ..compat.logs import ask
 from ..compat.timers import TimerServer
 from ..errors import ConfigError, ElasticError
 from ..workers.cpu import bindings
-from ..workers.output_plan import OutputPlan
+from ..workers.output import OutputPlan
 from ..workers.processes import LocalWorkers
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
 from .config import LaunchConfig

@@ -5,15 +5,15 @@ programs that have configured a handler of `elasticlib.metrics` and launch from 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from ..metrics import put_metric
-from ..observe.interface import Journal
+from ..observe.event import Event
+from ..observe.journal import View
 
 log = logging.getLogger("elasticlib.launch")
 
 
-class PutMetrics(Journal):
+class PutMetrics(View):
     """role: whose workers they are."""
 
     def __init__(self, role: str) -> None:
@@ -21,16 +21,14 @@ class PutMetrics(Journal):
         self._restarts = 0
         self._left = self._most = 0
 
-    def tell(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
-    ) -> None:
-        del generation, rank
-        if kind == "generation.began":
-            self._restarts, self._most = int(facts["restarts"]), int(facts["max_restarts"])
+    def hear(self, event: Event) -> None:
+        if event.kind == "generation.began":
+            self._restarts = event.count("restarts") or 0
+            self._most = event.count("max_restarts") or 0
             self._left = max(0, self._most - self._restarts)
             self._put("remaining_restarts", self._left)
-        elif kind == "run.ended":
-            self._over(str(facts["state"]))
+        elif event.kind == "run.ended":
+            self._over(event.text("state"))
 
     def _over(self, state: str) -> None:
         failed, again = state == "failed", self._restarts > 0

@@ -18,12 +18,11 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError, NoSuchRun, StoreError, StoreTimeout, StoreUnavailable
 from ..observe.asking import jobs_in
 from ..observe.event import Event
-from ..observe.facts import LARGEST
 from ..observe.question import Answer
 from ..observe.read_events import EventsFile
 from ..observe.runs import find_runs, known_runs
-from ..observe.standing import NodeStanding, after
-from ..observe.status import JobStatus, NodeStatus, status_of_records
+from ..observe.status import JobStatus, NodeEntry, status_of_records
+from ..observe.story import AgentLog
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
@@ -248,7 +247,7 @@ def events_of(path: Path) -> Iterator[Event]:
 
 def is_recorded(target: Target) -> bool:
     """Whether there are events of it on this machine."""
-    return any(any(map(_can_be, events_of(path))) for path in target.records)
+    return any(event.possible for path in target.records for event in events_of(path))
 
 
 def recorded(target: Target) -> JobStatus | None:
@@ -270,26 +269,21 @@ def _living() -> set[str]:
     return {os.path.realpath(one.events) for one in known_runs() if one.living}
 
 
-def _can_be(event: Event) -> bool:
-    """Whether it has a time and a generation that can be."""
-    return 0 <= event.generation < LARGEST and max(abs(event.at), abs(event.wall)) < LARGEST
-
-
-def _recorded_node(path: Path, lives: bool) -> tuple[NodeStatus, float] | None:
+def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
     """The node, and when it last wrote, in seconds since 1970."""
-    standing, last = None, None
-    for event in filter(_can_be, events_of(path)):
-        before = standing or NodeStanding(event.run, event.node, since=event.at, began=event.at)
-        standing, last = after(before, event), event
-    if standing is None or last is None:
+    log = AgentLog(keep=False)
+    for event in events_of(path):
+        log.fold(event)
+    if log.began is None:
         return None
-    answer = Answer(0, standing, last.at - standing.since, last.at - standing.began)
-    node = NodeStatus(
-        node=standing.node,
-        host=standing.host,
-        rank=standing.node_rank,
-        slots=standing.slots,
-        lives=lives and not standing.state.over,
+    status = log.status
+    answer = Answer(0, status, log.seen - status.since, log.seen - status.began)
+    node = NodeEntry(
+        node=status.node,
+        host=status.host,
+        rank=status.node_rank,
+        slots=status.slots,
+        lives=lives and not status.state.over,
         answer=answer,
     )
-    return node, last.wall
+    return node, log.wall

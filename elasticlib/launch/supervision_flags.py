@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from ..agent.hang import HangLimits
-from ..agent.interface import DRAIN_EXIT_CODE
 from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
+from ..flag_values import DRAIN_EXIT_CODE
 from ..signals import signal_name, signal_number
 from .command_line import REQUEUES, SECONDS
 from .settings import Source

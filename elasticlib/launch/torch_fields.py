@@ -17,7 +17,7 @@ import attrs
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
 from ..errors import ConfigError
 from ..workers.cpu import BINDINGS
-from ..workers.output_plan import StreamChoice, Streams
+from ..workers.output import StreamChoice, Streams
 from .logs_specs import check_name
 from .supervision_flags import _numbers
 from .tcp_endpoints import is_any_port_here

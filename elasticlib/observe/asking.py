@@ -33,8 +33,8 @@ from .question import (
     encode_question,
     encode_stacks,
 )
-from .standing import NodeStanding
 from .status import JobView
+from .story import NodeStatus
 
 log = logging.getLogger("elasticlib.rendezvous")
 
@@ -198,7 +198,7 @@ class Answerer:
     latest its thread ends.
 
     Args:
-        standing: where the node stands now.
+        status: where the node stands now.
         stacks: of the workers of these ranks, or of all; takes up to some seconds.
         heard: seconds since the store last took this node's word, where that is known.
         look_every: seconds between looks at a store whose `wait` is itself a poll; 0 to wait there.
@@ -210,7 +210,7 @@ class Answerer:
         run_id: str,
         node_id: str,
         *,
-        standing: Callable[[], NodeStanding],
+        status: Callable[[], NodeStatus],
         stacks: Callable[[frozenset[int] | None], Stacks],
         heard: Callable[[], float | None] = lambda: None,
         look_every: float = 0.0,
@@ -219,7 +219,7 @@ class Answerer:
         self._store = store
         self._keys = QuestionKeys(run_id)
         self._me = node_id
-        self._standing = standing
+        self._status = status
         self._stacks = stacks
         self._heard = heard
         self._look_every = look_every
@@ -289,12 +289,12 @@ class Answerer:
         self._store.set(self._place(self._keys.answers, entry.key), answer, ttl=ANSWER_SECONDS)
 
     def _now(self, question: Question) -> Answer:
-        standing, now, heard = self._standing(), self._clock(), self._heard()
+        status, now, heard = self._status(), self._clock(), self._heard()
         return Answer(
             question.number,
-            standing,
-            state_seconds=round(max(0.0, now - standing.since), 3),
-            up_seconds=round(max(0.0, now - standing.began), 3),
+            status,
+            state_seconds=round(max(0.0, now - status.since), 3),
+            up_seconds=round(max(0.0, now - status.began), 3),
             heard=None if heard is None else round(heard, 3),
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from .strand import Life
+from .history import NodeGeneration
 
 APART = 3600.0
 """Seconds by wall clocks within which two that tell of a like generation mean the same one."""
@@ -21,12 +21,12 @@ MOMENT, PART = 2.0, 0.01
 within which its end, or another's beginning, came for both, by their own clocks."""
 
 Key = tuple[int, int]
-"""A life: the strand's place in the sequence, and the life's in the strand."""
+"""A life: the log's place in the sequence, and the life's in the log."""
 
 
 @attrs.frozen
 class Aligned:
-    """offsets: what to add to each strand's own times for the time of all, in seconds since 1970 by
+    """offsets: what to add to each log's own times for the time of all, in seconds since 1970 by
     the clocks that agree. generations: the lives of each, by its number, in order; where the job
     was begun anew, the count goes on. launches: the numbers at which it was begun."""
 
@@ -35,23 +35,23 @@ class Aligned:
     launches: frozenset[int]
 
 
-def align(strands: Sequence[Sequence[Life]], clocks: Sequence[float]) -> Aligned:
-    """strands: the lives that each agent told of, in their order. clocks: of each, its wall clock
+def align(logs: Sequence[Sequence[NodeGeneration]], clocks: Sequence[float]) -> Aligned:
+    """logs: the lives that each agent told of, in their order. clocks: of each, its wall clock
     minus its monotonic one."""
-    parts = _parts(strands)
-    jobs = _together(strands, parts)
-    offsets = _offsets(strands, clocks, [keys for job in jobs for keys in job.values()])
+    parts = _parts(logs)
+    jobs = _together(logs, parts)
+    offsets = _offsets(logs, clocks, [keys for job in jobs for keys in job.values()])
     began = {
-        id(job): min(strands[s][i].began + offsets[s] for keys in job.values() for s, i in keys)
+        id(job): min(logs[s][i].began + offsets[s] for keys in job.values() for s, i in keys)
         for job in jobs
     }
     return _in_order(offsets, sorted(jobs, key=lambda job: began[id(job)]))
 
 
-def _parts(strands: Sequence[Sequence[Life]]) -> dict[Key, Key]:
+def _parts(logs: Sequence[Sequence[NodeGeneration]]) -> dict[Key, Key]:
     """Of each life the first one of its job: where the count begins again, another job did."""
     first = {}
-    for s, lives in enumerate(strands):
+    for s, lives in enumerate(logs):
         head = (s, 0)
         for i, life in enumerate(lives):
             if i and life.number <= lives[i - 1].number:
@@ -61,35 +61,35 @@ def _parts(strands: Sequence[Sequence[Life]]) -> dict[Key, Key]:
 
 
 def _together(
-    strands: Sequence[Sequence[Life]], parts: Mapping[Key, Key]
+    logs: Sequence[Sequence[NodeGeneration]], parts: Mapping[Key, Key]
 ) -> list[dict[int, list[Key]]]:
     """Of each job the lives of its generations, by number, whoever told of them."""
     same: dict[tuple[object, ...], list[Key]] = {}
-    for s, lives in enumerate(strands):
+    for s, lives in enumerate(logs):
         for i, x in enumerate(lives):
             same.setdefault((x.number, x.nodes, x.world, x.restarts, x.cause), []).append((s, i))
     jobs = _Union(parts.values())
     for keys in same.values():
-        for group in _by_wall(strands, keys):
+        for group in _by_wall(logs, keys):
             for key in group[1:]:
                 jobs.join(parts[group[0]], parts[key])
     found: dict[Key, dict[int, list[Key]]] = {}
     for key, head in parts.items():
-        number = strands[key[0]][key[1]].number
+        number = logs[key[0]][key[1]].number
         found.setdefault(jobs.of(head), {}).setdefault(number, []).append(key)
     return list(found.values())
 
 
-def _by_wall(strands: Sequence[Sequence[Life]], keys: Sequence[Key]) -> list[list[Key]]:
+def _by_wall(logs: Sequence[Sequence[NodeGeneration]], keys: Sequence[Key]) -> list[list[Key]]:
     """These, like but for their node ranks, as groups that may be of one generation each."""
     groups: list[list[Key]] = []
     taken: list[set[object]] = []
     walls: list[float] = []
-    for key in sorted(keys, key=lambda key: strands[key[0]][key[1]].wall):
-        life = strands[key[0]][key[1]]
-        here = {life.node_rank, f"strand {key[0]}"}
+    for key in sorted(keys, key=lambda key: logs[key[0]][key[1]].wall):
+        life = logs[key[0]][key[1]]
+        here = {life.node_rank, f"log {key[0]}"}
         for group, there, wall in zip(groups, taken, walls, strict=True):
-            near = life.wall - wall <= APART or _in_step(strands, group[0], key)
+            near = life.wall - wall <= APART or _in_step(logs, group[0], key)
             if not here & there and near:
                 group.append(key)
                 there |= here
@@ -101,14 +101,14 @@ def _by_wall(strands: Sequence[Sequence[Life]], keys: Sequence[Key]) -> list[lis
     return groups
 
 
-def _in_step(strands: Sequence[Sequence[Life]], one: Key, other: Key) -> bool:
+def _in_step(logs: Sequence[Sequence[NodeGeneration]], one: Key, other: Key) -> bool:
     """Whether this generation ended, or its neighbour began, after as long a time for both."""
     told = []
     for s, i in (one, other):
-        life, found = strands[s][i], {}
+        life, found = logs[s][i], {}
         if life.over is not None:
             found["over"] = life.over - life.began
-        for near in strands[s][max(0, i - 1) : i + 2]:
+        for near in logs[s][max(0, i - 1) : i + 2]:
             if near.number != life.number:
                 found[f"began {near.number}"] = near.began - life.began
         told.append(found)
@@ -134,14 +134,16 @@ class _Union:
 
 
 def _offsets(
-    strands: Sequence[Sequence[Life]], clocks: Sequence[float], groups: Sequence[Sequence[Key]]
+    logs: Sequence[Sequence[NodeGeneration]],
+    clocks: Sequence[float],
+    groups: Sequence[Sequence[Key]],
 ) -> list[float]:
-    """Of each strand what to add; those that share generations move as one."""
+    """Of each log what to add; those that share generations move as one."""
     group_of = {key: g for g, group in enumerate(groups) for key in group}
     when: dict[int, float] = {}
     placed: dict[int, float] = {}
     bodies: list[list[int]] = []
-    order = sorted(range(len(strands)), key=lambda s: -len(strands[s]))
+    order = sorted(range(len(logs)), key=lambda s: -len(logs[s]))
     while len(placed) < len(order):
         seed = next(s for s in order if s not in placed)
         body, fresh = [], [(seed, clocks[seed])]
@@ -149,13 +151,13 @@ def _offsets(
             for s, offset in fresh:
                 body.append(s)
                 placed[s] = offset
-                for i, life in enumerate(strands[s]):
+                for i, life in enumerate(logs[s]):
                     when.setdefault(group_of[(s, i)], life.began + offset)
             fresh = []
             for s in (s for s in order if s not in placed):
                 shared = [
                     when[group_of[(s, i)]] - life.began
-                    for i, life in enumerate(strands[s])
+                    for i, life in enumerate(logs[s])
                     if group_of[(s, i)] in when
                 ]
                 if shared:
@@ -165,7 +167,7 @@ def _offsets(
         # As most of their wall clocks have it.
         shift = _median([clocks[s] - placed[s] for s in body])
         placed.update({s: placed[s] + shift for s in body})
-    return [placed[s] for s in range(len(strands))]
+    return [placed[s] for s in range(len(logs))]
 
 
 def _in_order(offsets: Sequence[float], jobs: Iterable[Mapping[int, Sequence[Key]]]) -> Aligned:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from .history import Cost, Generation, Why
-from .strand import Life
+from .history import Cost, Generation, NodeGeneration, Why
 
 
 @attrs.frozen
@@ -25,7 +24,7 @@ class Ledger:
     """Takes a job's generations in their order, and makes of each what a reader is to know."""
 
     def __init__(self) -> None:
-        self._before: Sequence[Life] = ()
+        self._before: Sequence[NodeGeneration] = ()
         self._end: _End | None = None
         self._floor = 0.0
         self._newest: int | None = None
@@ -34,7 +33,7 @@ class Ledger:
     def add(
         self,
         number: int,
-        lives: Sequence[Life],
+        lives: Sequence[NodeGeneration],
         *,
         launched: float | None = None,
         following: float | None = None,
@@ -80,7 +79,11 @@ class Ledger:
         return generation
 
     def _way_here(
-        self, lives: Sequence[Life], began: float, trained: float | None, launched: float | None
+        self,
+        lives: Sequence[NodeGeneration],
+        began: float,
+        trained: float | None,
+        launched: float | None,
     ) -> Cost:
         restore = _latest(life.restore_seconds for life in lives)
         asked = _latest(
@@ -129,7 +132,7 @@ def as_start(made: Generation, until: float) -> Generation:
     return attrs.evolve(made, cost=cost)
 
 
-def why_of(before: Sequence[Life], lives: Sequence[Life]) -> Why:
+def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) -> Why:
     """Why it was sought, as the rendezvous told; where it did not, by what the nodes did in the one
     before."""
     told = next((life.why for life in lives if life.why is not None), None)
@@ -145,7 +148,7 @@ def why_of(before: Sequence[Life], lives: Sequence[Life]) -> Why:
     return Why.RESIZE if any(life.asked for life in before) else Why.LOSS
 
 
-def _end_of(lives: Sequence[Life], began: float, following: float | None) -> _End | None:
+def _end_of(lives: Sequence[NodeGeneration], began: float, following: float | None) -> _End | None:
     """None while it stands."""
     troubles = [life.trouble for life in lives if life.trouble is not None]
     overs = [life.over for life in lives if life.over is not None]
@@ -166,7 +169,7 @@ def _end_of(lives: Sequence[Life], began: float, following: float | None) -> _En
     return _End(fault=fault, known=max(known, fault), gone=gone)
 
 
-def _steps(lives: Iterable[Life]) -> tuple[int | None, int | None]:
+def _steps(lives: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:
     firsts, lasts = [], []
     for life in lives:
         if life.first_step is not None and life.last_step is not None:

@@ -6,7 +6,6 @@ only up, but for what was told last.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import attrs
@@ -75,13 +74,6 @@ def counted(counts: Counts, event: Event) -> Counts:
     return counts if add is None else add(counts, event)
 
 
-def _number(event: Event, name: str) -> float | None:
-    value = event.facts.get(name)
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # A number that is none would stay in all sums.
-    return float(value) if good and math.isfinite(value) else None  # type: ignore[arg-type]
-
-
 def _lose(counts: Counts, phase: str, seconds: float | None) -> Counts:
     if not seconds or seconds < 0:
         return counts
@@ -97,19 +89,19 @@ def _break(counts: Counts, event: Event) -> Counts:
 
 
 def _ended(counts: Counts, event: Event) -> Counts:
-    return counts if event.facts.get("ok") or event.facts.get("stopped") else _break(counts, event)
+    return counts if event.says("ok") or event.says("stopped") else _break(counts, event)
 
 
 def _failure(counts: Counts, event: Event) -> Counts:
-    kind = str(event.facts.get("failure") or "ordinary")
+    kind = event.text("failure") or "ordinary"
     failures = {**counts.failures, kind: counts.failures.get(kind, 0) + 1}
     found = _break(attrs.evolve(counts, failures=failures), event)
-    silent = max(0.0, _number(event, "silent") or 0.0)
+    silent = max(0.0, event.number("silent") or 0.0)
     return _lose(attrs.evolve(found, silent=found.silent + silent), "detect", silent)
 
 
 def _stopping(counts: Counts, event: Event) -> Counts:
-    asked = counts.asked or bool(event.facts.get("why"))
+    asked = counts.asked or bool(event.text("why"))
     return _break(attrs.evolve(counts, asked=asked), event)
 
 
@@ -140,9 +132,9 @@ def _started(counts: Counts) -> Counts:
 
 
 def _began(counts: Counts, event: Event) -> Counts:
-    restarts = int(_number(event, "restarts") or 0)
+    restarts = int(event.number("restarts") or 0)
     found = attrs.evolve(
-        _lose(counts, "rendezvous", _number(event, "seconds")),
+        _lose(counts, "rendezvous", event.number("seconds")),
         generations=counts.generations + 1,
         # Restarts that are earned back make the job's number smaller, and this one not.
         restarts=counts.restarts + max(0, restarts - counts.charged),
@@ -162,18 +154,18 @@ def _began(counts: Counts, event: Event) -> Counts:
 
 
 def _restored(counts: Counts, event: Event) -> Counts:
-    seconds = _number(event, "seconds") or 0.0
+    seconds = event.number("seconds") or 0.0
     return attrs.evolve(_lose(counts, "restore", seconds), restoring=seconds)
 
 
 def _training(counts: Counts, event: Event) -> Counts:
-    seconds = _number(event, "seconds") or 0.0
+    seconds = event.number("seconds") or 0.0
     found = _started(attrs.evolve(counts, stepped=True, telling=True))
     found = _lose(found, "start", seconds - counts.restoring)
     if counts.waiting is not None:
         waited = max(0.0, event.at - counts.waiting)
         found = attrs.evolve(found, trained=counts.trained.plus(waited), waiting=None)
-    step = _number(event, "step")
+    step = event.number("step")
     if step is None or counts.step is None or step > counts.step:
         return found
     again = counts.step - int(step) + 1
@@ -182,18 +174,18 @@ def _training(counts: Counts, event: Event) -> Counts:
 
 
 def _steps(counts: Counts, event: Event) -> Counts:
-    step, pace = _number(event, "step"), _number(event, "per_second")
+    step, pace = event.number("step"), event.number("per_second")
     broken = counts.broken
     if broken is not None and counts.asked and counts.began is not None:
         # Who is given notice may go on.
-        broken = max(broken, event.at - max(0.0, _number(event, "silent") or 0.0))
+        broken = max(broken, event.at - max(0.0, event.number("silent") or 0.0))
     return attrs.evolve(
         counts,
         broken=broken,
         step=counts.step if step is None else int(step),
         per_second=counts.per_second if pace is None else pace,
-        loss=_number(event, "loss"),
-        samples_per_second=_number(event, "samples_per_second"),
+        loss=event.number("loss"),
+        samples_per_second=event.number("samples_per_second"),
     )
 
 

@@ -19,6 +19,8 @@ import attrs
 VERSION = 1
 LONGEST = 64 * 1024
 """Bytes of a line, at most; longer texts in it are cut."""
+LARGEST = 2**62
+"""Larger numbers than this are nobody's steps, seconds or generations."""
 
 KINDS: Mapping[str, Mapping[str, str]] = {
     "run.began": {
@@ -42,6 +44,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "nodes": "how many there are",
         "ranks": "first and last global rank of this node's workers",
         "world": "workers in the job",
+        "role": "first rank of this node's workers among those of their role; and how many in all",
         "restarts": "of the job so far",
         "max_restarts": "its budget",
         "cause": "why this generation was sought, in words",
@@ -54,6 +57,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "ok": "whether it succeeded",
         "stopped": "whether it had been told to end",
         "how": "in words",
+        "error": "what it wrote of its failure, else how it ended; empty if it succeeded",
         "uptime": "seconds since its generation's start",
     },
     "failure": {
@@ -104,7 +108,11 @@ COMMON = ("v", "kind", "run", "node", "generation", "wall", "at", "rank")
 
 @attrs.frozen
 class Event:
-    """One line; facts hold text, numbers, truth values, null, and lists and objects of these."""
+    """One line; facts hold text, numbers, truth values, null, and lists and objects of these.
+
+    Files may have been written by anybody, so a fact is read by its type: one that is missing, or
+    of another type than the schema has it, was not told.
+    """
 
     kind: str
     run: str
@@ -114,6 +122,66 @@ class Event:
     at: float
     rank: int | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def possible(self) -> bool:
+        """Whether it has a time and a generation that can be."""
+        times = max(abs(self.at), abs(self.wall))
+        return 0 <= self.generation < LARGEST and times < LARGEST
+
+    def number(self, name: str) -> float | None:
+        """A finite number, or None."""
+        value = self.facts.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value) if -LARGEST < value < LARGEST else None
+
+    def value(self, name: str) -> float | None:
+        """A number of whatever size, or one that is none: JSON has no word for these, so they are
+        told as text. None where neither is told."""
+        told = self.facts.get(name)
+        if isinstance(told, float) or told in ("nan", "inf", "-inf"):
+            return float(told)
+        return self.number(name)
+
+    def seconds(self, name: str) -> float | None:
+        """A number that is not negative, or None."""
+        found = self.number(name)
+        return None if found is None or found < 0 else found
+
+    def count(self, name: str) -> int | None:
+        """A whole number that is not negative, or None."""
+        return _as_count(self.facts.get(name))
+
+    def text(self, name: str) -> str:
+        """A text, empty where there is none."""
+        value = self.facts.get(name)
+        return value if isinstance(value, str) else ""
+
+    def texts(self, name: str) -> dict[str, str]:
+        """Texts by name, empty where there are none."""
+        value = self.facts.get(name)
+        if not isinstance(value, Mapping):
+            return {}
+        return {str(key): str(item) for key, item in value.items()}
+
+    def pair(self, name: str) -> tuple[int, int] | None:
+        """Two whole numbers, or None."""
+        value = self.facts.get(name)
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            return None
+        first, last = map(_as_count, value)
+        return None if first is None or last is None else (first, last)
+
+    def says(self, name: str) -> bool:
+        """Whether this is told to be true."""
+        return self.facts.get(name) is True
+
+
+def _as_count(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST:
+        return None
+    return value
 
 
 def encode(event: Event) -> bytes:

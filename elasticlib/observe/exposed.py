@@ -13,7 +13,7 @@ import attrs
 
 from .counts import BUCKETS, PHASES, Counts, Durations
 from .history import JobState
-from .standing import NodeStanding
+from .story import NodeStatus
 
 
 class Shape(enum.Enum):
@@ -46,7 +46,7 @@ class Moment:
     """All that is shown. alive: whether /healthz says so; silent: seconds for which the agent's
     loop has not turned; events_lost: that could not be written to the file of events."""
 
-    standing: NodeStanding
+    status: NodeStatus
     counts: Counts
     alive: bool = True
     silent: float = 0.0
@@ -99,14 +99,14 @@ FAILURES = ("ordinary", "killed", "at start")
 def samples(moment: Moment) -> Iterator[Sample]:
     """All that is known, family by family, in the order of `FAMILIES`."""
     found: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
-    for sample in (*_of_node(moment), *_of_workers(moment.standing), *_of_counts(moment)):
+    for sample in (*_of_node(moment), *_of_workers(moment.status), *_of_counts(moment)):
         found[sample.family].append(sample)
     for of_family in found.values():
         yield from of_family
 
 
 def _of_node(moment: Moment) -> Iterator[Sample]:
-    now, versions = moment.standing, moment.versions
+    now, versions = moment.status, moment.versions
     told = tuple(versions.get(name, "") for name in ("elasticlib", "torch", "python"))
     yield Sample("elasticlib_info", 1.0, (*told, now.host))
     for state in JobState:
@@ -126,8 +126,8 @@ def _of_node(moment: Moment) -> Iterator[Sample]:
     )
 
 
-def _of_workers(standing: NodeStanding) -> Iterator[Sample]:
-    for worker in standing.workers:
+def _of_workers(status: NodeStatus) -> Iterator[Sample]:
+    for worker in status.workers:
         labels = (str(worker.rank),)
         yield Sample("elasticlib_worker_up", float(worker.running), labels)
         told = {

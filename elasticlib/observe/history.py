@@ -73,6 +73,61 @@ class Cost:
 
 
 @attrs.frozen
+class NodeGeneration:
+    """One generation as one node lived it, by the node's own times or on an axis of many nodes.
+
+    began: its workers were started. sought: the rendezvous for it began, or None. why: it was
+    sought, None where that was not told.
+
+    trouble: the first sign that it would not last, None if it ended well. over: nobody works any
+    more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
+    seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
+    node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
+    it was told; last_at: that of the last. saved, snapshot: how many steps were kept so.
+    """
+
+    node: str
+    number: int
+    began: float
+    wall: float
+    nodes: int = 1
+    world: int = 1
+    restarts: int = 0
+    max_restarts: int | None = None
+    node_rank: int = 0
+    ranks: tuple[int, int] = (0, 0)
+    cause: str = ""
+    why: Why | None = None
+    sought: float | None = None
+    trouble: float | None = None
+    over: float | None = None
+    gone: float | None = None
+    silent: float | None = None
+    failed: bool = False
+    asked: bool = False
+    left: float | None = None
+    restored: float | None = None
+    restore_seconds: float | None = None
+    restored_step: int | None = None
+    trained: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    last_at: float | None = None
+    saved: int = 0
+    snapshot: int = 0
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The pace of all of it; None where too little was told."""
+        if self.trained is None or self.last_at is None:
+            return None
+        if self.first_step is None or self.last_step is None:
+            return None
+        steps, took = self.last_step - self.first_step, self.last_at - self.trained
+        return took / steps if steps > 0 and took > 0 else None
+
+
+@attrs.frozen
 class Stay:
     """A node in one generation: its place there, from `began` to `ended` (None: it is there)."""
 

@@ -1,32 +1,100 @@
-"""Events in a file, written by a thread of its own: neither a full nor a slow disk is felt.
+"""What happens on one node, as events: each is made here, once and with one time.
 
-What cannot be kept is counted, and the count is written when writing works again.
+An event is folded into the node's story, off which status, metrics and the exit summary are read;
+it is written to the node's file by a thread of its own, so that neither a full nor a slow disk is
+felt; and it is passed on to whoever else looks on. What cannot be kept is counted, and the count is
+written when writing works again.
 """
 
 from __future__ import annotations
 
+import abc
+import logging
 import os
-import queue
-import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..threads import helper
+from ..errors import describe
+from ..threads import Aside
+from ..workers.interface import Heartbeat
 from .event import Event, encode
-from .interface import Journal
+from .story import NodeStatus, Story, seen
+
+log = logging.getLogger("elasticlib.observe")
 
 FILE = "events.jsonl"
 CLOSE_SECONDS = 2.0
 
 
-class FileJournal(Journal):
-    """Appends to one file, a line at a time; the file is made with the first line.
+class Journal(abc.ABC):
+    """Is told what happens, while it happens, by the agent's loop.
+
+    What is told is never worth a stop of the training: a journal that raises is told no more, and
+    one that is not `prompt` is told in a thread of its own, in order.
+    """
+
+    prompt = False
+    """Whether `tell` never waits, whatever becomes of the disk or the network behind it."""
+
+    @abc.abstractmethod
+    def tell(
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+    ) -> None:
+        """One event; its kinds and their facts are in `elasticlib.observe.event.KINDS`."""
+
+
+class View(abc.ABC):
+    """Hears the events of a node, in a thread of its own; one that raises hears no more."""
+
+    @abc.abstractmethod
+    def hear(self, event: Event) -> None:
+        """This has happened."""
+
+
+class Guard:
+    """Makes calls of something that is not ours, of which who makes them feels nothing.
+
+    aside: in a thread of its own, as it may wait.
+    """
+
+    def __init__(self, part: object, *, aside: bool = True) -> None:
+        self._name = type(part).__name__
+        self._broken = False
+        self._aside = Aside("agent-view", self._broke) if aside else None
+
+    def call(self, work: Callable[[], object]) -> None:
+        if self._aside is not None:
+            self._aside.call(work)
+        elif not self._broken:
+            try:
+                work()
+            except Exception as error:
+                self._broke(error)
+
+    def _broke(self, error: BaseException) -> None:
+        self._broken = True
+        why = describe(error)
+        log.warning("%s is told no more of what happens: %s", self._name, why, exc_info=error)
+
+    def settle(self) -> None:
+        """Nothing more will be called; returns when all has been, or after some seconds."""
+        if self._aside is not None and not self._aside.close(CLOSE_SECONDS):
+            log.warning("%s has not heard all within %g s", self._name, CLOSE_SECONDS)
+
+
+class NodeJournal(Journal):
+    """One node's events.
 
     Args:
-        path: the file; its folder is there.
         run, node: whose events these are.
+        path: the file that they are appended to, a line each; its folder is there, and the file is
+            made with the first line. None: they are not kept.
+        views: hear each event as well.
+        found_by: what `elasticlib report` finds the file by.
         waiting: so many may wait to be written; more of them are lost, and counted.
         retry: seconds before another try where a disk takes nothing.
     """
@@ -35,77 +103,82 @@ class FileJournal(Journal):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
         run: str,
         node: str,
+        path: str | os.PathLike[str] | None = None,
         *,
+        views: Iterable[View] = (),
+        found_by: str = "",
         waiting: int = 10_000,
         retry: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
-        self.path = os.fspath(path)
+        self.story = Story()
+        self.path = "" if path is None else os.fspath(path)
+        self.found_by = found_by
         self._run = run
         self._node = node
+        self._views = [(view, Guard(view)) for view in views]
         self._clock = clock
-        self._queue: queue.Queue[Event | None] = queue.Queue(waiting)
+        self._file = Aside("journal", _broke, waiting=waiting)
         self._retry = retry
-        self._lost = self._lost_in_all = 0
-        self._lost_lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = helper(self._write_all, "journal")
-        self._thread.start()
+        # Each is written by one thread alone: by who tells, and by who writes.
+        self._dropped = 0
+        self._failed = self._counted = 0
+        self._last: Event | None = None
+
+    @property
+    def lost(self) -> int:
+        """How many events could not be written so far."""
+        return self._dropped + self._failed
 
     def tell(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         event = Event(kind, self._run, self._node, generation, wall(), self._clock(), rank, facts)
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
-            self._lose(1)
+        self.story.fold(event)
+        for view, guard in self._views:
+            guard.call(partial(view.hear, event))
+        if self.path and not self._file.call(partial(self._write, event)):
+            self._dropped += 1
 
-    @property
-    def lost(self) -> int:
-        return self._lost_in_all
+    def status(self, beats: Mapping[int, Heartbeat]) -> NodeStatus:
+        """Where the node stands now, with what its workers tell, by local rank. For any thread."""
+        return seen(self.story.status, beats, self._clock())
 
     def close(self) -> None:
-        self._closing.set()
-        try:
-            self._queue.put(None, timeout=CLOSE_SECONDS)
-        except queue.Full:
-            return  # its thread stands before a disk that does not answer
-        self._thread.join(CLOSE_SECONDS)
+        """Nothing more will be told; what was is put where it belongs, within some seconds."""
+        for _, guard in self._views:
+            guard.settle()
+        if self._last is not None:
+            self._file.call(partial(self._written, b"", self._last))
+        self._file.close(CLOSE_SECONDS)
 
-    def _lose(self, count: int) -> None:
-        with self._lost_lock:
-            self._lost += count
-            self._lost_in_all += max(0, count)
-
-    def _write_all(self) -> None:
-        last: Event | None = None
-        while (event := self._queue.get()) is not None:
-            last = event
-            while not self._written(encode(event), event):
-                # An event is worth the wait, as long as there is room for those behind it.
-                if self._closing.wait(self._retry) or self._queue.full():
-                    self._lose(1)
-                    break
-        if last is not None:
-            self._written(b"", last)
+    def _write(self, event: Event) -> None:
+        self._last = event
+        while not self._written(encode(event), event):
+            # An event is worth the wait, as long as there is room for those behind it.
+            if not self._file.rest(self._retry):
+                self._failed += 1
+                return
 
     def _written(self, line: bytes, at: Event) -> bool:
         """Whether the line is in the file, behind the number of the events lost before it."""
-        with self._lost_lock:
-            lost = self._lost
-        if lost:
-            line = encode(attrs.evolve(at, kind="lost", rank=None, facts={"events": lost})) + line
-        if line and not _appended(self.path, line):
+        lost = self.lost
+        if lost > self._counted:
+            facts = {"events": lost - self._counted}
+            line = encode(attrs.evolve(at, kind="lost", rank=None, facts=facts)) + line
+        if line and not appended(self.path, line):
             return False
-        self._lose(-lost)
+        self._counted = lost
         return True
 
 
-def _appended(path: str, line: bytes) -> bool:
+def _broke(error: BaseException) -> None:
+    log.error("no more events are written: %s", describe(error), exc_info=error)
+
+
+def appended(path: str, line: bytes) -> bool:
     """Whether all of it is in the file; a part of it is taken out again."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import attrs
 
-from . import facts
 from .event import Event, decode
 from .runs import EVENTS, of_one_job, read_record
 
@@ -89,17 +88,16 @@ class NodeLogs:
                 continue
 
     def _take(self, event: Event) -> None:
-        told = event.facts
         self.began, self.seen = self.began or event.wall, event.wall
         if event.kind == "run.began":
             self.run = event.run
-            self._host, self._pid = facts.text(told, "host"), facts.count(told, "pid") or 0
-            self.logs = facts.text(told, "logs") if "logs" in told else None
+            self._host, self._pid = event.text("host"), event.count("pid") or 0
+            self.logs = event.text("logs") if "logs" in event.facts else None
         elif event.kind == "generation.began":
-            first, last = facts.pair(told, "ranks") or (0, 0)
+            first, last = event.pair("ranks") or (0, 0)
             if last - first >= MOST_WORKERS:
                 raise ValueError(f"a node has at most {MOST_WORKERS} workers")
-            number, cause = facts.count(told, "attempt"), facts.text(told, "cause")
+            number, cause = event.count("attempt"), event.text("cause")
             if number is None:
                 number = len(self.attempts)
             self.attempts.append(Attempt(number, event.generation, first, last, cause))

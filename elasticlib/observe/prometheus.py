@@ -52,7 +52,7 @@ class Exposition:
     def collect(self) -> Iterator[Any]:
         """As prometheus-client asks a collector."""
         moment = self._moment()
-        shared = (moment.standing.run, moment.standing.node)
+        shared = (moment.status.run, moment.status.node)
         made = {name: self._made(family) for name, family in FAMILIES.items()}
         for sample in samples(moment):
             family, labels = made[sample.family], [*shared, *sample.labels]

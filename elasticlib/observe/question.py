@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from .history import JobState
-from .standing import NodeStanding, WorkerStanding
+from .story import NodeStatus, WorkerStatus
 
 VERSION = 1
 LONGEST_QUESTION = 64 * 1024
@@ -47,12 +47,12 @@ class Question:
 class Answer:
     """What a node says of itself, all ages by its own clock; number: of the question.
 
-    state_seconds: for how long the state of the standing has lasted. up_seconds: since its agent
+    state_seconds: for how long its state has lasted. up_seconds: since its agent
     began. heard: since the store last took its word; None where it does not know.
     """
 
     number: int
-    standing: NodeStanding
+    status: NodeStatus
     state_seconds: float
     up_seconds: float
     heard: float | None = None
@@ -90,10 +90,10 @@ def decode_question(data: bytes) -> Question:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    standing = attrs.asdict(answer.standing)
-    del standing["since"], standing["began"]  # of a clock that is nobody else's
+    status = attrs.asdict(answer.status)
+    del status["since"], status["began"]  # of a clock that is nobody else's
     said = {name: getattr(answer, name) for name in ("number", *_AGES)}
-    return _dump({"v": VERSION, **said, **standing, "state": answer.standing.state.value})
+    return _dump({"v": VERSION, **said, **status, "state": answer.status.state.value})
 
 
 def decode_answer(data: bytes) -> Answer:
@@ -108,16 +108,16 @@ def decode_answer(data: bytes) -> Answer:
     # An earlier version does not tell of it, and answers while its run goes on.
     said = {"expelled": False, **said}
     told = {name: _field(said, name, kinds) for name, kinds in _STANDING.items()}
-    standing = NodeStanding(
+    status = NodeStatus(
         **told,
         state=JobState(state),
         workers=tuple(
-            WorkerStanding(**{name: _field(one, name, kinds) for name, kinds in _WORKER.items()})
+            WorkerStatus(**{name: _field(one, name, kinds) for name, kinds in _WORKER.items()})
             for one in workers
         ),
     )
     ages = {name: _field(said, name, kinds) for name, kinds in _AGES.items()}
-    return Answer(_field(said, "number", _COUNT), standing, **ages)
+    return Answer(_field(said, "number", _COUNT), status, **ages)
 
 
 def encode_stacks(stacks: Stacks) -> bytes:

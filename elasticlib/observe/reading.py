@@ -8,13 +8,21 @@ from typing import Any
 
 import attrs
 
-from . import facts
 from .clocks import Aligned, align
 from .costs import Ledger, as_start
 from .event import Event
-from .history import Generation, History, JobState, Mark, NodeEnd, NodeStory, Pace, Stay
-from .standing import end_state
-from .strand import Life, Strand
+from .history import (
+    Generation,
+    History,
+    JobState,
+    Mark,
+    NodeEnd,
+    NodeGeneration,
+    NodeStory,
+    Pace,
+    Stay,
+)
+from .story import AgentLog, end_state
 
 _BUSY = (
     *(JobState.RESTARTING, JobState.DRAINING, JobState.RESIZING),
@@ -29,40 +37,40 @@ def history_of(files: Mapping[str, Iterable[Event]]) -> History:
 
     An agent that began under the name of one before it is another node here, `NAME (2)`.
     """
-    strands = [strand for events in files.values() for strand in _strands(events)]
-    strands = [strand for strand in strands if strand.began is not None]
-    if not strands:
+    logs = [log for events in files.values() for log in _logs(events)]
+    logs = [log for log in logs if log.began is not None]
+    if not logs:
         return History("", 0.0, 0.0, JobState.WAITING)
-    aligned = align([strand.lives for strand in strands], [strand.clock for strand in strands])
-    return _Reader(strands, aligned).history()
+    aligned = align([log.lives for log in logs], [log.clock for log in logs])
+    return _Reader(logs, aligned).history()
 
 
-def _strands(events: Iterable[Event]) -> list[Strand]:
+def _logs(events: Iterable[Event]) -> list[AgentLog]:
     """Those of one file: an agent's events begin with `run.began`, unless its head is lost."""
-    found: list[Strand] = []
-    last: dict[str, Strand] = {}
+    found: list[AgentLog] = []
+    last: dict[str, AgentLog] = {}
     for event in events:
         if event.kind == "run.began" or event.node not in last:
-            last[event.node] = Strand()
+            last[event.node] = AgentLog()
             found.append(last[event.node])
         last[event.node].fold(event)
     return found
 
 
 class _Reader:
-    """Of strands that are laid on one axis."""
+    """Of logs that are laid on one axis."""
 
-    def __init__(self, strands: Sequence[Strand], aligned: Aligned) -> None:
-        self._strands = strands
+    def __init__(self, logs: Sequence[AgentLog], aligned: Aligned) -> None:
+        self._logs = logs
         self._wall = min(
-            (s.began or 0.0) + offset for s, offset in zip(strands, aligned.offsets, strict=True)
+            (s.began or 0.0) + offset for s, offset in zip(logs, aligned.offsets, strict=True)
         )
         self._shifts = [offset - self._wall for offset in aligned.offsets]
-        self._until = max(s.seen + by for s, by in zip(strands, self._shifts, strict=True))
-        self._names = _names([strand.node for strand in strands])
+        self._until = max(s.seen + by for s, by in zip(logs, self._shifts, strict=True))
+        self._names = _names([log.node for log in logs])
         self._aligned = aligned
         self._lives = {
-            number: [_moved(strands[s].lives[i], self._shifts[s], self._names[s]) for s, i in keys]
+            number: [_moved(logs[s].lives[i], self._shifts[s], self._names[s]) for s, i in keys]
             for number, keys in aligned.generations.items()
         }
         self._numbers = {
@@ -76,7 +84,7 @@ class _Reader:
         newest = generations[-1] if generations else None
         limits = [life.max_restarts for lives in self._lives.values() for life in lives]
         return History(
-            run=self._strands[0].standing.run,
+            run=self._logs[0].status.run,
             wall=self._wall,
             until=self._until,
             state=state,
@@ -87,11 +95,11 @@ class _Reader:
             paces=tuple(sorted(self._each_pace(), key=_at)),
             restarts=0 if newest is None else newest.restarts,
             max_restarts=next((limit for limit in reversed(limits) if limit is not None), None),
-            reason=teller.standing.reason,
+            reason=teller.status.reason,
             cause=_cause(teller),
-            saved=self._newest([strand.saved for strand in self._strands]),
-            snapshot=self._newest([strand.snapshot for strand in self._strands]),
-            left_out=sum(strand.left_out for strand in self._strands),
+            saved=self._newest([log.saved for log in self._logs]),
+            snapshot=self._newest([log.snapshot for log in self._logs]),
+            left_out=sum(log.left_out for log in self._logs),
             kept={kind: self._kept(kind) for kind in ("saved", "snapshot") if self._thinned(kind)},
         )
 
@@ -114,7 +122,7 @@ class _Reader:
         return tuple(found)
 
     def _thinned(self, kind: str) -> bool:
-        return any(strand.thinned(kind) for strand in self._strands)
+        return any(log.thinned(kind) for log in self._logs)
 
     def _kept(self, kind: str) -> int:
         """How many steps; each node of a generation may tell of the same."""
@@ -123,22 +131,22 @@ class _Reader:
     def _silence(self) -> None:
         """A node that went without a word had been silent until its lease was over, at most: its
         peers' last step was its own, too. Where no steps are told nothing is claimed."""
-        for s in filter(self._lost, range(len(self._strands))):
-            number = self._numbers[(s, len(self._strands[s].lives) - 1)]
-            lease = facts.seconds(self._strands[s].launch, "lease")
+        for s in filter(self._lost, range(len(self._logs))):
+            number = self._numbers[(s, len(self._logs[s].lives) - 1)]
+            lease = self._logs[s].launch.seconds("lease")
             lives = self._lives[number]
             known = min((x.trouble for x in lives if x.trouble is not None), default=None)
             worked = max((x.last_at for x in lives if x.last_at is not None), default=None)
             if lease is None or known is None or worked is None:
                 continue
-            seen = max(worked, self._strands[s].seen + self._shifts[s])
+            seen = max(worked, self._logs[s].seen + self._shifts[s])
             silent = max(0.0, min(lease, known - seen))
             self._lives[number] = [
                 attrs.evolve(x, silent=silent) if x.node == self._names[s] else x for x in lives
             ]
 
     def _begun(self, s: int) -> float:
-        return (self._strands[s].began or 0.0) + self._shifts[s]
+        return (self._logs[s].began or 0.0) + self._shifts[s]
 
     def _stays(self, generations: Sequence[Generation], state: JobState) -> tuple[Stay, ...]:
         ends = {generation.number: generation.ended for generation in generations}
@@ -158,75 +166,75 @@ class _Reader:
         """Whoever told that it waits for a place says no more, and is lost only if it stays silent
         at the end, too."""
         found = []
-        for s, strand in enumerate(self._strands):
-            waits = not state.over and bool(strand.lives) and strand.lives[-1].gone is not None
+        for s, log in enumerate(self._logs):
+            waits = not state.over and bool(log.lives) and log.lives[-1].gone is not None
             found.append(self._story(s, lost=self._lost(s) and not waits))
         return tuple(sorted(found, key=_began))
 
     def _story(self, s: int, *, lost: bool) -> NodeStory:
-        strand, by = self._strands[s], self._shifts[s]
-        told = strand.launch
+        log, by = self._logs[s], self._shifts[s]
+        told = log.launch
         return NodeStory(
             node=self._names[s],
-            host=facts.text(told, "host"),
+            host=told.text("host"),
             began=self._begun(s),
-            seen=strand.seen + by,
-            slots=facts.count(told, "slots") or 0,
-            end=None if strand.end is None else _end(strand.end, by),
-            pid=facts.count(told, "pid"),
+            seen=log.seen + by,
+            slots=told.count("slots") or 0,
+            end=None if log.end is None else _end(log.end, by),
+            pid=told.count("pid"),
             lost=lost,
-            folder=facts.text(told, "logs"),
-            settings=facts.texts(told, "settings"),
-            versions=facts.texts(told, "versions"),
-            events_lost=strand.events_lost,
-            failures=strand.failures,
+            folder=told.text("logs"),
+            settings=told.texts("settings"),
+            versions=told.texts("versions"),
+            events_lost=log.events_lost,
+            failures=log.failures,
         )
 
     def _lost(self, s: int) -> bool:
         """Whether the others went on without it, and it has not said that it ends."""
-        strand = self._strands[s]
-        if strand.end is not None or not strand.lives:
+        log = self._logs[s]
+        if log.end is not None or not log.lives:
             return False
-        mine = self._numbers[(s, len(strand.lives) - 1)]
-        seen = strand.seen + self._shifts[s]
+        mine = self._numbers[(s, len(log.lives) - 1)]
+        seen = log.seen + self._shifts[s]
         return any(
             number > mine and min(life.began for life in lives) > seen
             for number, lives in self._lives.items()
         )
 
-    def _told_last(self) -> tuple[Strand, JobState]:
+    def _told_last(self) -> tuple[AgentLog, JobState]:
         """What the job was doing last, and the agent that tells why."""
         newest = max(self._lives, default=None)
-        members = list(range(len(self._strands)))
+        members = list(range(len(self._logs)))
         if newest is not None:
             members = [s for s, _ in self._aligned.generations[newest]]
-        ends = [(self._strands[s], _end_state(self._strands[s])) for s in members]
+        ends = [(self._logs[s], _end_state(self._logs[s])) for s in members]
         for wanted in (JobState.SUCCEEDED, JobState.FAILED):
             # Each ends the job for all, but for the node that is told to leave it.
             said = [s for s, state in ends if state is wanted and not _sent_away(s)]
             if said:
                 return max(said, key=_with_cause), wanted
-        here = [strand for strand, state in ends if state is None]
+        here = [log for log, state in ends if state is None]
         for state in _BUSY:
-            busy = [strand for strand in here if strand.standing.state is state]
+            busy = [log for log in here if log.status.state is state]
             if busy:
                 return busy[0], state
-        over = [strand for strand, _ in ends]
+        over = [log for log, _ in ends]
         for wanted in _FINAL:
-            said = [strand for strand, state in ends if state is wanted]
+            said = [log for log, state in ends if state is wanted]
             if said:
                 return max(said, key=_with_cause), wanted
-        return over[0], over[0].standing.state
+        return over[0], over[0].status.state
 
     def _each_mark(self) -> Iterable[Mark]:
-        for s, strand in enumerate(self._strands):
-            for mark in strand.marks:
+        for s, log in enumerate(self._logs):
+            for mark in log.marks:
                 yield attrs.evolve(mark, at=mark.at + self._shifts[s], node=self._names[s])
 
     def _each_pace(self) -> Iterable[Pace]:
-        for s, strand in enumerate(self._strands):
-            here = {life.number: self._numbers[(s, i)] for i, life in enumerate(strand.lives)}
-            for pace in strand.paces.items:
+        for s, log in enumerate(self._logs):
+            here = {life.number: self._numbers[(s, i)] for i, life in enumerate(log.lives)}
+            for pace in log.paces.items:
                 yield attrs.evolve(
                     pace,
                     at=pace.at + self._shifts[s],
@@ -254,7 +262,7 @@ def _names(nodes: Sequence[str]) -> list[str]:
     return found
 
 
-def _moved(life: Life, by: float, name: str) -> Life:
+def _moved(life: NodeGeneration, by: float, name: str) -> NodeGeneration:
     """The same on another axis."""
     times = ("began", "sought", "trouble", "over", "gone", "left", "restored", "trained", "last_at")
     told = {time: getattr(life, time) for time in times}
@@ -266,27 +274,27 @@ def _moved(life: Life, by: float, name: str) -> Life:
 def _end(event: Event, by: float) -> NodeEnd:
     return NodeEnd(
         at=event.at + by,
-        state=end_state(facts.text(event.facts, "state")),
-        reason=facts.text(event.facts, "reason"),
-        exit_code=facts.count(event.facts, "exit_code") or 0,
+        state=end_state(event.text("state")),
+        reason=event.text("reason"),
+        exit_code=event.count("exit_code") or 0,
     )
 
 
-def _end_state(strand: Strand) -> JobState | None:
-    return None if strand.end is None else end_state(facts.text(strand.end.facts, "state"))
+def _end_state(log: AgentLog) -> JobState | None:
+    return None if log.end is None else end_state(log.end.text("state"))
 
 
-def _sent_away(strand: Strand) -> bool:
-    return strand.end is not None and strand.end.facts.get("expelled") is True
+def _sent_away(log: AgentLog) -> bool:
+    return log.end is not None and log.end.says("expelled")
 
 
-def _cause(strand: Strand) -> Mapping[str, Any] | None:
-    cause = None if strand.end is None else strand.end.facts.get("cause")
+def _cause(log: AgentLog) -> Mapping[str, Any] | None:
+    cause = None if log.end is None else log.end.facts.get("cause")
     return cause if isinstance(cause, Mapping) else None
 
 
-def _with_cause(strand: Strand) -> bool:
-    return _cause(strand) is not None
+def _with_cause(log: AgentLog) -> bool:
+    return _cause(log) is not None
 
 
 def _began(story: NodeStory) -> float:

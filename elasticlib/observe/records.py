@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ..clock import wall
 from ..held_folder import LOCK, FolderLock
-from .journal import FileJournal
 from .runs import EVENTS, KEPT, check_own, is_living, runs_folder
 
 NEW = ".new-"
@@ -58,20 +57,6 @@ class RunRecord:
     def close(self) -> None:
         """The run is over; its record stays until there are many newer ones."""
         self._lock.close()
-
-
-class RecordedJournal(FileJournal):
-    """Writes into the events of a record, and closes that at its own end."""
-
-    def __init__(self, record: RunRecord, run: str, node: str) -> None:
-        super().__init__(record.events, run, node)
-        self._record = record
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._record.close()
 
 
 def remove_old(folder: Path, kept: int = KEPT) -> None:

@@ -19,7 +19,6 @@ import attrs
 
 from ..errors import NoSuchRun
 from ..held_folder import is_held
-from . import facts
 from .event import LONGEST, Event, decode
 
 log = logging.getLogger("elasticlib.observe")
@@ -170,7 +169,7 @@ def _event(line: bytes) -> Event | None:
 def _endpoint(first: Event | None) -> str:
     if first is None or first.kind != "run.began":
         return ""
-    return facts.texts(first.facts, "settings").get("rdzv_endpoint", "")
+    return first.texts("settings").get("rdzv_endpoint", "")
 
 
 def _newest_launch(found: Iterable[Record]) -> list[Record]:

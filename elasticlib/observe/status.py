@@ -13,7 +13,7 @@ import attrs
 from ..rendezvous.document import Document, Node, Note, Phase
 from .history import JobState
 from .question import Answer, Stacks
-from .standing import NodeStanding, put_out
+from .story import NodeStatus, put_out
 
 
 @attrs.frozen
@@ -29,7 +29,7 @@ class JobView:
 
 
 @attrs.frozen
-class NodeStatus:
+class NodeEntry:
     """rank: among the members, None for one that waits or has left. lives: whether its lease
     stands. answer: what it says of itself; None if it does not answer."""
 
@@ -42,24 +42,24 @@ class NodeStatus:
     answer: Answer | None = None
 
     @property
-    def standing(self) -> NodeStanding | None:
-        return None if self.answer is None else self.answer.standing
+    def status(self) -> NodeStatus | None:
+        return None if self.answer is None else self.answer.status
 
     def told(self, name: str) -> list[Any]:
         """What its workers told of their step or per_second; if none did, what its events tell."""
-        if self.standing is None:
+        if self.status is None:
             return []
-        found = [getattr(worker, name) for worker in self.standing.workers]
-        found = [value for value in found if value is not None] or [getattr(self.standing, name)]
+        found = [getattr(worker, name) for worker in self.status.workers]
+        found = [value for value in found if value is not None] or [getattr(self.status, name)]
         return [value for value in found if value is not None]
 
     @property
     def state(self) -> str:
         """A word for it."""
-        if self.standing is None:
+        if self.status is None:
             return "no answer" if self.lives else "gone"
         # What it told last may be older than its end, where it had no time to tell of that.
-        told = self.standing.state
+        told = self.status.state
         return told.value if self.lives or told.over else "gone"
 
 
@@ -80,19 +80,19 @@ class JobStatus:
     restarts: int = 0
     max_restarts: int | None = None
     since: float | None = None
-    nodes: tuple[NodeStatus, ...] = ()
+    nodes: tuple[NodeEntry, ...] = ()
 
     @property
-    def members(self) -> tuple[NodeStatus, ...]:
+    def members(self) -> tuple[NodeEntry, ...]:
         return tuple(node for node in self.nodes if node.rank is not None)
 
     @property
-    def spares(self) -> tuple[NodeStatus, ...]:
+    def spares(self) -> tuple[NodeEntry, ...]:
         """Those that live and wait to be let in."""
         return tuple(node for node in self.nodes if node.rank is None and node.lives)
 
     @property
-    def silent(self) -> tuple[NodeStatus, ...]:
+    def silent(self) -> tuple[NodeEntry, ...]:
         """Those that live, and do not answer."""
         return tuple(node for node in self.nodes if node.lives and node.answer is None)
 
@@ -120,24 +120,24 @@ class JobStatus:
     @property
     def saved(self) -> int | None:
         """The step of the last checkpoint that any node told of."""
-        own = [s.saved for s in self._standings() if s.saved is not None]
+        own = [s.saved for s in self._statuses() if s.saved is not None]
         return max([*own, *self._told("saved")], default=None)
 
     @property
     def snapshot(self) -> int | None:
         """The newest step that all nodes which keep snapshots have whole in their memory."""
-        return min((s.snapshot for s in self._standings() if s.snapshot is not None), default=None)
+        return min((s.snapshot for s in self._statuses() if s.snapshot is not None), default=None)
 
     def _slowest(self, name: str) -> list[Any]:
         """What the workers told, and of nodes whose workers did not, the nodes' events."""
         return [value for node in self.nodes for value in node.told(name)]
 
     def _told(self, name: str) -> list[int]:
-        found = (getattr(w, name) for s in self._standings() for w in s.workers)
+        found = (getattr(w, name) for s in self._statuses() for w in s.workers)
         return [value for value in found if value is not None]
 
-    def _standings(self) -> Iterable[NodeStanding]:
-        return (node.standing for node in self.nodes if node.standing is not None)
+    def _statuses(self) -> Iterable[NodeStatus]:
+        return (node.status for node in self.nodes if node.status is not None)
 
 
 def status_of(view: JobView) -> JobStatus | None:
@@ -146,12 +146,12 @@ def status_of(view: JobView) -> JobStatus | None:
     if document is None and not view.live:
         return None
     nodes = _nodes(view)
-    standings = [node.standing for node in nodes if node.rank is not None and node.standing]
-    state, reason = _state(view, standings)
+    statuses = [node.status for node in nodes if node.rank is not None and node.status]
+    state, reason = _state(view, statuses)
     ages = [
         node.answer.state_seconds
         for node in nodes
-        if node.rank is not None and node.answer and node.answer.standing.state is state
+        if node.rank is not None and node.answer and node.answer.status.state is state
     ]
     if document is None:
         return JobStatus(view.run, state, reason, nodes=nodes)
@@ -170,7 +170,7 @@ def status_of(view: JobView) -> JobStatus | None:
     )
 
 
-def _nodes(view: JobView) -> tuple[NodeStatus, ...]:
+def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     """The members in their order, then who waits in the order in which they came."""
     members = () if view.document is None else view.document.members
     over = view.document is not None and view.document.phase is not Phase.SETTLED
@@ -182,7 +182,7 @@ def _nodes(view: JobView) -> tuple[NodeStatus, ...]:
     if members:
         answers |= {id: _put_out(answer) for id, answer in answers.items() if id not in ids}
     return tuple(
-        NodeStatus(
+        NodeEntry(
             node=node.id,
             host=node.host,
             rank=rank,
@@ -198,7 +198,7 @@ def _nodes(view: JobView) -> tuple[NodeStatus, ...]:
 
 
 def _put_out(answer: Answer) -> Answer:
-    return attrs.evolve(answer, standing=put_out(answer.standing))
+    return attrs.evolve(answer, status=put_out(answer.status))
 
 
 _PHASES = {
@@ -210,7 +210,7 @@ _FIRST = (JobState.DRAINING, JobState.RESTARTING, JobState.RESIZING, JobState.RE
 """What a job is doing if any of its nodes is, in this order."""
 
 
-def _state(view: JobView, standings: Iterable[NodeStanding]) -> tuple[JobState | None, str]:
+def _state(view: JobView, statuses: Iterable[NodeStatus]) -> tuple[JobState | None, str]:
     """The state, and a sentence of why."""
     document, live = view.document, view.live
     if document is None:
@@ -222,7 +222,7 @@ def _state(view: JobView, standings: Iterable[NodeStanding]) -> tuple[JobState |
         return None, f"no node lives any more; the last words were: {document.cause}"
     if document.phase is Phase.OPEN:
         return _opening(document, live), document.cause or view.note.reason
-    told = {standing.state: standing for standing in standings}
+    told = {status.state: status for status in statuses}
     for state in _FIRST:
         if state in told:
             return state, told[state].reason or document.cause
@@ -244,14 +244,14 @@ def _opening(document: Document, live: tuple[Node, ...]) -> JobState:
     return JobState.RESIZING if document.planned else JobState.RENDEZVOUS
 
 
-def status_of_records(run: str, nodes: Iterable[NodeStatus], age: float) -> JobStatus:
+def status_of_records(run: str, nodes: Iterable[NodeEntry], age: float) -> JobStatus:
     """Of what files tell of some of a run's nodes, the newest of it so many seconds ago."""
     found = _placed(nodes)
-    standings = [node.standing for node in found if node.standing is not None]
-    newest = max(standings, key=lambda standing: standing.generation)
+    statuses = [node.status for node in found if node.status is not None]
+    newest = max(statuses, key=lambda status: status.generation)
     # The members come first, and so their words.
     state = _recorded_state(found, newest.generation)
-    same = [standing for standing in standings if standing.state is state]
+    same = [status for status in statuses if status.state is state]
     teller = min(same, key=lambda one: one.expelled, default=newest)
     return JobStatus(
         run,
@@ -266,29 +266,29 @@ def status_of_records(run: str, nodes: Iterable[NodeStatus], age: float) -> JobS
     )
 
 
-def _placed(nodes: Iterable[NodeStatus]) -> tuple[NodeStatus, ...]:
+def _placed(nodes: Iterable[NodeEntry]) -> tuple[NodeEntry, ...]:
     """The members of the newest generation by their ranks, then who was in none or an older."""
     nodes = tuple(nodes)
-    newest = max(node.standing.generation for node in nodes if node.standing is not None)
+    newest = max(node.status.generation for node in nodes if node.status is not None)
     found = []
     for node in nodes:
-        if node.answer is not None and node.answer.standing.generation < newest:
+        if node.answer is not None and node.answer.status.generation < newest:
             node = attrs.evolve(node, rank=None, answer=_put_out(node.answer))
         found.append(node)
     return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
 
 
-def _recorded_state(nodes: Iterable[NodeStatus], newest: int) -> JobState | None:
+def _recorded_state(nodes: Iterable[NodeEntry], newest: int) -> JobState | None:
     """None where agents are gone that did not say how it ended."""
-    told = [(node.standing, node.lives) for node in nodes if node.standing is not None]
-    members = [standing for standing, _ in told if standing.generation == newest]
-    states = {standing.state for standing in members}
+    told = [(node.status, node.lives) for node in nodes if node.status is not None]
+    members = [status for status, _ in told if status.generation == newest]
+    states = {status.state for status in members}
     for final in (JobState.SUCCEEDED, JobState.FAILED):
         # Each ends the job for all, but for the node that is told to leave it.
         said = [one for one in members if one.state is final and not one.expelled]
         if said:
             return final
-    running = [standing.state for standing, lives in told if lives]
+    running = [status.state for status, lives in told if lives]
     if running:
         return next((one for one in _FIRST if one in running), running[0])
     if not all(state.over for state in states):

@@ -14,8 +14,8 @@ import attrs
 
 from ..visible import visible_line
 from .history import JobState
-from .standing import WorkerStanding
-from .status import JobStatus, NodeStatus
+from .status import JobStatus, NodeEntry
+from .story import WorkerStatus
 
 VERSION = 1
 FIELDS: Mapping[str, str] = {
@@ -108,18 +108,18 @@ def _source(status: JobStatus) -> str:
     return "store" if status.unanswered else "nodes"
 
 
-def _node_document(node: NodeStatus, asked: bool) -> dict[str, Any]:
-    answer, standing = node.answer, node.standing
+def _node_document(node: NodeEntry, asked: bool) -> dict[str, Any]:
+    answer, status = node.answer, node.status
     return {
         **{name: getattr(node, name) for name in ("node", "host", "rank", "lives", "draining")},
         "slots": node.slots,
         "answers": asked and answer is not None,
-        "state": None if standing is None else standing.state.value,
+        "state": None if status is None else status.state.value,
         "since": None if answer is None else answer.state_seconds,
         "up": None if answer is None else answer.up_seconds,
         "heard": None if answer is None else answer.heard,
-        "pid": None if standing is None else standing.pid,
-        "workers": [] if standing is None else [attrs.asdict(w) for w in standing.workers],
+        "pid": None if status is None else status.pid,
+        "workers": [] if status is None else [attrs.asdict(w) for w in status.workers],
     }
 
 
@@ -176,7 +176,7 @@ def _facts(status: JobStatus) -> list[str]:
     return lines
 
 
-def _named(nodes: Sequence[NodeStatus]) -> str:
+def _named(nodes: Sequence[NodeEntry]) -> str:
     names = ", ".join(node.host for node in nodes[:MOST_NODES])
     more = len(nodes) - MOST_NODES
     return f"{names} and {more} more" if more > 0 else names
@@ -203,8 +203,8 @@ def node_table(status: JobStatus) -> Table:
 
 def rank_table(status: JobStatus) -> Table:
     """A line a worker; none where they are many, or have all ended and tell nothing."""
-    standings = [node.standing for node in status.nodes if node.standing is not None]
-    if not any(_is_worth_a_line(worker) for one in standings for worker in one.workers):
+    statuses = [node.status for node in status.nodes if node.status is not None]
+    if not any(_is_worth_a_line(worker) for one in statuses for worker in one.workers):
         return RANK_HEAD, []
     rows = [
         (
@@ -217,21 +217,21 @@ def rank_table(status: JobStatus) -> Table:
             _known(worker.saved),
         )
         for node in status.nodes
-        if node.standing is not None
-        for worker in node.standing.workers
+        if node.status is not None
+        for worker in node.status.workers
     ]
     return RANK_HEAD, rows if len(rows) <= MOST_RANKS else []
 
 
-def _is_worth_a_line(worker: WorkerStanding) -> bool:
+def _is_worth_a_line(worker: WorkerStatus) -> bool:
     told = (worker.step, worker.per_second, worker.silent, worker.saved)
     return worker.running or any(value is not None for value in told)
 
 
-def _node_row(nodes: Sequence[NodeStatus], unranked: str) -> Sequence[str]:
+def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     """unranked: what one is that lives and has no rank."""
     first = nodes[0]
-    workers = [w for node in nodes if node.standing is not None for w in node.standing.workers]
+    workers = [w for node in nodes if node.status is not None for w in node.status.workers]
     ranks = [node.rank for node in nodes if node.rank is not None]
     place = spans(ranks) if ranks else unranked if first.lives else "-"
     heard = [n.answer.heard for n in nodes if n.answer is not None and n.answer.heard is not None]
@@ -247,12 +247,12 @@ def _node_row(nodes: Sequence[NodeStatus], unranked: str) -> Sequence[str]:
     )
 
 
-def _silence(node: NodeStatus) -> float | None:
-    workers = () if node.standing is None else node.standing.workers
+def _silence(node: NodeEntry) -> float | None:
+    workers = () if node.status is None else node.status.workers
     return max((w.silent for w in workers if w.silent is not None), default=None)
 
 
-def _range(nodes: Iterable[NodeStatus], name: str, shown: Callable[[Any], str]) -> str:
+def _range(nodes: Iterable[NodeEntry], name: str, shown: Callable[[Any], str]) -> str:
     found = [value for node in nodes for value in node.told(name)]
     if not found:
         return "-"

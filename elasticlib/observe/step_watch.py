@@ -1,32 +1,18 @@
-"""Looks at the workers' steps now and then, and tells a journal how they move on.
-
-It hears what the agent tells, and passes it on: by that it knows when workers were started, and
-when they have ended, at which it looks a last time before anything else is told. What there is to
-tell is found by pure functions of two looks; seconds are between the moments that the workers
-named, and not between looks.
-"""
+"""What is told of the workers' steps: found in what they say of themselves at two looks. Pure."""
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from ..clock import Clock, monotonic
-from ..threads import helper
-from ..workers.interface import Workers
-from ..workers.messages import NOTHING, SOURCES, Beat
-from .interface import Journal
-
-log = logging.getLogger("elasticlib.observe")
+from ..workers.interface import NOTHING, SOURCES, Heartbeat
 
 EVERY_SECONDS = 10.0
+"""Between lines on how far the workers are."""
 SOON_SECONDS = 1.0
-_ENDS = ("rendezvous.began", "run.ended")
-"""Told when none of a generation's workers is left."""
+"""Between looks until training has begun."""
 
 Told = list[tuple[str, dict[str, Any]]]
 """Kinds and facts."""
@@ -36,18 +22,17 @@ Told = list[tuple[str, dict[str, Any]]]
 class Look:
     """All workers of a node at one moment.
 
-    generation: whose workers they are. at, began: seconds by the node's clock, now and when these
-    workers were started. final: whether they tell nothing more, as they have ended.
+    at, began: seconds by the node's clock, now and when these workers were started. final: whether
+    they tell nothing more, as they have ended.
     """
 
-    generation: int
     at: float
-    beats: Mapping[int, Beat] = attrs.field(factory=dict)
+    beats: Mapping[int, Heartbeat] = attrs.field(factory=dict)
     began: float = attrs.field(default=0.0, kw_only=True)
     final: bool = attrs.field(default=False, kw_only=True)
 
     @property
-    def stepping(self) -> list[Beat]:
+    def stepping(self) -> list[Heartbeat]:
         """Of those that tell of steps."""
         return [beat for beat in self.beats.values() if beat.steps]
 
@@ -71,59 +56,71 @@ class Look:
 
 
 @attrs.frozen
-class Known:
-    """What has been told of a generation.
+class StepWatch:
+    """Of one generation's workers: what was told of their steps. Each look makes the next watch.
 
-    restores: so many times has each worker taken up a state. trained: whether training has begun.
-    steps: the look that was told of last.
+    began: its workers were started; due: the next look is; told: a line on how far they are last
+    was, or could have been. restores: so many times has each worker taken up a state. trained:
+    whether training has begun. steps: the look that was told of last.
     """
 
-    generation: int = 0
+    began: float
+    due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
+    told: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
     restores: int = 0
     trained: bool = False
     steps: Look | None = None
     saved: int = NOTHING
     snapshot: int = NOTHING
 
-    def of(self, generation: int) -> Known:
-        """The same, or nothing if that is another's."""
-        return self if self.generation == generation else Known(generation)
+    def look(
+        self, now: float, beats: Mapping[int, Heartbeat], *, final: bool = False
+    ) -> tuple[StepWatch, Told]:
+        """What is to be told now: how far the workers are only now and then, and at the end.
+        Seconds are between the moments that the workers name, and not between looks."""
+        look = Look(now, dict(beats), began=self.began, final=final)
+        watch, found = self._beginnings(look)
+        if final or now >= self.told + EVERY_SECONDS:
+            watch, more = attrs.evolve(watch, told=now)._progress(look)
+            found += more
+        pause = max(0.0, watch.told + EVERY_SECONDS - now)
+        due = now + (pause if watch.trained else min(SOON_SECONDS, pause))
+        return attrs.evolve(watch, due=due), found
 
+    def _beginnings(self, now: Look) -> tuple[StepWatch, Told]:
+        """How the workers came to train, once that is over for all of them."""
+        watch, found = self, Told()
+        trains = bool(now.stepping) and (_all_train(now) or now.final)
+        restores = _restores(now, whole=not (trains or now.final))
+        if restores > watch.restores:
+            watch = attrs.evolve(watch, restores=restores)
+            found.append(("restored", _restored(now)))
+        if trains and not watch.trained:
+            watch = attrs.evolve(watch, trained=True)
+            if now.first is not None:
+                step, at = now.first
+                facts = {"step": step, "seconds": round(at - now.began, 6)}
+                found.append(("training.began", facts))
+        return watch, found
 
-def beginnings(known: Known, now: Look) -> tuple[Known, Told]:
-    """How the workers came to train, once that is over for all of them."""
-    known, found = known.of(now.generation), Told()
-    trains = bool(now.stepping) and (_all_train(now) or now.final)
-    restores = _restores(now, whole=not (trains or now.final))
-    if restores > known.restores:
-        known = attrs.evolve(known, restores=restores)
-        found.append(("restored", _restored(now)))
-    if trains and not known.trained:
-        known = attrs.evolve(known, trained=True)
-        if now.first is not None:
-            step, at = now.first
-            found.append(("training.began", {"step": step, "seconds": round(at - now.began, 6)}))
-    return known, found
-
-
-def progress(known: Known, now: Look) -> tuple[Known, Told]:
-    """How far they are; nothing where nothing has moved."""
-    known, found = known.of(now.generation), Told()
-    before = known.steps
-    if now.step != NOTHING and (before is None or now.step != before.step):
-        known = attrs.evolve(known, steps=now)
-        found.append(("steps", _steps(before, now)))
-    kept = [beat.snapshot for beat in now.beats.values() if beat.snapshot != NOTHING]
-    # Of a state in parts each worker keeps its own, and it is whole once the last of them has.
-    snapshot = min(kept, default=NOTHING)
-    saved = max((beat.saved for beat in now.beats.values()), default=NOTHING)
-    if snapshot not in (NOTHING, known.snapshot):
-        known = attrs.evolve(known, snapshot=snapshot)
-        found.append(("snapshot", {"step": snapshot}))
-    if saved not in (NOTHING, known.saved):
-        known = attrs.evolve(known, saved=saved)
-        found.append(("saved", {"step": saved}))
-    return known, found
+    def _progress(self, now: Look) -> tuple[StepWatch, Told]:
+        """How far they are; nothing where nothing has moved."""
+        watch, found = self, Told()
+        before = watch.steps
+        if now.step != NOTHING and (before is None or now.step != before.step):
+            watch = attrs.evolve(watch, steps=now)
+            found.append(("steps", _steps(before, now)))
+        kept = [beat.snapshot for beat in now.beats.values() if beat.snapshot != NOTHING]
+        # Of a state in parts each worker keeps its own, and it is whole once the last of them has.
+        snapshot = min(kept, default=NOTHING)
+        saved = max((beat.saved for beat in now.beats.values()), default=NOTHING)
+        if snapshot not in (NOTHING, watch.snapshot):
+            watch = attrs.evolve(watch, snapshot=snapshot)
+            found.append(("snapshot", {"step": snapshot}))
+        if saved not in (NOTHING, watch.saved):
+            watch = attrs.evolve(watch, saved=saved)
+            found.append(("saved", {"step": saved}))
+        return watch, found
 
 
 def _all_train(now: Look) -> bool:
@@ -180,126 +177,3 @@ def _throughput(before: Look | None, now: Look) -> float | None:
 
 def _rate(count: float, seconds: float) -> float | None:
     return round(count / seconds, 3) if count > 0 and seconds > 0 else None
-
-
-class StepWatch(Journal):
-    """A thread that only looks, from `with` to its end; and what the agent tells its journal by.
-
-    Args:
-        workers: whose steps, where they tell of them.
-        journal: is told what the agent tells, and what is seen.
-        every: seconds between looks; soon: until training has begun.
-    """
-
-    prompt = True
-
-    def __init__(
-        self,
-        workers: Workers,
-        journal: Journal,
-        *,
-        every: float = EVERY_SECONDS,
-        soon: float = SOON_SECONDS,
-        clock: Clock = monotonic,
-    ) -> None:
-        self._workers = workers
-        self._journal = journal
-        self._every = every
-        self._soon = soon
-        self._clock = clock
-        # Held while something is told, so that a look is never told for another generation's.
-        self._lock = threading.Lock()
-        self._known = Known()
-        self._generation = 0
-        self._began = self._looked = clock()
-        self._started = False
-        self._over = False
-        self._woken = threading.Event()
-        self._thread = helper(self._watch, "agent-steps")
-
-    def __enter__(self) -> StepWatch:
-        if self._workers.tell_steps:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over = True
-        self._woken.set()
-        if self._thread.ident is not None:
-            self._thread.join(1.0)
-
-    def tell(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
-    ) -> None:
-        with self._lock:
-            if kind in _ENDS:
-                self._look(final=True)
-                self._started = False
-            elif kind == "generation.began":
-                self._generation = generation
-                self._began = self._looked = self._clock()
-                self._started = False
-            elif kind == "worker.began" and not self._started:
-                self._started = True
-                self._woken.set()
-            self._journal.tell(kind, generation=generation, rank=rank, **facts)
-
-    def _watch(self) -> None:
-        while True:
-            self._woken.wait(self._pause())
-            self._woken.clear()
-            if self._over:
-                return
-            self._look_aside()
-
-    def _pause(self) -> float:
-        if not self._started:
-            return self._every  # it is woken when they are
-        if not self._known.of(self._generation).trained:
-            return self._soon
-        return max(0.01, self._looked + self._every - self._clock())
-
-    def _look_aside(self) -> None:
-        """Between what is told. Some Workers are not ours, and who tells waits for none of them."""
-        if not self._started:
-            return
-        try:
-            look, due = self._seen(final=False)
-            with self._lock:
-                # Of workers that have ended since, more is known by now, and has been told.
-                if self._started and look.generation == self._generation:
-                    self._tell_of(look, due)
-        except Exception:
-            self._fail()
-
-    def _look(self, *, final: bool) -> None:
-        """Tell what has moved; how far the workers are only now and then, and at the end."""
-        if not self._started or not self._workers.tell_steps:
-            return
-        try:
-            self._tell_of(*self._seen(final=final))
-        except Exception:
-            self._fail()
-
-    def _fail(self) -> None:
-        # What is seen is never worth the end of the training.
-        self._looked = self._clock()
-        log.exception("the workers' steps could not be looked at")
-
-    def _seen(self, *, final: bool) -> tuple[Look, bool]:
-        beats = self._workers.beats()
-        ended = final or not beats
-        # Of those that have ended something is known as long as no others were started.
-        beats = self._workers.last_beats() if ended else beats
-        now = self._clock()
-        look = Look(self._generation, now, dict(beats), began=self._began, final=ended)
-        return look, ended or now >= self._looked + self._every
-
-    def _tell_of(self, look: Look, due: bool) -> None:
-        self._known, found = beginnings(self._known, look)
-        if due:
-            self._looked = look.at
-            self._known, more = progress(self._known, look)
-            found += more
-        for kind, facts in found:
-            self._journal.tell(kind, generation=look.generation, **facts)

@@ -11,9 +11,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
-
-import attrs
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
@@ -78,22 +77,20 @@ class TorchBootstrapStore:
         self._store = None
 
 
-def open_torch_store(address: str) -> BootstrapStore:
-    """A fresh torch store at a local address, on a port that the kernel chose."""
-    return TorchBootstrapStore(address)
+open_torch_store: Callable[[str], BootstrapStore] = TorchBootstrapStore
+"""A fresh torch store at a local address, on a port that the kernel chose."""
 
+open_threaded_torch_store: Callable[[str], BootstrapStore] = partial(
+    TorchBootstrapStore, use_libuv=False
+)
+"""The same, without libuv."""
 
-def open_threaded_torch_store(address: str) -> BootstrapStore:
-    """The same, without libuv."""
-    return TorchBootstrapStore(address, use_libuv=False)
+OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
     """What opens the one or the other."""
     return open_torch_store if use_libuv else open_threaded_torch_store
-
-
-OF_TORCH = (open_torch_store, open_threaded_torch_store)
 
 
 def import_torch() -> None:
@@ -109,29 +106,10 @@ def import_torch() -> None:
     atexit.register(thread.join, IMPORT_SECONDS)
 
 
-@attrs.frozen
-class _Serving:
-    """What became of opening the store for the generation with this membership."""
+class Serving:
+    """The bootstrap store of one generation, served at this node.
 
-    membership: str
-    store: BootstrapStore | None = None
-    front: Front | None = None
-    endpoint: str = ""
-    error: Exception | None = None
-
-    def close(self) -> None:
-        if self.front is not None:
-            self.front.lead_nowhere()
-        if self.store is not None:
-            self.store.close()
-
-
-class BootstrapServer:
-    """The bootstrap store of the generation whose master this node is, if it is one.
-
-    Opening it may take long: at first torch is imported, and the address may have to be looked up.
-    So the first one is opened in a thread of its own, and so is each that follows one which took
-    longer than `quick` seconds; the others at once, in the thread that asks.
+    endpoint: where workers find it; empty while it is not open. error: what opening it raised.
 
     Args:
         open_store: serves one at an address of this node.
@@ -142,66 +120,27 @@ class BootstrapServer:
         self,
         open_store: Callable[[str], BootstrapStore],
         find_front: Callable[[], Front | None],
-        quick: float,
     ) -> None:
+        self.endpoint = ""
+        self.error: Exception | None = None
         self._open_store = open_store
         self._find_front = find_front
-        self._quick = quick
-        self._last_took = float("inf")
         self._lock = threading.Lock()
-        self._wanted = ""
-        self._serving: _Serving | None = None
+        self._closed = False
+        self._store: BootstrapStore | None = None
+        self._front: Front | None = None
 
-    def open(self, membership: str, address: str, opened: Callable[[], object]) -> None:
-        """Serve one for this generation, at this address of this node; `opened` is called when it
-        is there, or has failed."""
-        self.close()
-        with self._lock:
-            self._wanted = membership
-        if self._last_took <= self._quick:
-            self._open(membership, address, opened)
-        else:
-            helper(lambda: self._open(membership, address, opened), "rendezvous-open").start()
-
-    def endpoint(self, membership: str) -> str | None:
-        """Where workers find the one that is served for this generation; None if none is (yet).
-
-        Raises:
-            RendezvousError: this node cannot serve at its address. Exception: whatever else
-                opening it raised.
-        """
-        with self._lock:
-            serving = self._serving
-        if serving is None or serving.membership != membership:
-            return None
-        if serving.error is not None:
-            raise serving.error
-        return serving.endpoint
-
-    def close(self) -> None:
-        """Serve none; one that is being opened is closed once it is there."""
-        with self._lock:
-            self._wanted, serving, self._serving = "", self._serving, None
-        if serving is not None:
-            serving.close()
-
-    def _open(self, membership: str, address: str, opened: Callable[[], object]) -> None:
+    def open(self, address: str) -> float:
+        """Serve it at this address of this node; how many seconds that took. It may take long: at
+        first torch is imported, and the address may have to be looked up."""
         began = monotonic()
         try:
-            serving = self._serve(membership, address)
-        except Exception as error:  # raised where the endpoint is asked for
-            serving = _Serving(membership, error=error)
-        self._last_took = monotonic() - began
-        with self._lock:
-            wanted = self._wanted == membership
-            if wanted:
-                self._serving = serving
-        if wanted:
-            opened()
-        else:
-            serving.close()
+            self._open(address)
+        except Exception as error:  # raised where the endpoint is wanted
+            self.error = error
+        return monotonic() - began
 
-    def _serve(self, membership: str, address: str) -> _Serving:
+    def _open(self, address: str) -> None:
         front = self._find_front()
         address = address if front is None else "127.0.0.1"
         try:
@@ -211,7 +150,24 @@ class BootstrapServer:
                 f"cannot serve torch's store at {address}, this node's own address: {error}; "
                 "name another with --local-addr"
             ) from error
-        if front is None:
-            return _Serving(membership, store, None, join_endpoint(address, store.port))
-        front.lead_to(address, store.port)
-        return _Serving(membership, store, front, join_endpoint(front.address, front.port))
+        with self._lock:
+            if self._closed:
+                store.close()
+                return
+            self._store, self._front = store, front
+            if front is not None:
+                front.lead_to(address, store.port)
+                self.endpoint = join_endpoint(front.address, front.port)
+            else:
+                self.endpoint = join_endpoint(address, store.port)
+
+    def close(self) -> None:
+        """Serve it no longer; one that is being opened is closed once it is there."""
+        with self._lock:
+            self._closed, self.endpoint = True, ""
+            store, self._store = self._store, None
+            if store is None:
+                return
+            if self._front is not None:
+                self._front.lead_nowhere()
+            store.close()

@@ -1,22 +1,27 @@
-"""What the membership should become next, decided from one snapshot.
+"""What the membership should become next, decided from one snapshot; and what it means to one node.
 
-No clock, store, thread or log stands here: all that counts comes in as a `View`, and what goes
-out is a `Decision`, whose sentence is the log line.
+No clock, store, thread or log stands here. For the node that leads, all that counts comes in as a
+`View`, and what goes out is a `Decision`, whose sentence is the log line. The `Intent` of each node
+says what should stand in the store for it, and what has become of the generation that it is in.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
 from ..errors import present
 from .document import (
+    Change,
+    ChangeKind,
     Document,
     Ending,
     Failure,
     FailureKind,
+    Leader,
     Limits,
     Node,
     Phase,
@@ -25,12 +30,12 @@ from .document import (
     end,
     expel,
     of_members,
-    refuse,
     reopen,
     resize,
     settle,
+    turn_away,
 )
-from .ranks import in_rank_order
+from .ranks import Seat, in_rank_order
 
 QUORUM = "without a quorum the job might go on twice; --rdzv-conf quorum=any lets it"
 QUICK_SECONDS = 10.0
@@ -130,11 +135,6 @@ def gives_way(state: State | None, incarnation: str) -> bool:
     return nothing and incarnation not in (state.incarnation, state.supersedes)
 
 
-def is_empty(state: State | None, incarnation: str) -> bool:
-    """Whether a node of this incarnation finds no generation of its job here."""
-    return state is None or not state.membership or gives_way(state, incarnation)
-
-
 def _recall(view: View) -> Decision | None:
     """The last generation as those remember who were in it, where the store has forgotten it."""
     memory = view.memory
@@ -185,17 +185,19 @@ def _begin_anew(view: View, document: Document) -> Decision:
 
 
 def _watch(view: View, document: Document) -> Decision:
-    document = lasted(document, view.stands)
+    if view.stands >= QUICK_SECONDS:
+        # A generation that lasts ends the row of quick failures, whatever it is ended by itself.
+        document = attrs.evolve(document, quick=0)
     members = document.member_ids
     if members <= view.finished:
         cause = f"{len(members)} node{'s' * (len(members) > 1)} done"
         return Decision("all are done", write=_over(view, document, Phase.SUCCEEDED, cause))
-    live = {node.id: node for node in view.live}
+    live = {node.id for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.finished]
     if lost and view.patience > 0:
         return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
-    if lost and _lacks_quorum(view, document, {*live, *view.finished}):
-        return _minority(lost, view, document)
+    if lost and (minority := _minority(view, document, lost)) is not None:
+        return minority
     if lost:
         cause = f"{_names(lost, view)} left"
         # What the others failed of is that these had gone.
@@ -229,23 +231,21 @@ def _stand(view: View, document: Document) -> Decision:
         window = document.limits.restart_window
         reason = f"generation {document.generation} has stood for {window:g} s (--restart-window)"
         count = f"the {document.restarts} restarts used before count no more"
-        return Decision(f"{reason}: {count}", write=forgiven(document))
+        return Decision(f"{reason}: {count}", write=attrs.evolve(document, restarts=0, quick=0))
     decision = _admit(view, document)
     again = min((s for s in (decision.again, wait) if s is not None), default=None)
     return decision if decision.write is not None else attrs.evolve(decision, again=again)
 
 
-def _lacks_quorum(view: View, document: Document, here: Collection[str]) -> bool:
-    """Whether those of the last generation who are here could be the lesser part of it.
+def _minority(view: View, document: Document, lost: Sequence[Node]) -> Decision | None:
+    """To wait, where those of the last generation who are here could be the lesser part of it.
 
     Half is enough where the store is: whoever has gone elsewhere needs more than half.
     """
+    here = {*(n.id for n in view.live), *view.finished, *view.departed, *document.expelled}
     members = document.member_ids
-    accounted = members & {*here, *view.departed, *document.expelled}
-    return document.limits.quorum and len(accounted) * 2 < len(members)
-
-
-def _minority(lost: Sequence[Node], view: View, document: Document) -> Decision:
+    if not document.limits.quorum or len(members & here) * 2 >= len(members):
+        return None
     return Decision(
         f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
         f"{document.generation} are out of reach, and half must be here ({QUORUM})",
@@ -261,8 +261,8 @@ def _admit(view: View, document: Document) -> Decision:
     room = limits.max_nodes - len(document.members)
     surplus = [] if limits.spares is None else newcomers[room + limits.spares :]
     if surplus:
-        there = [n.id for n in view.live if n.id in document.refused]
-        write = refuse(document, (*there, *(n.id for n in surplus)))
+        there = [n.id for n in view.live if n.id in document.surplus]
+        write = turn_away(document, (*there, *(n.id for n in surplus)))
         return Decision(f"{_names(surplus, view)} are more spares than are wanted", write=write)
     ready = [n for n in newcomers if not n.runs]
     if not ready or not room:
@@ -293,8 +293,9 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was away, some nodes are to come", again=view.patience)
-    if _lacks_quorum(view, document, {*view.finished, *(n.id for n in view.live)}):
-        return _minority([m for m in document.members if m.id not in here], view, document)
+    minority = _minority(view, document, [m for m in document.members if m.id not in here])
+    if minority is not None:
+        return minority
     charged = document.failure is not None and members <= here
     hopeless = [n for n in candidates if _failed_at_start(n, document)]
     if charged and (hopeless or document.restarts >= limits.max_restarts):
@@ -366,7 +367,7 @@ def _over(
 
 
 def _candidates(view: View, document: Document) -> list[Node]:
-    turned_away = {*document.expelled, *document.refused}
+    turned_away = {*document.expelled, *document.surplus}
     return [n for n in view.live if n.id not in turned_away]
 
 
@@ -374,11 +375,8 @@ def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     """The earliest failure that a member claims for this generation."""
     members = document.member_ids
     for node in live:
-        if (
-            node.id in members
-            and node.claim is not None
-            and node.claim_membership == document.membership
-        ):
+        is_of_this = node.id in members and node.claim_membership == document.membership
+        if is_of_this and node.claim is not None:
             return Failure(node.id, node.claim, node.claim_kind)
     return None
 
@@ -418,12 +416,6 @@ def quick_failures(document: Document, failure: Failure, stood: float) -> int:
     return document.quick + (failure.kind is not FailureKind.KILLED)
 
 
-def lasted(document: Document, stood: float) -> Document:
-    """The generation as it is after so many seconds: one that lasts ends the row of quick ones,
-    whatever it is ended by itself."""
-    return attrs.evolve(document, quick=0) if stood >= QUICK_SECONDS else document
-
-
 def pause(document: Document) -> float:
     """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
     beyond = document.quick - FREE_RESTARTS
@@ -436,14 +428,177 @@ def pause(document: Document) -> float:
     return grown * (0.5 + 0.5 * draw)
 
 
-def forgiven(document: Document) -> Document:
-    """The same generation, with all of the job's restarts to use again."""
-    return attrs.evolve(document, restarts=0, quick=0)
-
-
 def forgiven_in(document: Document, stood: float) -> float | None:
     """Seconds until the generation that stands has earned the restarts back; None for never."""
     window = document.limits.restart_window
     if window <= 0 or not (document.restarts or document.quick):
         return None
     return max(0.0, window - stood)
+
+
+# -- what a node wants, and what the job means to it: pure -----------------------------------------
+
+
+@attrs.frozen
+class Intent:
+    """What an agent wants said of its node, and what its job's state means to that.
+
+    A node asks for a generation only when no workers of an earlier one are left, and it falls
+    silent rather than speak for workers that the others have gone on without.
+
+    node: its record. silent: it has not asked for a generation yet. memory: the last state of which
+    it was a member. finished: the generation (as its membership) whose workers have succeeded here.
+    closing: why the job is to end for all, until that is written; empty if it need not be.
+    """
+
+    node: Node
+    silent: bool = True
+    memory: State | None = None
+    finished: str = ""
+    closing: str = ""
+
+    @property
+    def joining(self) -> bool:
+        """Whether it is in no generation, or seeks a later one than it was in."""
+        return not self.node.runs
+
+    @property
+    def held(self) -> int:
+        """The number of the last generation that it was in; 0 for none."""
+        return 0 if self.memory is None else self.memory.generation
+
+    @property
+    def incarnation(self) -> str:
+        """That of the last generation that it was in; empty for none."""
+        return "" if self.memory is None else self.memory.incarnation
+
+    def saying(self, **fields: Any) -> Intent:
+        """The same, with other fields in the record."""
+        return attrs.evolve(self, node=attrs.evolve(self.node, **fields))
+
+    # What its agent wants
+
+    def seek(self) -> Intent:
+        """No workers of ours are left, and we want the generation after the one that we held."""
+        stopped = self.saying(runs=False, stopped=self.node.membership)
+        return attrs.evolve(stopped, silent=False, finished="")
+
+    def enter(self, state: State, seat: Seat) -> Intent:
+        """We are a member of this generation and may run its workers."""
+        member = self.saying(membership=state.membership, rank=seat.rank, runs=True, came_after="")
+        return attrs.evolve(member, memory=state)
+
+    def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Intent:
+        """Our workers of the held generation failed."""
+        of = self.node.membership
+        return self.saying(claim=reason, claim_membership=of, claim_kind=kind)
+
+    def finish(self) -> Intent:
+        """Our workers of the held generation succeeded."""
+        return attrs.evolve(self, finished=self.node.membership)
+
+    # What is read in the store
+
+    def arrive(
+        self, state: State | None, limits: Limits, leader: Leader | None, seat: Seat | None
+    ) -> Intent:
+        """What a first look at the store makes of us: one of the job, too late for it, or, where
+        it is over and its nodes are gone, one of those with whom it begins anew."""
+        if state is None:
+            return self
+        if seat is not None:
+            # Another had it before us, under our id, and what it ran is gone with it.
+            of = state.membership
+            return self.saying(membership=of, rank=seat.rank, stopped=of)
+        if late_for(state, limits, leader) if state.phase.terminal else _is_led(state, leader):
+            return self
+        return self.saying(came_after=state.incarnation)
+
+    def meet(self, state: State | None) -> Intent:
+        """While joining, whatever was held in another incarnation counts for nothing."""
+        if state is None:
+            return self
+        if state.membership and state.membership == self.node.membership:
+            return attrs.evolve(self, memory=state)
+        if not self.held or not self.joining or state.incarnation == self.incarnation:
+            return self
+        if gives_way(state, self.incarnation):
+            return self
+        return attrs.evolve(self.saying(membership="", rank=0, stopped=""), memory=None)
+
+    def notice(self, state: State | None, leader: Leader | None, live: Iterable[Node]) -> Intent:
+        """One of the job is there after all, leading or (as the node that leads sees) among the
+        live: it goes on, and we are of it."""
+        if state is None or state.limits.launch or self.node.came_after != state.incarnation:
+            return self
+        if not _is_led(state, leader) and all(n.came_after == state.incarnation for n in live):
+            return self
+        return self.saying(came_after="")
+
+    def record(self, state: State | None) -> Node | None:
+        """What should stand in the store for this node; None for nothing."""
+        if self.silent:
+            return None
+        if self.joining:
+            if state is None or state.phase is not Phase.OPEN:
+                return self.node
+            if self.node.stopped == state.membership:
+                return self.node
+            # A generation that came and went while this node slept is one that it has no workers
+            # of; unless it says so, the others wait for ever for it to stop them.
+            return attrs.evolve(self.node, stopped=state.membership)
+        goes_on = state is not None and state.membership == self.node.membership
+        return self.node if goes_on or gives_way(state, self.incarnation) else None
+
+    def final_change(self, state: State | None) -> Change | None:
+        """Why this node has nothing left to wait for, if so."""
+        if state is None:
+            return None
+        me = self.node.id
+        if state.phase.terminal and self.node.came_after != state.incarnation:
+            node = "" if state.failure is None else state.failure.node
+            return Change(ChangeKind(state.phase.value), state.cause, node)
+        if me in state.expelled:
+            spent = f"{state.restarts} of {state.limits.max_restarts} restarts used"
+            if self.node.claim_kind is FailureKind.AT_START:
+                spent = NOT_RETRIED
+            reason = f"this node's workers failed and the job goes on without it ({spent})"
+            return Change(ChangeKind.EXPELLED, reason, me)
+        if me in state.surplus:
+            wanted = f"{state.limits.max_nodes} nodes and {state.limits.spares} spares (--spares)"
+            return Change(ChangeKind.SURPLUS, f"the job has all that it wants, {wanted}", me)
+        return None
+
+    def change(self, state: State | None) -> Change | None:
+        """What has become of the generation that this node is in; None while it stands.
+
+        A store that has forgotten it is no news: those who remember are going to say it again.
+        """
+        final = self.final_change(state)
+        if final is not None or self.joining or state is None:
+            return final
+        if gives_way(state, self.incarnation):
+            return None
+        if state.incarnation != self.incarnation:
+            return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
+        if state.membership != self.node.membership:
+            return Change(ChangeKind.REOPENED, state.cause)
+        if state.phase is Phase.SETTLED:
+            return None
+        return Change(ChangeKind.RESIZE if state.planned else ChangeKind.REOPENED, state.cause)
+
+
+def late_for(state: State, limits: Limits, leader: Leader | None) -> bool:
+    """Whether one who comes now belongs to the job that has ended, and not to its next start.
+
+    Where starts have names, by the name. Else whoever finds one of the old nodes there is late;
+    and so is who finds none of them, if there was room for it: it may have been on its way.
+    """
+    if limits.launch or state.limits.launch:
+        return limits.launch == state.limits.launch
+    return _is_led(state, leader) or state.nodes < state.limits.max_nodes
+
+
+def _is_led(state: State, leader: Leader | None) -> bool:
+    """Whether one who was there before the end leads."""
+    return leader is not None and leader.came_after != state.incarnation

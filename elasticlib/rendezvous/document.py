@@ -116,11 +116,9 @@ class Limits:
             )
         if self.max_restarts < 0:
             raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
-        if not 0 <= self.last_call < float("inf"):
-            raise ConfigError(f"need 0 <= last_call seconds, got {self.last_call}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"need spares >= 0, got {self.spares}")
-        for name in ("restart_window", "restart_backoff", "resize_interval"):
+        for name in ("last_call", "restart_window", "restart_backoff", "resize_interval"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
 
@@ -195,7 +193,7 @@ class State:
     none yet), and membership names the list of its members, of whom there are `nodes`. cause says
     why the last generation ended or the next is sought, for people, and why says it for programs
     (None: whoever wrote it did not say); failure is the claim that is to be charged
-    when the next one settles; expelled nodes have used up the budget and must leave; refused ones
+    when the next one settles; expelled nodes have used up the budget and must leave; surplus ones
     are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
     this one was begun in its place. planned: the last generation ended on purpose, with all its
     workers at work, so they may stop at a step that they agree on. quick: how many generations in
@@ -212,7 +210,7 @@ class State:
     cause: str = "the job starts"
     failure: Failure | None = None
     expelled: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    surplus: tuple[str, ...] = ()
     ending: Ending | None = None
     supersedes: str = ""
     planned: bool = False
@@ -317,8 +315,9 @@ def reopen(
     why: left out, it is a failure where there is one, and else a loss.
     """
     why = why or (Why.LOSS if failure is None else Why.FAILURE)
-    reopened = attrs.evolve(document, phase=Phase.OPEN, cause=cause, why=why)
-    return attrs.evolve(reopened, failure=failure, planned=False)
+    return attrs.evolve(
+        document, phase=Phase.OPEN, cause=cause, why=why, failure=failure, planned=False
+    )
 
 
 def resize(document: Document, cause: str) -> Document:
@@ -328,7 +327,10 @@ def resize(document: Document, cause: str) -> Document:
 
 def settle(document: Document, members: Iterable[Node], *, charged: bool, nonce: str) -> Document:
     """The next generation, of these members in this order; `nonce` is used for no other."""
-    chosen = tuple(members)
+    chosen = tuple(
+        attrs.evolve(node, claim=None, claim_membership="", claim_kind=FailureKind.ORDINARY)
+        for node in members
+    )
     limits = document.limits
     if not limits.min_nodes <= len(chosen) <= limits.max_nodes:
         raise ConfigError(
@@ -341,15 +343,11 @@ def settle(document: Document, members: Iterable[Node], *, charged: bool, nonce:
         generation=generation,
         membership=f"{generation}.{nonce}",
         nodes=len(chosen),
-        members=tuple(_unclaimed(node) for node in chosen),
+        members=chosen,
         restarts=document.restarts + charged,
         failure=None,
         planned=False,
     )
-
-
-def _unclaimed(node: Node) -> Node:
-    return attrs.evolve(node, claim=None, claim_membership="", claim_kind=FailureKind.ORDINARY)
 
 
 def expel(document: Document, node_ids: Iterable[str], live: Container[str]) -> Document:
@@ -363,9 +361,9 @@ def expel(document: Document, node_ids: Iterable[str], live: Container[str]) -> 
     return attrs.evolve(document, expelled=(*there, *node_ids), failure=None)
 
 
-def refuse(document: Document, node_ids: Iterable[str]) -> Document:
+def turn_away(document: Document, node_ids: Iterable[str]) -> Document:
     """These are too many to wait, and no others are."""
-    return attrs.evolve(document, refused=tuple(node_ids))
+    return attrs.evolve(document, surplus=tuple(node_ids))
 
 
 AnyState = TypeVar("AnyState", bound=State)

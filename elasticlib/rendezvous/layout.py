@@ -5,7 +5,8 @@ leased records of the living, the members of generations cut into shards, and wh
 
 Values are JSON objects with exactly the fields of their attrs class, by whose annotations they are
 written and read; nothing that comes off a store is ever executed. Keys and fields keep the names
-that format 3 gave them (`head`, `roll`, `gate`), so that nodes of two versions can be in one job.
+that format 3 gave them (`head`, `roll`, `refused`), so that nodes of two versions can be in one
+job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import types
 import typing
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ import attrs
 
 from ..errors import ConfigError, RendezvousMismatch
 from ..stores.interface import Entry, Listing
-from .document import Document, Leader, Node, State, of_members
+from .document import Document, Leader, Node, Phase, State, of_members
 from .ranks import Row, Seat, shard_count
 
 log = logging.getLogger("elasticlib.rendezvous")
@@ -38,6 +39,7 @@ JSON_NAMES = {
     "stopped": "left",
     "came_after": "beyond",
     "claim_membership": "claim_roll",
+    "surplus": "refused",
 }
 
 SCALARS: dict[Any, tuple[type, ...]] = {
@@ -112,11 +114,20 @@ class StoredJob:
         return None if self.memory_entry is None else decode_state(self.memory_entry.value)
 
     @property
+    def stage(self) -> tuple[str, Phase | None]:
+        """The state's membership, empty for none, and how it stands."""
+        return ("", None) if self.state is None else (self.state.membership, self.state.phase)
+
+    @property
     def master_entry(self) -> Entry | None:
         """What stands for as long as the state's generation does."""
-        if self.state is None:
-            return None
-        return self._entries.get(self._keys.master_endpoint(self.state.membership))
+        return self._entries.get(self._keys.master_endpoint(self.stage[0]))
+
+    @property
+    def master_endpoint(self) -> str | None:
+        """Where the generation's torch store is, once its first node has said so."""
+        entry = self.master_entry
+        return entry.value.decode() if entry is not None and entry.value else None
 
     def document(self, known: Document | None) -> tuple[Document | None, bool]:
         """The whole document, and whether all shards of its members were there.
@@ -162,9 +173,10 @@ class StoredJob:
         return self._ids(self._keys.departed)
 
     def _ids(self, key: Callable[[str], str]) -> frozenset[str]:
-        if self.state is None or not self.state.membership:
+        membership, _ = self.stage
+        if not membership:
             return frozenset()
-        prefix = key(self.state.membership)
+        prefix = key(membership)
         return frozenset(entry.key.removeprefix(prefix) for entry in self._under(prefix))
 
     def master_keys(self) -> tuple[str, ...]:
@@ -292,55 +304,19 @@ class _Misfit(Exception):
 def _reader(kind: Any) -> Callable[[Any], Any]:
     """What makes a value of this annotation of what JSON says, or raises _Misfit."""
     if kind in SCALARS:
-        return _scalar_reader(kind)
+        return partial(_read_scalar, kind)
     if attrs.has(kind):
-        return _fields_reader(kind)
+        hints = typing.get_type_hints(kind)
+        names = {key: (name, _reader(hints[name])) for name, key in _json_names(kind).items()}
+        return partial(_read_fields, kind, names)
     if isinstance(kind, types.UnionType):
         (wanted,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
-        return _optional_reader(wanted)
+        return partial(_read_optional, _reader(wanted), _words(wanted))
     if typing.get_origin(kind) is tuple:  # of any number of one kind
-        return _tuple_reader(_reader(typing.get_args(kind)[0]))
+        return partial(_read_tuple, _reader(typing.get_args(kind)[0]))
     if words := _words(kind):
-        return _enum_reader(words)
+        return partial(_read_word, words)
     raise TypeError(f"no record has fields of {kind}: this is a fault of elasticlib's")
-
-
-def _scalar_reader(kind: type) -> Callable[[Any], Any]:
-    # JSON has no subclasses; so a bool, which is an int to Python, is none here.
-    wanted, is_number = SCALARS[kind], kind in (int, float)
-
-    def read(raw: Any) -> Any:
-        if type(raw) not in wanted or (is_number and not -LARGEST < raw < LARGEST):
-            raise _Misfit(f" is {raw!r}")
-        return raw
-
-    return read
-
-
-def _optional_reader(wanted: Any) -> Callable[[Any], Any]:
-    read_wanted, words = _reader(wanted), _words(wanted)
-
-    def read(raw: Any) -> Any:
-        # What may be left unsaid, a later version may say in words that this one does not know.
-        unknown = words and isinstance(raw, str) and raw not in words
-        return None if raw is None or unknown else read_wanted(raw)
-
-    return read
-
-
-def _tuple_reader(read_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def read(raw: Any) -> Any:
-        if not isinstance(raw, list):
-            raise _Misfit(f" is {raw!r}, not a list")
-        values: list[Any] = []
-        try:
-            for one in raw:
-                values.append(read_one(one))
-        except _Misfit as error:
-            raise _Misfit(f"[{len(values)}]{error}") from error
-        return tuple(values)
-
-    return read
 
 
 def _words(kind: Any) -> dict[str, Any]:
@@ -349,32 +325,49 @@ def _words(kind: Any) -> dict[str, Any]:
     return {member.value: member for member in kind} if is_enum else {}
 
 
-def _enum_reader(members: dict[str, Any]) -> Callable[[Any], Any]:
-    def read(raw: Any) -> Any:
-        if not isinstance(raw, str) or raw not in members:
-            raise _Misfit(f" is {raw!r}, none of {sorted(members)}")
-        return members[raw]
+def _read_scalar(kind: type, raw: Any) -> Any:
+    # JSON has no subclasses; so a bool, which is an int to Python, is none here.
+    is_number = kind in (int, float)
+    if type(raw) not in SCALARS[kind] or (is_number and not -LARGEST < raw < LARGEST):
+        raise _Misfit(f" is {raw!r}")
+    return raw
 
-    return read
+
+def _read_word(words: dict[str, Any], raw: Any) -> Any:
+    if not isinstance(raw, str) or raw not in words:
+        raise _Misfit(f" is {raw!r}, none of {sorted(words)}")
+    return words[raw]
 
 
-def _fields_reader(kind: Any) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
-    readers = {key: (name, _reader(hints[name])) for name, key in _json_names(kind).items()}
+def _read_optional(read_wanted: Callable[[Any], Any], words: dict[str, Any], raw: Any) -> Any:
+    # What may be left unsaid, a later version may say in words that this one does not know.
+    unknown = words and isinstance(raw, str) and raw not in words
+    return None if raw is None or unknown else read_wanted(raw)
 
-    def read(raw: Any) -> Any:
-        if not isinstance(raw, dict) or raw.keys() != readers.keys():
-            found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
-            raise _Misfit(f" needs the fields {sorted(readers)}, got {found}")
-        fields, key = {}, ""
-        try:
-            for key, (name, read_field) in readers.items():
-                fields[name] = read_field(raw[key])
-        except _Misfit as error:
-            raise _Misfit(f": field {key!r}{error}") from error
-        try:
-            return kind(**fields)
-        except ConfigError as error:
-            raise _Misfit(f": {error}") from error
 
-    return read
+def _read_tuple(read_one: Callable[[Any], Any], raw: Any) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise _Misfit(f" is {raw!r}, not a list")
+    values: list[Any] = []
+    try:
+        for one in raw:
+            values.append(read_one(one))
+    except _Misfit as error:
+        raise _Misfit(f"[{len(values)}]{error}") from error
+    return tuple(values)
+
+
+def _read_fields(kind: Any, readers: dict[str, tuple[str, Callable[[Any], Any]]], raw: Any) -> Any:
+    if not isinstance(raw, dict) or raw.keys() != readers.keys():
+        found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+        raise _Misfit(f" needs the fields {sorted(readers)}, got {found}")
+    fields, key = {}, ""
+    try:
+        for key, (name, read_field) in readers.items():
+            fields[name] = read_field(raw[key])
+    except _Misfit as error:
+        raise _Misfit(f": field {key!r}{error}") from error
+    try:
+        return kind(**fields)
+    except ConfigError as error:
+        raise _Misfit(f": {error}") from error

@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import attrs
 
 from ..errors import LeaseLost, RendezvousMismatch, StoreError, StoreUnavailable, present
 from ..stores.interface import ABSENT, Entry, Listing, Store
-from .decide import Decision, View, decide, gives_way, is_empty, waiting
+from .decide import Decision, Intent, View, decide, gives_way, waiting
 from .document import (
     Document,
     Ending,
-    FailureKind,
     Leader,
     Limits,
     Node,
@@ -29,7 +29,6 @@ from .document import (
     Timing,
     end,
 )
-from .intent import Intent
 from .layout import (
     Keys,
     StoredJob,
@@ -59,9 +58,11 @@ another."""
 LATE_SHARE = 1 / 4
 """Of the bound on a standstill: a look that comes so much later than the one before shows that this
 process could not run, as on a paused or overloaded machine; then the agent's loop could not."""
-NOT_SERVED = ("no generation", "")
 UNANSWERED = Note(reason="the store has not answered")
 """Until the node that leads is heard."""
+NEVER_REACHED = "; the store was never reached: if the job was over already, it is gone, too"
+
+Item = TypeVar("Item")
 
 
 class Standstill:
@@ -89,37 +90,19 @@ def backoff(misses: int) -> float:
     return min(LONGEST_PAUSE, 0.02 * 2.0 ** min(misses, 10)) * random.uniform(0.5, 1.0)
 
 
-@attrs.frozen
-class Reading:
-    """What was read at one moment.
+class Reading(StoredJob):
+    """What was listed at one moment, and what that is to this node.
 
     seat: this node's in the state's generation. view: what there is to decide on, for the node
-    that leads. job: all that was listed.
+    that leads.
     """
 
-    state: State | None
-    leader: Leader | None
-    seat: Seat | None
-    view: View | None
-    job: StoredJob
-
-    @property
-    def version(self) -> int:
-        """Of the store, to wait past."""
-        return self.job.version
-
-    @property
-    def master_endpoint(self) -> str | None:
-        """Where the generation's torch store is, once its first node has said so."""
-        entry = self.job.master_entry
-        return entry.value.decode() if entry is not None and entry.value else None
+    seat: Seat | None = None
+    view: View | None = None
 
     @property
     def settled(self) -> bool:
-        return self.state is not None and self.state.phase is Phase.SETTLED
-
-
-NEVER_REACHED = "; the store was never reached: if the job was over already, it is gone, too"
+        return self.stage[1] is Phase.SETTLED
 
 
 class PatienceSpent(StoreUnavailable):
@@ -130,8 +113,10 @@ class LocalNode:
     """Speaks for one node to the store of one job. All calls may raise a StoreError.
 
     intent: what it wants said. seen: what it last read; None before the store first answered.
-    note: what the node that leads last let the others know. `now`, in all calls, is the caller's
-    monotonic clock in seconds.
+    note: what the node that leads last let the others know, and note_at: when to ask for the next.
+    heard_at: when the store last took this node's word; None before it has. settled_at: when a
+    generation was last seen to stand. `now`, in all calls, is the caller's monotonic clock in
+    seconds.
     """
 
     def __init__(
@@ -144,12 +129,9 @@ class LocalNode:
         self.timing = timing
         self.intent = Intent(node)
         self.seen: Reading | None = None
-        self.note = UNANSWERED
-        self.note_at = float("inf")
+        self.note, self.note_at = UNANSWERED, float("inf")
         self.heard_at: float | None = None
-        """When the store last took this node's word; None before it has."""
         self.settled_at = float("-inf")
-        """When a generation was last seen to stand."""
         self._lease = timing.lease
         self._me = node.id
         self._signature = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
@@ -161,66 +143,27 @@ class LocalNode:
         self._spoke_at = float("-inf")
         self._away = 0.0
         self._standstill, self._still = Standstill(timing.loop), False
-        self._endpoint = NOT_SERVED
-        self._finished = self._finish_said = ""
-        self._closing: str | None = None
+        self._finish_said = ""
         # What it has read.
         self._foreign: set[str] = set()
-        self._known: frozenset[str] = frozenset()
-        self._last_arrival: float | None = None
+        self._arrived_at = self._stands_since = float("-inf")
         self._document: Document | None = None
-        self._seat: tuple[str, Seat | None] = ("", None)
-        self._stands: tuple[tuple[str, Phase] | None, float] = (None, 0.0)
         # What it waits for.
         self._misses = 0
-        self._missing_since = self._missed_at = self._found_at = float("-inf")
+        self._missing_since = self._found_at = float("-inf")
         self._shared, self._shared_at = Note(), float("-inf")
         self._reminded, self._reminded_at = "", float("-inf")
-
-    # -- what its agent wants -----------------------------------------------------------------
-
-    def be_at(self, address: str) -> None:
-        """The address at which the others reach this node."""
-        self.intent = self.intent.at(address)
-
-    def seek(self) -> None:
-        """No workers of ours are left, and we want another generation."""
-        self.intent = self.intent.seek()
-        self._endpoint, self._finished = NOT_SERVED, ""
 
     def enter(self) -> Seat | None:
         """Our seat, where a generation has settled in which we have one and have not been yet:
         from now on we may run workers of it."""
         seen = self.seen
-        if seen is None or seen.state is None or seen.seat is None or not seen.settled:
+        if seen is None or seen.state is None or seen.seat is None:
             return None
-        if seen.state.membership == self.intent.node.membership:
+        if seen.stage[0] == self.intent.node.membership:
             return None
         self.intent = self.intent.enter(seen.state, seen.seat)
         return seen.seat
-
-    def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> None:
-        self.intent = self.intent.fail(reason, kind)
-
-    def drain(self, reason: str) -> None:
-        self.intent = self.intent.drain(reason)
-
-    def finish(self) -> None:
-        """Our workers of the held generation succeeded."""
-        self._finished = self.intent.node.membership
-
-    def serve(self, endpoint: str) -> None:
-        """As group rank 0 of the held generation: torch's store of it is there."""
-        self._endpoint = (self.intent.node.membership, endpoint)
-
-    def close(self, cause: str) -> None:
-        """The job is to end for all."""
-        self._closing = cause
-
-    @property
-    def closing(self) -> bool:
-        """Whether the job's end, which its agent wants, has yet to be written."""
-        return self._closing is not None
 
     # -- announcing ---------------------------------------------------------------------------
 
@@ -231,8 +174,7 @@ class LocalNode:
         still the node gives up its place, and reads what has become of the generation before it
         speaks again.
         """
-        still = self._standstill.judge(silent, now)
-        if still:
+        if self._standstill.judge(silent, now):
             if not self._still:
                 log.warning(
                     "the agent's loop has not turned for %g s: this node gives up its place among "
@@ -246,36 +188,32 @@ class LocalNode:
             log.warning("the agent's loop turns again, and this node speaks again")
             self.read(now)
             self._still = False
-        self._say(None if self.seen is None else self.seen.state, now)
-        self.heard_at = now
-
-    def _say(self, state: State | None, now: float) -> None:
-        record = self.intent.record(state)
+        record = self.intent.record(None if self.seen is None else self.seen.state)
         if record is None:
             self.withdraw()
-            return
+        else:
+            self._say(record, now)
+        self.heard_at = now
+
+    def _say(self, record: Node, now: float) -> None:
         key = self.keys.node(self._me)
         if now - self._kept_at >= self._lease * KEEP_SHARE:
-            self._keep_all(key, now)
+            if self._said is not None and not self._keep(key):
+                # The store was away or is another: what we said may be gone as well.
+                self._said, self._finish_said = None, ""
+                self._away = max(self._lease, now - self._kept_at)
+            self._keep(self.keys.leader)
+            self._kept_at = now
         if self._said is None or _worth_a_write(self._said, record):
             self._spoke_at = now if self._said is None else self._spoke_at
             entry = self.store.set(key, encode(record), ttl=self._lease)
             self._said, self._leases[key], self._kept_at = record, entry.version, now
 
-    def _keep_all(self, key: str, now: float) -> None:
-        if self._said is not None and not self._keep(key):
-            # The store was away or is another: what we said may be gone as well.
-            self._said, self._finish_said = None, ""
-            self._away = max(self._lease, now - self._kept_at)
-        self._keep(self.keys.leader)
-        self._kept_at = now
-
     def _keep(self, key: str) -> bool:
-        version = self._leases.get(key, ABSENT)
-        if version == ABSENT:
+        if key not in self._leases:
             return False
         try:
-            self.store.refresh(key, version)
+            self.store.refresh(key, self._leases[key])
         except LeaseLost:
             del self._leases[key]
             return False
@@ -317,36 +255,38 @@ class LocalNode:
 
     def read(self, now: float, listing: Listing | None = None) -> Reading:
         """What the store holds for this node; changes nothing there."""
-        outdated = listing is not None and self.seen and listing.version < self.seen.version
+        before = self.seen
+        outdated = listing is not None and before and listing.version < before.version
         if listing is None or self.leads or outdated:
             listing = self.store.list(self.prefix)
-        job = StoredJob(self.keys, listing)
-        state, leader = job.state, job.leader
-        stands = None if state is None else (state.membership, state.phase)
-        if stands != self._stands[0]:
-            self._stands = (stands, now)
+        reading = Reading(self.keys, listing)
+        state, leader, entry = reading.state, reading.leader, reading.leader_entry
         if leader is not None and state is not None and leader.came_after != state.incarnation:
             self._check_limits(state)
             if leader.id != self._me:
                 # Who leads was here all the time: the store was, and it was we who were away.
                 self._away = 0.0
-        entry = job.leader_entry
-        leads = entry is not None and self._leases.get(self.keys.leader) == entry.version
-        view = self._view(job, now) if leads else None
-        return self._heed(Reading(state, leader, self._find_seat(state), view, job), now)
+        if before is not None and before.stage == reading.stage:
+            reading.seat = before.seat
+        else:
+            reading.seat, self._stands_since = self._find_seat(state), now
+        if entry is not None and self._leases.get(self.keys.leader) == entry.version:
+            reading.view = self._view(reading, now)
+        self._heed(reading, now)
+        return reading
 
-    def _heed(self, reading: Reading, now: float) -> Reading:
+    def _heed(self, reading: Reading, now: float) -> None:
         """Take in what was read; at first, whether the job was over before we came."""
         state, leader = reading.state, reading.leader
-        intent, first = self.intent, self.seen is None
-        if first:
-            intent = intent.arrive(state, self.limits, leader, reading.seat)
+        if self.seen is None:
+            # From now on others have their time to come.
+            self._found_at, self.note_at = now, now + 2 * NOTE_SECONDS
+            self.intent = self.intent.arrive(state, self.limits, leader, reading.seat)
         live = () if reading.view is None else reading.view.live
-        self.intent = intent.meet(state).notice(state, leader, live)
+        self.intent = self.intent.meet(state).notice(state, leader, live)
         if reading.settled or (self.seen is not None and self.seen.settled):
             self.settled_at = now
         self.seen = reading
-        return reading
 
     def _check_limits(self, state: State) -> None:
         """Of a job that somebody is in; what was left behind is not asked for its limits."""
@@ -365,12 +305,9 @@ class LocalNode:
     def _find_seat(self, state: State | None) -> Seat | None:
         if state is None or state.phase is not Phase.SETTLED:
             return None
-        if self._seat[0] != state.membership:
-            number = shard_of(self._me, state.nodes)
-            entry = self.store.get(self.keys.shard(state.membership, number))
-            seat = None if entry is None else find_seat(entry.value, self._me)
-            self._seat = (state.membership, seat)
-        return self._seat[1]
+        number = shard_of(self._me, state.nodes)
+        entry = self.store.get(self.keys.shard(state.membership, number))
+        return None if entry is None else find_seat(entry.value, self._me)
 
     def _view(self, job: StoredJob, now: float) -> View:
         document, whole = job.document(self._document)
@@ -382,6 +319,9 @@ class LocalNode:
         live = job.live(self._foreign)
         if document is not None and any(n.came_after != document.incarnation for n in live):
             self._check_limits(document)
+        known = () if self.seen is None or self.seen.view is None else self.seen.view.live
+        if not {node.id for node in live} <= {node.id for node in known}:
+            self._arrived_at = now
         return View(
             me=self._me,
             limits=self.limits,
@@ -390,9 +330,9 @@ class LocalNode:
             finished=job.finished(),
             departed=job.departed(),
             memory=memory,
-            quiet=self._quiet(live, now),
+            quiet=now - self._arrived_at,
             patience=self._patience(memory, now),
-            stands=now - self._stands[1],
+            stands=now - self._stands_since,
             came_after=self.intent.node.came_after,
         )
 
@@ -402,13 +342,6 @@ class LocalNode:
         away = self._away if memory is None else max(self._away, self._lease)
         away = min(away, self._lease + RETURN_SECONDS)
         return max(0.0, away - (now - self._spoke_at))
-
-    def _quiet(self, live: tuple[Node, ...], now: float) -> float:
-        ids = frozenset(node.id for node in live)
-        if self._last_arrival is None or not ids <= self._known:
-            self._last_arrival = now
-        self._known = ids
-        return now - self._last_arrival
 
     # -- leading ------------------------------------------------------------------------------
 
@@ -427,8 +360,6 @@ class LocalNode:
         )
         if taken.won and taken.entry is not None:
             self._leases[self.keys.leader] = taken.entry.version
-        if taken.won and not stays:
-            self._last_arrival, self._known = None, frozenset()
         return taken.won
 
     def _is_preceded(self, state: State | None) -> bool:
@@ -460,7 +391,7 @@ class LocalNode:
 
     def _forget_orphaned(self, reading: Reading, view: View) -> None:
         """A memory that nobody here shares must not hide another that somebody has."""
-        entry, memory = reading.job.memory_entry, reading.job.memory
+        entry, memory = reading.memory_entry, reading.memory
         if entry is None or memory is None or view.patience > 0:
             return
         if not any(node.membership == memory.membership for node in view.live):
@@ -472,21 +403,20 @@ class LocalNode:
         membership = document.membership
         enrolled = view.document is not None and view.document.membership == membership
         if not enrolled:
-            self._enrol(document, reading.job)
+            self._enrol(document, reading)
         won = self._write_state(document, reading)
         if won:
             self._document = document
             if not enrolled or (state is not None and state.incarnation != document.incarnation):
-                self._delete(reading.job.left_over(membership))
+                self._delete(reading.left_over(membership))
         elif membership.endswith(f".{nonce}"):
             self._delete((self.keys.master_endpoint(membership),))
             self._delete(self.keys.shard(membership, number) for number in deal_shards(document))
         return won
 
     def _write_state(self, state: State, reading: Reading) -> bool:
-        return self.store.compare_set(
-            self.keys.state, encode_state(state), expected=_version(reading.job.state_entry)
-        ).won
+        expected = _version(reading.state_entry)
+        return self.store.compare_set(self.keys.state, encode_state(state), expected=expected).won
 
     def _enrol(self, document: Document, job: StoredJob) -> None:
         """Write who the members are, before the state that says that they are."""
@@ -495,55 +425,57 @@ class LocalNode:
         # From now on, what is written under an earlier generation is refused.
         master_key = self.keys.master_endpoint(document.membership)
         self._delete(key for key in job.master_keys() if key != master_key)
-        for number, rows in deal_shards(document).items():
+        for number, rows in self._in_turns(deal_shards(document).items(), SHARDS_AT_ONCE):
             self.store.set(self.keys.shard(document.membership, number), encode_shard(rows))
-            if number % SHARDS_AT_ONCE == SHARDS_AT_ONCE - 1:
-                self._keep_while_writing()
         if document.phase is Phase.SETTLED:
             self.store.compare_set(master_key, b"", expected=ABSENT)
 
     def _delete(self, keys: Iterable[str]) -> None:
-        for number, key in enumerate(keys, 1):
+        for key in self._in_turns(keys, KEYS_AT_ONCE):
             self.store.delete(key)
-            if number % KEYS_AT_ONCE == 0:
-                self._keep_while_writing()
 
-    def _keep_while_writing(self) -> None:
-        """On a slow store our own leases must not end while we write."""
-        self._keep(self.keys.node(self._me))
-        self._keep(self.keys.leader)
+    def _in_turns(self, items: Iterable[Item], at_once: int) -> Iterator[Item]:
+        """On a slow store our own leases must not end while we write all of these."""
+        for number, item in enumerate(items, 1):
+            yield item
+            if number % at_once == 0:
+                self._keep(self.keys.node(self._me))
+                self._keep(self.keys.leader)
 
     # -- as a member --------------------------------------------------------------------------
 
     def _remind(self, reading: Reading) -> bool:
         """Say what this node remembers of a job that the store has forgotten; whether it had to."""
         memory = self.intent.memory
-        if memory is None or not gives_way(reading.state, self.intent.incarnation):
+        if memory is None or not gives_way(reading.state, memory.incarnation):
             return False
-        said = reading.job.memory
+        said = reading.memory
         if said is not None and said.generation >= memory.generation:
             return False
-        expected = _version(reading.job.memory_entry)
+        expected = _version(reading.memory_entry)
         return self.store.compare_set(self.keys.memory, encode_state(memory), expected=expected).won
 
-    def report(self, reading: Reading, today: str = "") -> bool:
+    def report(self, reading: Reading, today: str = "", *, endpoint: str | None = None) -> bool:
         """What this node has to say of its job and of its generation, until the store has it;
-        whether the job's end is among that, so that there is nothing to decide."""
-        if self._closing is not None:
+        whether the job's end is among that, so that there is nothing to decide.
+
+        endpoint: where this node serves torch's store of the held generation, if it does.
+        """
+        intent, current = self.intent, reading.stage[0]
+        if intent.closing:
             state = reading.state or State(self.limits, f"closed by {self._me}")
-            ending = Ending(self.intent.node.host, today)
+            ending = Ending(intent.node.host, today)
             if state.phase.terminal or self._write_state(
-                end(state, Phase.ABORTED, self._closing, ending=ending), reading
+                end(state, Phase.ABORTED, intent.closing, ending=ending), reading
             ):
-                self._closing = None
+                self.intent = attrs.evolve(intent, closing="")
             return True
-        current = "" if reading.state is None else reading.state.membership
-        master = reading.job.master_entry
-        membership, endpoint = self._endpoint
-        if membership == current and master is not None and not master.value:
+        master = reading.master_entry
+        is_awaited = master is not None and not master.value
+        if endpoint and master is not None and is_awaited and intent.node.membership == current:
             # Refused where the generation is over: its key is gone then, or another's.
             self.store.compare_set(master.key, endpoint.encode(), expected=master.version)
-        if self._finished and self._finished == current != self._finish_said:
+        if intent.finished and intent.finished == current != self._finish_said:
             # It outlives the node.
             self.store.set(self.keys.finished(current, self._me), b"")
             self._finish_said = current
@@ -551,14 +483,10 @@ class LocalNode:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> None:
-        """From now on others have their time to come."""
-        self._found_at, self.note_at = now, now + 2 * NOTE_SECONDS
-
-    def answered(self) -> None:
-        """The store answers again: what is missing there has its time from now on."""
+    def answered(self, now: float) -> None:
+        """The store answers; if it was away, what is missing there has its time from now on."""
         if self._misses:
-            self._misses, self._found_at = 0, self._missed_at
+            self._misses, self._found_at = 0, now
 
     def missed(self, error: StoreError, now: float) -> float:
         """The store does not answer: how long to pause. Raises PatienceSpent at the end of our
@@ -577,7 +505,7 @@ class LocalNode:
                     grace,
                 )
             self._missing_since = now
-        self._misses, self._missed_at = self._misses + 1, now
+        self._misses += 1
         if now - self._missing_since >= grace:
             never = NEVER_REACHED if self.seen is None else ""
             raise PatienceSpent(f"the store was away for {grace:g} s ({knob}): {error}{never}")
@@ -588,39 +516,34 @@ class LocalNode:
         until the end of our patience to come; and they may be elsewhere. Whether we have gone
         there, so that what was read here counts for nothing. Raises PatienceSpent at the end of
         our patience."""
-        timing, intent, state = self.timing, self.intent, None
-        if self.seen is not None:
-            state = self.seen.state
-        if not is_empty(state, intent.incarnation) and not self.note.stuck:
+        grace, missing = self.timing.store_grace, now - self._found_at
+        if not self._finds_nothing() and not self.note.stuck:
             self._found_at = now
-        elif now - self._found_at >= timing.store_grace and intent.memory is not None:
+        elif missing >= grace and self.intent.memory is not None:
             raise PatienceSpent(
-                f"for {timing.store_grace:g} s (--store-grace) too few nodes of generation "
-                f"{intent.held} have come to the store: {self.note.reason}"
+                f"for {grace:g} s (--store-grace) too few nodes of generation "
+                f"{self.intent.held} have come to the store: {self.note.reason}"
             )
-        elif now - self._found_at >= timing.lease and self.store.look_elsewhere(
-            self._finds_more(state)
-        ):
+        elif missing >= self._lease and self.store.look_elsewhere(self._is_further):
             log.warning("too few nodes were at the store: this one has gone to another")
             return True
         return False
 
-    def _finds_more(self, state: State | None) -> Callable[[Store, bool], bool]:
-        """Whether the job is further at another store than it is here, where this is its state;
-        or, where neither has it, whether the other comes first, so that all look at the same one.
-        """
-        nothing = is_empty(state, self.intent.incarnation)
+    def _finds_nothing(self) -> bool:
+        """Whether no generation of the job is in the store."""
+        return self.seen is None or not self.seen.stage[0]
 
-        def accept(other: Store, earlier: bool) -> bool:
-            entry = other.get(self.keys.state)
-            there = None if entry is None else decode_state(entry.value)
-            if there is None or not there.membership:
-                return nothing and earlier
-            if nothing or state is None:
-                return True
-            return there.incarnation == state.incarnation and there.generation > state.generation
-
-        return accept
+    def _is_further(self, other: Store, earlier: bool) -> bool:
+        """Whether the job is further at another store than it is here; or, where neither has it,
+        whether the other comes first, so that all look at the same one."""
+        entry = other.get(self.keys.state)
+        there = None if entry is None else decode_state(entry.value)
+        if there is None or not there.membership:
+            return self._finds_nothing() and earlier
+        here = None if self.seen is None else self.seen.state
+        if here is None or not here.membership:
+            return True
+        return there.incarnation == here.incarnation and there.generation > here.generation
 
     def explain(self, decision: Decision, reading: Reading, now: float) -> float:
         """Let the others know, or hear from the node that leads, what is being waited for; and log

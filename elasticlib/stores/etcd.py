@@ -2,43 +2,423 @@
 
 Whether something has changed is asked of etcd's own history first and watched for only then, so
 no change falls between the two; what etcd no longer remembers counts as a change.
+
+etcd is spoken to over its JSON gateway. A request that a member was not sent goes to the next one;
+one whose answer was lost is repeated only if it changes nothing. Whatever goes wrong is an error
+that names the member and what was asked of it.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import math
+import select
+import socket
+import ssl
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, TypeVar
+
+import attrs
 
 from ..clock import monotonic
-from ..errors import ConfigError, LeaseLost, StoreError, StoreRefused, StoreUnavailable
-from .etcd_access import Access, Answer, LeaseEnded, NoSuchRevision, Request, read_members
+from ..endpoint import join_endpoint, split_endpoint
+from ..errors import (
+    ConfigError,
+    LeaseLost,
+    StoreError,
+    StoreRefused,
+    StoreTimeout,
+    StoreUnavailable,
+    describe,
+    present,
+)
+from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import check_lease, lost_lease
-from .sockets import renew_in_children
+from .sockets import close_in_children, dial, keep_honest, renew_in_children
 
-if TYPE_CHECKING:
-    from .etcd_gateway import Watch
+ETCD_PORT = 2379
 
 LONGEST_TTL = 9_000_000_000
 """Seconds; etcd grants no more."""
-
-LONGEST_WAIT = 1e6
-"""Seconds; a lock cannot wait for much longer than this."""
-
 MOST_STEPS = 16
 """Revisions of the past that a wait looks at one by one; beyond, it says that it cannot know."""
-
 ATTEMPTS = 3
 """To write under a lease that is over before the write comes."""
-CLOSE_SECONDS = 5.0
-"""For ending the leases when closing; an etcd that is away ends them by their ttl."""
-
+MOST_WATCHES = 8
+"""Kept open for a next wait; each is a connection and a thread."""
 PAUSE = 0.05
 """Seconds before looking again where a watch broke off."""
+CLOSE_SECONDS = 5.0
+"""For ending the leases when closing; an etcd that is away ends them by their ttl."""
+END_SECONDS = 1.0
+"""To wait for a watch's thread when closing; one that still connects ends by itself later."""
+
+Fields = Mapping[str, Any]
+Found = TypeVar("Found")
+
+# -- where it is -------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Member:
+    """One member of an etcd cluster, as its clients see it."""
+
+    protocol: str
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """`host:port`, IPv6 in brackets."""
+        return join_endpoint(self.host, self.port)
+
+
+def read_members(endpoints: str | Sequence[str], *, secure: bool = False) -> tuple[Member, ...]:
+    """Members from `host:port,host:port`, or from a list of such; the port is 2379 unless given.
+
+    An endpoint may begin with `http://` or `https://`; `secure` is what it is otherwise.
+
+    Raises:
+        ConfigError: none at all, no endpoint, or http where it is to be secure.
+    """
+    members: dict[Member, None] = {}
+    for text in endpoints.split(",") if isinstance(endpoints, str) else endpoints:
+        protocol, mark, rest = text.strip().rpartition("://")
+        protocol = protocol if mark else "https" if secure else "http"
+        if protocol not in ("http", "https"):
+            raise ConfigError(f"etcd: an endpoint is reached by http or https, got {text!r}")
+        if secure and protocol == "http":
+            raise ConfigError(
+                f"etcd: a CA or certificate is for https, and the endpoint is {text!r}"
+            )
+        host, port = split_endpoint(rest.rstrip("/"), ETCD_PORT)
+        if port == 0:
+            raise ConfigError(f"etcd: an endpoint has a port 1..65535, got {text!r}")
+        members[Member(protocol, host, port)] = None
+    if not members:
+        raise ConfigError("etcd: at least one endpoint HOST:PORT is needed, got none")
+    return tuple(members)
+
+
+def _tls(ca_cert: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca_cert)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except OSError as error:  # TLS's own errors among them
+        files = ", ".join(filter(None, (ca_cert, cert, key)))
+        raise ConfigError(f"etcd: cannot use the certificates of {files}: {error}") from error
+    return context
+
+
+# -- its gateway -------------------------------------------------------------------------------
+
+
+class Unsent(StoreUnavailable):
+    """The member was not reached: nothing has happened there."""
+
+
+class NoSuchRevision(StoreRefused):
+    """The revision asked for is compacted, or of the future."""
+
+
+class LeaseEnded(StoreRefused):
+    """The lease under which something was to be written is over; nothing is written."""
+
+
+class TokenRefused(StoreRefused):
+    """The token is not, or no longer, known."""
+
+
+# gRPC's codes in the JSON of an error, and words of it that say more than the code.
+CODES = {4: StoreTimeout, 11: NoSuchRevision, 14: StoreUnavailable, 16: TokenRefused}
+WORDS = {"revision of auth store is old": TokenRefused, "requested lease not found": LeaseEnded}
+
+
+@attrs.frozen
+class Request:
+    """What to ask: a path below `/v3/`, its body with bytes in base64, and words for errors.
+
+    repeatable: whether it may be asked again, elsewhere, when its answer was lost.
+    """
+
+    path: str
+    body: Fields = attrs.field(repr=False)  # large, or a password
+    what: str
+    repeatable: bool = False
+
+
+class _Connection(HTTPConnection):
+    """To one member, kept alive from one request to the next; for one thread at a time."""
+
+    lasting: socket.socket
+    """`sock` is None once the answer is the last one, of which more may be to come."""
+
+    def __init__(self, member: Member, tls: ssl.SSLContext | None) -> None:
+        super().__init__(member.host, member.port)
+        self.member = member
+        self._tls = tls
+
+    def post(
+        self, request: Request, seconds: tuple[float, float], token: str | None
+    ) -> HTTPResponse:
+        """The answer, of which the body is yet to be read. seconds: to connect in, if need be, and
+        to be answered in."""
+        headers = {"Content-Type": "application/json"}
+        if token is not None:
+            headers["Authorization"] = token
+        if request.path == "watch":
+            # A member cut off from the others ends it, where it would be silent otherwise.
+            headers["Grpc-Metadata-Hasleader"] = "true"
+        self._reach(*seconds)
+        self.sock.settimeout(seconds[1])
+        self.request("POST", "/v3/" + request.path, json.dumps(request.body), headers)
+        response = self.getresponse()
+        if response.status != 200:
+            raise self._refusal(response.status, response.read(), request)
+        return response
+
+    def _reach(self, seconds: float, silent: float) -> None:
+        if self.sock is not None:
+            poll = select.poll()
+            poll.register(self.sock, select.POLLIN)
+            if not poll.poll(0):
+                return
+            self.close()  # nothing was asked: what is there to read is its end
+        name = self.member.address
+        try:
+            self.sock = dial(self.host, self.port, seconds)
+            if self._tls is not None:
+                secured = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+                self.sock = close_in_children(secured)
+            keep_honest(self.sock, silent)
+        except ssl.SSLCertVerificationError as error:
+            why = f"{name} shows a certificate that is not trusted: {error}"
+            raise StoreRefused(why) from error
+        except TimeoutError:
+            raise Unsent(f"{name} took no connection within {seconds:.3g} s") from None
+        except OSError as error:
+            raise Unsent(f"{name} was not reached: {error}") from error
+        self.lasting = self.sock
+
+    def read(self, response: HTTPResponse) -> Fields:
+        """The one message of the answer, with the revision of the whole store as it was given."""
+        text = response.read()
+        try:
+            fields = json.loads(text)
+            fields = fields.get("result", fields)  # of a stream of one message
+            int(fields["header"]["revision"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise self._no_etcd(text) from None
+        return dict(fields)
+
+    @contextlib.contextmanager
+    def named(self, request: Request, seconds: float) -> Iterator[None]:
+        """What goes wrong after connecting is the store's error, and names what was asked."""
+        name = self.member.address
+        try:
+            yield
+        except StoreError:
+            raise
+        except TimeoutError as error:
+            raise StoreTimeout(
+                f"{name} did not answer within {seconds:.3g} s: {request.what}"
+            ) from error
+        except (OSError, HTTPException) as error:
+            raise StoreUnavailable(
+                f"the connection to {name} broke, to {request.what}: {describe(error)}"
+            ) from error
+
+    def _refusal(self, status: int, text: bytes, request: Request) -> StoreError:
+        name = self.member.address
+        try:
+            fields = json.loads(text)
+            code, message = int(fields["code"]), str(fields["error"])
+        except (ValueError, TypeError, KeyError):
+            if status >= 500:
+                return StoreUnavailable(f"{name}: HTTP {status}, {request.what}")
+            return self._no_etcd(text)
+        worded = (kind for words, kind in WORDS.items() if words in message)
+        kind = next(worded, CODES.get(code, StoreRefused))
+        return kind(f"{name} would not {request.what}: {message}")
+
+    def _no_etcd(self, text: bytes) -> StoreError:
+        shown = text.decode(errors="replace").strip()[:200]
+        return StoreRefused(f"{self.member.address} answers, but not as an etcd: {shown!r}")
+
+
+class _Gateway:
+    """All connections of one store. timeout: seconds for one request, over all members tried."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        timeout: float,
+        tls: ssl.SSLContext | None,
+        sign_in: Request | None,
+    ) -> None:
+        self.timeout = timeout
+        self._members = members
+        self._tls = tls
+        self._sign_in = sign_in
+        self._token: str | None = None
+        self._idle: dict[Member, list[_Connection]] = {member: [] for member in members}
+        self._closed = False
+
+    def ask(self, request: Request, timeout: float | None = None) -> Fields:
+        """The answer of the first member that is reached, within the gateway's own timeout."""
+        connection, fields = self._in_turn(request, timeout or self.timeout, _Connection.read)
+        self._idle[connection.member].append(connection)
+        if self._closed:
+            self.close()
+        return fields
+
+    def stream(self, request: Request) -> tuple[_Connection, HTTPResponse]:
+        """An endless answer, a message a line, in a connection of its own."""
+        connection, response = self._in_turn(request, self.timeout, lambda _, response: response)
+        # It may be silent from now on; the network may not.
+        connection.lasting.settimeout(None)
+        return connection, response
+
+    def close(self) -> None:
+        """Let go of the idle connections; those in use end with their requests."""
+        self._closed = True
+        for idle in self._idle.values():
+            with contextlib.suppress(IndexError):  # until none is left
+                while True:
+                    idle.pop().close()
+
+    def _in_turn(
+        self,
+        request: Request,
+        timeout: float,
+        take: Callable[[_Connection, HTTPResponse], Found],
+    ) -> tuple[_Connection, Found]:
+        deadline, members = monotonic() + timeout, self._members
+        failures: list[BaseException] = []
+        for tried, member in enumerate(members):
+            left = max(deadline - monotonic(), 0.01)
+            # A silent member must leave time for those behind it.
+            share = left / (len(members) - tried)
+            seconds = (share, share if request.repeatable else left)
+            try:
+                connection = self._idle[member].pop()
+            except IndexError:
+                connection = _Connection(member, self._tls if member.protocol == "https" else None)
+            try:
+                with connection.named(request, seconds[1]):
+                    found = take(connection, self._post(connection, request, seconds))
+            except BaseException as error:
+                # Also after a refusal, which is rare, and then leaves nothing half read.
+                connection.close()
+                lost = isinstance(error, StoreUnavailable | StoreTimeout)
+                if not (lost and (request.repeatable or isinstance(error, Unsent))):
+                    raise
+                failures.append(error)
+            else:
+                self._members = (*members[tried:], *members[:tried])
+                return connection, found
+        why = "; ".join(map(str, failures))
+        if any(isinstance(error, StoreTimeout) for error in failures):
+            raise StoreTimeout(f"no etcd could {request.what} within {timeout:g} s: {why}")
+        raise StoreUnavailable(f"no etcd could {request.what}: {why}")
+
+    def _post(
+        self, connection: _Connection, request: Request, seconds: tuple[float, float]
+    ) -> HTTPResponse:
+        """The response to the request, with a token where there is a user."""
+        if (sign_in := self._sign_in) is None:
+            return connection.post(request, seconds, None)
+        if (token := self._token) is not None:
+            try:
+                return connection.post(request, seconds, token)
+            except TokenRefused:
+                # Tokens end after minutes, and when etcd starts again.
+                self._token = None
+        fields = connection.read(connection.post(sign_in, seconds, None))
+        token = self._token = fields.get("token")
+        if not isinstance(token, str):
+            user = sign_in.body["name"]
+            raise StoreRefused(f"{connection.member.address} gave user {user!r} no token")
+        return connection.post(request, seconds, token)
+
+
+class _Watch:
+    """The changes of one range from revision `start` on, read by a thread.
+
+    It remembers one number, the revision of the newest change: so whoever asks later than the
+    change still hears of it, and nobody who waits holds up another.
+    """
+
+    def __init__(self, gateway: _Gateway, span: Fields, start: int) -> None:
+        self.waiting = 0
+        self.ended: StoreError | None = None
+        """Why it sees nothing any more."""
+        body = {"create_request": {**span, "start_revision": start}}
+        run = partial(self._run, gateway, Request("watch", body, "watch", repeatable=True))
+        self._state = threading.Condition()
+        # Who has looked at an earlier time only may have missed what came before the start.
+        self._newest = start - 1
+        self._socket: socket.socket | None = None
+        # One that hears nothing any more is never taken for a quiet one.
+        self.thread = helper(run, "etcd-watch", lambda why: self.end(StoreUnavailable(why)))
+        self.thread.start()
+
+    def changed(self, after: int, timeout: float) -> bool:
+        """Whether there may be a change past `after`, by `timeout` or until the watch ended."""
+        with self._state:
+            self.waiting += 1
+            self._state.wait_for(lambda: self._newest > after or self.ended is not None, timeout)
+            self.waiting -= 1
+            return self._newest > after
+
+    def end(self, error: StoreError) -> None:
+        """See nothing any more; whoever waits wakes."""
+        with self._state:
+            self.ended = self.ended or error
+            self._state.notify_all()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it may have ended by itself
+                # The plain socket's own: that of TLS would take its state from under the reader.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _run(self, gateway: _Gateway, request: Request) -> None:
+        try:
+            connection, response = gateway.stream(request)
+            with contextlib.closing(connection), contextlib.closing(response):
+                self._socket, name = connection.lasting, connection.member.address
+                # What is read once it has ended is of no use to anybody.
+                while self.ended is None and (line := response.readline()):
+                    self._hear(name, line)
+                self.end(StoreUnavailable(f"{name} ended the watch"))
+        except StoreError as error:
+            self.end(error)
+        # One that is shut under TLS reads as a ValueError.
+        except (OSError, HTTPException, ValueError) as error:
+            self.end(StoreUnavailable(f"the watch at {name} broke: {describe(error)}"))
+
+    def _hear(self, name: str, line: bytes) -> None:
+        message = json.loads(line)
+        result = message.get("result") if isinstance(message, dict) else None
+        if not isinstance(result, dict):
+            raise StoreUnavailable(f"{name} ended the watch: {line[:200]!r}")
+        if "compact_revision" in result:
+            raise NoSuchRevision(f"{name} does not remember what is to be watched")
+        if result.get("canceled"):
+            raise StoreRefused(f"{name} would not watch: {result.get('cancel_reason')}")
+        newest = max((int(e["kv"]["mod_revision"]) for e in result.get("events", ())), default=0)
+        with self._state:
+            self._newest = max(newest, self._newest)
+            self._state.notify_all()
+
+
+# -- the store ---------------------------------------------------------------------------------
 
 
 class EtcdStore(Store):
@@ -73,275 +453,248 @@ class EtcdStore(Store):
     ) -> None:
         if not 0 < timeout < float("inf"):
             raise ConfigError(f"a timeout is a positive number of seconds, got {timeout}")
+        pairs = {"cert and key": (cert, key), "user and password": (user, password)}
+        for names, values in pairs.items():
+            if values.count(None) == 1:
+                raise ConfigError(f"etcd: {names} go together, got one of them")
         # It ends in a slash, so that the keys of /a and /ab are never confused.
         self._prefix = check_key(prefix.rstrip("/") + "/")
         members = read_members(endpoints, secure=bool(ca_cert or cert))
-        access = Access(members, ca_cert, cert, key, user, password)
-        self.address = access.address
-        self._access, self._timeout = access, timeout
+        self.address = ",".join(member.address for member in members)
+        tls = _tls(ca_cert, cert, key) if any(m.protocol == "https" for m in members) else None
+        login = {"name": user, "password": password}
+        what = f"let user {user!r} sign in"
+        sign_in = None if user is None else Request("auth/authenticate", login, what)
+        self._reach = partial(_Gateway, members, timeout, tls, sign_in)
         self._closed = threading.Event()
         self.begin_anew()
         renew_in_children(self)
 
     def begin_anew(self) -> None:
         """Be another client, with no connection and no lock that a thread may hold."""
-        # Who uses no etcd is spared the time that it takes to import HTTP and TLS.
-        from .etcd_gateway import Gateway, Watches
-
-        self._gateway = Gateway(self._access, self._timeout)
-        self._watches = Watches(self._gateway)
+        self._gateway = self._reach()
+        self._watches: dict[str, _Watch] = {}
         self._state = threading.Lock()
         self._leases: dict[str, tuple[int, int]] = {}
-        was_closed, self._closed = self._closed.is_set(), threading.Event()
-        if was_closed:
-            self.close()
+        before, self._closed = self._closed, threading.Event()
+        if before.is_set():
+            self._closed.set()
 
     def get(self, key: str) -> Entry | None:
-        return self._entry(self._find(check_key(key)))
+        return next(iter(self._entries(self._find(check_key(key)))), None)
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        def write(body: Mapping[str, Any]) -> Answer:
-            return self._ask("kv/put", body, f"set {key!r}")
-
-        answer, lease = self._put(key, bytes(value), ttl, write)
-        self._wrote(key, answer.revision, lease)
-        return Entry(key, bytes(value), answer.revision)
+        return present(self._write(key, bytes(value), None, ttl, f"set {key!r}").entry, key)
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
-        condition = self._at_version(check_key(key), expected)
-        otherwise = {"failure": [{"request_range": self._one(key)}]}
-
-        def write(body: Mapping[str, Any]) -> Answer:
-            swap = {**condition, "success": [{"request_put": body}], **otherwise}
-            return self._ask("kv/txn", swap, f"compare and set {key!r}")
-
-        answer, lease = self._put(key, bytes(value), ttl, write)
-        if answer.fields.get("succeeded"):
-            self._wrote(key, answer.revision, lease)
-            return CompareSet(True, Entry(key, bytes(value), answer.revision))
-        if lease is not None:
-            self._revoke(lease)
-        return CompareSet(False, self._entry(_first(_results(answer, "response_range")[0])))
+        return self._write(key, bytes(value), expected, ttl, f"compare and set {key!r}")
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        what = f"delete {key!r}"
-        if expected is None:
-            answer = self._ask("kv/deleterange", self._one(check_key(key)), what)
-            gone = int(answer.fields.get("deleted", 0)) > 0
-        else:
-            removal = {"success": [{"request_delete_range": self._one(check_key(key))}]}
-            answer = self._ask("kv/txn", {**self._at_version(key, expected), **removal}, what)
-            results = _results(answer, "response_delete_range")
-            gone = any(int(result.get("deleted", 0)) > 0 for result in results)
+        removal = {"request_delete_range": self._one(check_key(key))}
+        answer = self._swap(key, expected, {"success": [removal]}, f"delete {key!r}")
+        gone = any("deleted" in result for result in _results(answer, "response_delete_range"))
         if gone:
-            self._wrote(key, answer.revision, None)
+            self._wrote(key, _revision(answer), 0)
         return gone
 
     def refresh(self, key: str, version: int) -> None:
-        found = self._find(check_key(key))
+        found: Fields = next(iter(self._find(check_key(key)).get("kvs", ())), {})
         held, lease = self._leases.get(key, (0, 0))
         try:
-            at = None if found is None else _version(found)
-            check_lease(key, version, at, leased=bool(int((found or {}).get("lease", 0))))
+            at = int(found["mod_revision"]) if found else None
+            check_lease(key, version, at, leased=int(found.get("lease", 0)) > 0)
             if held != version:
                 whose = "it belongs to another client, or its writing was not heard"
                 raise lost_lease(key, version, whose)
             answer = self._ask("lease/keepalive", {"ID": str(lease)}, f"refresh {key!r}")
-            if int(answer.fields.get("TTL", 0)) <= 0:
+            if int(answer.get("TTL", 0)) <= 0:
                 raise lost_lease(key, version, "it has ended")
         except LeaseLost:
             if held == version:
-                self._wrote(key, version, None)
+                self._wrote(key, version + 1, 0)
             raise
 
     def list(self, prefix: str) -> Listing:
         answer = self._ask("kv/range", self._span(prefix), f"list {prefix!r}", repeatable=True)
-        entries = (self._entry(found) for found in answer.fields.get("kvs", ()))
-        return Listing(tuple(entry for entry in entries if entry is not None), answer.revision)
+        return Listing(self._entries(answer), _revision(answer))
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        deadline = monotonic() + min(max(timeout, 0.0), LONGEST_WAIT)
+        deadline = monotonic() + min(max(timeout, 0.0), threading.TIMEOUT_MAX)
         span = self._span(prefix)
         # An etcd without any change is at revision 1.
         after = max(after, 1)
-        while True:
-            seen = self._look(span, prefix, after)
-            if seen is None:
-                return True
+        while (seen := self._look(span, prefix, after)) is not None:
             left = deadline - monotonic()
             if left <= 0:
                 return False
-            with self._watches.entered(span, seen + 1) as watch:
-                if watch.changed(after, left):
-                    return True
+            watch = self._watching(span, seen + 1)
+            if watch.changed(seen, left):
+                return True
             if watch.ended is None:
                 return False
-            self._pause_after(watch)
+            if type(watch.ended) is StoreRefused:
+                raise StoreRefused(str(watch.ended))
+            # What else has ended it may pass, or is met by looking again: not at once.
+            self._closed.wait(PAUSE)
+        return True
 
     def close(self) -> None:
         self._closed.set()
-        self._watches.close(StoreUnavailable(self._closed_sentence))
         with self._state:
-            leases, self._leases = self._leases, {}
-        deadline = monotonic() + min(self._gateway.timeout, CLOSE_SECONDS)
-        with contextlib.suppress(StoreError):  # the first that fails stands for the others
-            for _, lease in leases.values():
-                self._revoke(lease, max(deadline - monotonic(), 0.01), strict=True)
+            watches, self._watches = self._watches, {}
+        for watch in watches.values():
+            watch.end(self._closed_error())
+        for watch in watches.values():
+            watch.thread.join(END_SECONDS)
+        self._end_leases()
         self._gateway.close()
 
-    def _look(self, span: Mapping[str, Any], prefix: str, after: int) -> int | None:
-        """The revision up to which nothing has changed in the range; None if something has."""
+    # -- waiting ------------------------------------------------------------------------------
+
+    def _look(self, span: Fields, prefix: str, after: int) -> int | None:
+        """The revision up to which nothing has changed in the range; None if something has.
+
+        Where nothing newer stands, equal numbers of keys then and now mean the same keys. What was
+        written and deleted between was written at one of the steps.
+        """
         newer = {"min_mod_revision": str(after + 1), "limit": "1", "keys_only": True}
         what = f"look for changes under {prefix!r}"
         answer = self._ask("kv/range", {**span, **newer}, what, repeatable=True)
-        revision = answer.revision
+        revision = _revision(answer)
         # A version from the future is of an etcd that stood here before this one.
-        if answer.fields.get("kvs") or not after <= revision <= after + MOST_STEPS:
+        if answer.get("kvs") or not after <= revision <= after + MOST_STEPS:
             return None
         if revision == after:
             return revision
+        asked = [{"revision": str(at), "count_only": True} for at in (after, revision)]
+        for step in range(after + 1, revision + 1):
+            asked.append({**newer, "revision": str(step), "min_mod_revision": str(step)})
+        body = {"success": [{"request_range": {**span, **one}} for one in asked]}
         try:
-            history = self._ask("kv/txn", _history(span, after, revision), what, repeatable=True)
+            history = self._ask("kv/txn", body, what, repeatable=True)
         except NoSuchRevision:
             return None
         then, now, *steps = _results(history, "response_range")
         same = then.get("count", "0") == now.get("count", "0")
         return revision if same and not any(step.get("kvs") for step in steps) else None
 
-    def _pause_after(self, watch: Watch) -> None:
-        """Raise what will not pass; else go on, not at once, by looking again."""
-        error = watch.ended
-        if isinstance(error, StoreRefused) and not isinstance(error, NoSuchRevision):
-            raise StoreRefused(str(error))
-        if self._closed.wait(PAUSE):
-            raise StoreUnavailable(self._closed_sentence)
+    def _watching(self, span: Fields, start: int) -> _Watch:
+        """A watch of the range that sees all from `start` on, or says that something came before;
+        the last place is that of the one used last."""
+        with self._state:
+            if self._closed.is_set():
+                raise self._closed_error()
+            watch = self._watches.pop(span["key"], None)
+            if watch is None or watch.ended is not None:
+                idle = [key for key, one in self._watches.items() if not one.waiting]
+                for key in idle[: max(len(self._watches) - MOST_WATCHES + 1, 0)]:
+                    self._watches.pop(key).end(StoreUnavailable("the watch was not used"))
+                watch = _Watch(self._gateway, span, start)
+            self._watches[span["key"]] = watch
+            return watch
 
-    @property
-    def _closed_sentence(self) -> str:
-        return f"{self.address}: this store is closed"
+    # -- leases -------------------------------------------------------------------------------
 
-    def _ask(
-        self, path: str, body: Mapping[str, Any], what: str, *, repeatable: bool = False
-    ) -> Answer:
+    def _write(
+        self, key: str, value: bytes, expected: int | None, ttl: float | None, what: str
+    ) -> CompareSet:
+        body = {**self._one(check_key(key)), "value": _base64(value)}
+        check_ttl(ttl)
+        otherwise = [{"request_range": self._one(key)}]
+        for attempt in range(1, ATTEMPTS + 1):
+            lease = 0 if ttl is None else self._grant(key, ttl)
+            put = {**body, "lease": str(lease)} if lease else body
+            branches = {"success": [{"request_put": put}], "failure": otherwise}
+            try:
+                answer = self._swap(key, expected, branches, what)
+                break
+            except LeaseEnded:
+                # We stood still for longer than it lasts, and nothing is written: with another.
+                if attempt == ATTEMPTS:
+                    raise
+        if answer.get("succeeded"):
+            self._wrote(key, _revision(answer), lease)
+            return CompareSet(True, Entry(key, value, _revision(answer)))
+        self._end_leases(lease)
+        (there,) = _results(answer, "response_range")
+        return CompareSet(False, next(iter(self._entries(there)), None))
+
+    def _grant(self, key: str, ttl: float) -> int:
+        seconds = min(math.ceil(ttl), LONGEST_TTL)
+        answer = self._ask("lease/grant", {"TTL": str(seconds)}, f"grant {key!r} a lease")
+        return int(answer["ID"])
+
+    def _wrote(self, key: str, version: int, lease: int) -> None:
+        """The key changed at this version: its older lease is over, and this one, if any, ours."""
+        with self._state:
+            # Two threads may hear of their writes in the other order.
+            (_, over), kept = sorted([self._leases.pop(key, (0, 0)), (version, lease)])
+            if kept[1]:
+                self._leases[key] = kept
+        self._end_leases(over)
+
+    def _end_leases(self, *leases: int) -> None:
+        """End these, and all once this is closed; one that cannot be ended ends by its ttl."""
         if self._closed.is_set():
-            raise StoreUnavailable(self._closed_sentence)
+            with self._state:
+                held, self._leases = self._leases, {}
+            leases = (*leases, *(lease for _, lease in held.values()))
+        seconds = min(self._gateway.timeout, CLOSE_SECONDS)
+        with contextlib.suppress(StoreUnavailable, StoreTimeout):  # nor would the others be
+            for lease in filter(None, leases):
+                request = Request("lease/revoke", {"ID": str(lease)}, "end a lease")
+                with contextlib.suppress(StoreRefused):  # it is over already
+                    self._gateway.ask(request, seconds)
+
+    # -- what is asked, and answered ----------------------------------------------------------
+
+    def _closed_error(self) -> StoreUnavailable:
+        return StoreUnavailable(f"{self.address}: this store is closed")
+
+    def _ask(self, path: str, body: Fields, what: str, *, repeatable: bool = False) -> Fields:
+        if self._closed.is_set():
+            raise self._closed_error()
         return self._gateway.ask(Request(path, body, what, repeatable))
 
-    def _find(self, key: str) -> Mapping[str, Any] | None:
-        answer = self._ask("kv/range", self._one(key), f"get {key!r}", repeatable=True)
-        return _first(answer.fields)
+    def _swap(self, key: str, expected: int | None, branches: Fields, what: str) -> Fields:
+        """Do what succeeds if the key is at version `expected`, or that is None."""
+        condition = {"target": "MOD", "result": "EQUAL", "mod_revision": str(expected)}
+        compare = [] if expected is None else [{**self._one(key), **condition}]
+        return self._ask("kv/txn", {"compare": compare, **branches}, what)
 
-    def _entry(self, found: Mapping[str, Any] | None) -> Entry | None:
-        if found is None:
-            return None
+    def _find(self, key: str) -> Fields:
+        return self._ask("kv/range", self._one(key), f"get {key!r}", repeatable=True)
+
+    def _entries(self, answer: Fields) -> tuple[Entry, ...]:
+        return tuple(map(self._entry, answer.get("kvs", ())))
+
+    def _entry(self, found: Fields) -> Entry:
         try:
             key = base64.b64decode(found["key"]).decode().removeprefix(self._prefix)
         except UnicodeDecodeError:
             raise StoreRefused(
                 f"{self.address} has a key that is no text: {found['key']}"
             ) from None
-        return Entry(key, base64.b64decode(found.get("value", "")), _version(found))
+        return Entry(key, base64.b64decode(found.get("value", "")), int(found["mod_revision"]))
 
-    def _one(self, key: str) -> Mapping[str, Any]:
-        return {"key": _text(self._prefix + key)}
+    def _one(self, key: str) -> Fields:
+        return {"key": _base64((self._prefix + key).encode())}
 
-    def _span(self, prefix: str) -> Mapping[str, Any]:
+    def _span(self, prefix: str) -> Fields:
         start = (self._prefix + prefix).encode()
         # The last byte of UTF-8 is never the last of all bytes.
         return {"key": _base64(start), "range_end": _base64(start[:-1] + bytes([start[-1] + 1]))}
 
-    def _at_version(self, key: str, version: int) -> Mapping[str, Any]:
-        condition = {"target": "MOD", "result": "EQUAL", "mod_revision": str(version)}
-        return {"compare": [{**self._one(key), **condition}]}
 
-    def _put(
-        self,
-        key: str,
-        value: bytes,
-        ttl: float | None,
-        write: Callable[[Mapping[str, Any]], Answer],
-    ) -> tuple[Answer, int | None]:
-        """What etcd answered to the write, and the lease of what was written."""
-        for attempt in range(1, ATTEMPTS + 1):
-            body, lease = self._put_body(key, value, ttl)
-            try:
-                return write(body), lease
-            except LeaseEnded:
-                # We stood still for longer than it lasts, and nothing is written: with another.
-                if attempt == ATTEMPTS:
-                    raise
-        raise AssertionError("ATTEMPTS is positive")
-
-    def _put_body(
-        self, key: str, value: bytes, ttl: float | None
-    ) -> tuple[Mapping[str, Any], int | None]:
-        """The request to write, and its lease, which etcd has granted by then."""
-        body = {**self._one(check_key(key)), "value": _base64(value)}
-        if check_ttl(ttl) is None:
-            return body, None
-        seconds = min(math.ceil(ttl or 0), LONGEST_TTL)
-        answer = self._ask("lease/grant", {"TTL": str(seconds)}, f"grant {key!r} a lease")
-        lease = int(answer.fields["ID"])
-        return {**body, "lease": str(lease)}, lease
-
-    def _wrote(self, key: str, version: int, lease: int | None) -> None:
-        """The key changed at this version: its older lease is over, and this one is ours."""
-        with self._state:
-            held, old = self._leases.get(key, (0, 0))
-            # Two threads may hear of their writes in the other order.
-            late = held > version or (lease is not None and self._closed.is_set())
-            if late:
-                over = lease
-            else:
-                over = old or None
-                self._leases.pop(key, None)
-                if lease is not None:
-                    self._leases[key] = (version, lease)
-        if over is not None:
-            self._revoke(over)
-
-    def _revoke(self, lease: int, timeout: float | None = None, *, strict: bool = False) -> None:
-        """End a lease; one that cannot be ended ends by its ttl."""
-        request = Request("lease/revoke", {"ID": str(lease)}, "end a lease")
-        try:
-            self._gateway.ask(request, timeout=timeout)
-        except StoreRefused:
-            pass  # it is over already
-        except StoreError:
-            if strict:
-                raise
+def _revision(answer: Fields) -> int:
+    return int(answer["header"]["revision"])
 
 
-def _history(span: Mapping[str, Any], after: int, revision: int) -> Mapping[str, Any]:
-    """A question for the number of keys then and now, and for what each step between wrote.
-
-    Where nothing newer stands, equal numbers mean the same keys. What was written and deleted
-    between was written at one of the steps.
-    """
-    asked = [{"revision": str(at), "count_only": True} for at in (after, revision)]
-    for step in range(after + 1, revision + 1):
-        written = {"min_mod_revision": str(step), "limit": "1", "keys_only": True}
-        asked.append({"revision": str(step), **written})
-    return {"success": [{"request_range": {**span, **one}} for one in asked]}
-
-
-def _results(answer: Answer, kind: str) -> Sequence[Mapping[str, Any]]:
-    return [response.get(kind, {}) for response in answer.fields.get("responses", ())]
-
-
-def _first(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next(iter(fields.get("kvs", ())), None)
-
-
-def _version(found: Mapping[str, Any]) -> int:
-    return int(found["mod_revision"])
+def _results(answer: Fields, kind: str) -> Sequence[Fields]:
+    return [response.get(kind, {}) for response in answer.get("responses", ())]
 
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _text(text: str) -> str:
-    return _base64(text.encode())

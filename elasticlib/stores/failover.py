@@ -18,13 +18,7 @@ from typing import TypeVar
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import (
-    ConfigError,
-    ElasticError,
-    StoreRefused,
-    StoreTimeout,
-    StoreUnavailable,
-)
+from ..errors import ConfigError, ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, Watched
 from .memory import HostedStore
@@ -155,31 +149,24 @@ class MovingStore(Store):
         deadline = monotonic() + min(SCAN_SECONDS, self._patience * SCAN_SHARE)
         went = False
         for number, probe in probes:
-            found = _result(probe, 0.0 if went else deadline - monotonic())
-            if found is None:
-                continue
-            with self._moving:
-                if not went and store is self._store and not self._closed:
-                    self._prefer(number, found)
-                    went = True
-                    continue
-            found.close()
+            try:
+                found = probe.result(0.0 if went else max(deadline - monotonic(), 0.0))
+            except NotYet:
+                found = None if probe.cancel() else probe.result()
+            if found is not None:
+                went = self._prefer(number, found, store) or went
         return went
 
     def follow(self) -> bool:
         """Where the place that we serve at has come to be another's, and is served there: leave
         our own server for it, if nobody else is with us; whether that was done."""
-        if not self._is_alone():
-            return False
+        store = self._store
         # Without the lock: to look up a name may take long, and others speak to our server.
-        found = self._reached(self._at)
-        if found is None:
+        if not self._is_alone() or (found := self._reached(self._at)) is None:
             return False
         with self._moving:
             if self._is_alone():
-                self._stays = False
-                self._prefer(self._at, found)
-                return True
+                return self._prefer(self._at, found, store)
         found.close()
         return False
 
@@ -203,7 +190,12 @@ class MovingStore(Store):
     def _ask(self, question: Callable[[Client], Answer]) -> Answer:
         store = self._here()
         try:
-            self._greet(store)
+            try:
+                store.connect()
+            except StoreRefused as error:
+                # A place of another job is as good as none; where all are, that is the answer.
+                self._refuse(self._at, error)
+                raise StoreUnavailable(str(error)) from error
             answer = question(store)
         except (StoreUnavailable, StoreTimeout) as error:
             if store is not self._store and not self._closed:
@@ -216,15 +208,6 @@ class MovingStore(Store):
             self._refused.discard(self._at)
         return answer
 
-    def _greet(self, store: Client) -> None:
-        """Connect, if need be. A place that refuses us, being another job's, is as good as none;
-        where all do, that is the answer."""
-        try:
-            store.connect()
-        except StoreRefused as error:
-            self._refuse(self._at, error)
-            raise StoreUnavailable(str(error)) from error
-
     def _refuse(self, number: int, error: StoreRefused) -> None:
         if number not in self._refused:
             log.warning("not at %s: %s", self._places[number].name, error)
@@ -234,11 +217,9 @@ class MovingStore(Store):
 
     def _here(self) -> Client:
         with self._moving:
-            if self._closed:
-                raise StoreUnavailable("this store is closed")
-            if self._store is None:
+            if self._store is None and not self._closed:
                 self._arrive()
-            store: Client | None = self._store
+            store = None if self._closed else self._store
         if store is None:
             raise StoreUnavailable("this store is closed")
         return store
@@ -265,9 +246,16 @@ class MovingStore(Store):
             self._why_left = str(error)
             self._go_to(there)
 
-    def _prefer(self, number: int, found: TcpStore) -> None:
-        self._why_left = f"the store is now the one at {self._places[number].name}"
-        self._settle(number, found)
+    def _prefer(self, number: int, found: TcpStore, left: Client | None) -> bool:
+        """Be there from now on, if we still are at the store to be left; else leave what is found;
+        which of the two."""
+        with self._moving:
+            if left is self._store and not self._closed:
+                self._why_left = f"the store is now the one at {self._places[number].name}"
+                self._settle(number, found)
+                return True
+        found.close()
+        return False
 
     def _go_to(self, number: int) -> None:
         # Ours is the place only if nobody serves there, and no place serves two of ours.
@@ -279,7 +267,7 @@ class MovingStore(Store):
         self, number: int, store: TcpStore | None, server: TcpStoreServer | None = None
     ) -> None:
         """Be there, and leave where we were."""
-        left = self._store, self._server
+        left, self._stays = (self._store, self._server), False
         if store is not None and number != self._at:
             log.info("the store is now the one at %s", self._places[number].name)
         self._at, self._store, self._server = number, store, server
@@ -335,11 +323,3 @@ class MovingStore(Store):
             self._refuse(number, error)
             return None
         return store
-
-
-def _result(probe: Future[TcpStore | None], seconds: float) -> TcpStore | None:
-    """What the probe has found, if it does so in time; if not, it finds it for nobody."""
-    try:
-        return probe.result(max(seconds, 0.0))
-    except NotYet:
-        return None if probe.cancel() else probe.result()

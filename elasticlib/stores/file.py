@@ -18,6 +18,7 @@ import secrets
 import stat
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,10 @@ import attrs
 import filelock
 
 from ..clock import monotonic
-from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable, present
+from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from ..hard_lock import hard_lock
 from .interface import ABSENT, CompareSet, Entry, Listing, Store, check_key, check_ttl
-from .keyspace import LeaseClock, check_lease, lost_lease
+from .keyspace import Journal, LeaseClock, check_lease, lost_lease
 from .sockets import renew_in_children
 
 LONGEST_PAUSE = 0.5
@@ -50,29 +51,27 @@ _Value = TypeVar("_Value")
 
 
 @attrs.frozen
-class Lease:
-    """Whose key it is, for how many seconds of silence, and the counter that its owner moves."""
-
-    owner: str
-    ttl: float
-    beat: int = 0
-
-
-@attrs.frozen
 class Record:
-    """An entry as it stands in its file: a JSON header of one line, and the value."""
+    """An entry as it stands in its file: a JSON header of one line, and the value.
+
+    Where it is a lease, it has an owner, the seconds of silence after which it ends, and a counter
+    that the owner moves.
+    """
 
     entry: Entry
-    lease: Lease | None = None
+    owner: str = ""
+    ttl: float = 0.0
+    beat: int = 0
 
     def encode(self) -> bytes:
+        lease = {"owner": self.owner, "ttl": self.ttl, "beat": self.beat}
         header = {
             "format": _MAGIC,
             "key": self.entry.key,
             "version": self.entry.version,
             "size": len(self.entry.value),
             "crc": zlib.crc32(self.entry.value),
-            "lease": None if self.lease is None else attrs.asdict(self.lease),
+            "lease": lease if self.ttl else None,
         }
         return json.dumps(header).encode() + b"\n" + self.entry.value
 
@@ -87,55 +86,26 @@ class Record:
         entry = Entry(_of(str, header["key"]), value, _of(int, header["version"]))
         if (lease := header["lease"]) is None:
             return cls(entry)
-        beat = _of(int, lease["beat"])
-        return cls(entry, Lease(_of(str, lease["owner"]), float(lease["ttl"]), beat))
+        return cls(entry, _of(str, lease["owner"]), float(lease["ttl"]), _of(int, lease["beat"]))
 
 
-@attrs.frozen
-class Changes:
-    """The store's version, and the latest changes as (version, key), oldest first.
+def encode_changes(journal: Journal) -> bytes:
+    """The version on a line of its own, and behind it the latest changes, oldest first."""
+    forgotten = journal.version - len(journal.keys)
+    body = {"forgotten": forgotten, "recent": list(enumerate(journal.keys, forgotten + 1))}
+    return f"{_MAGIC} version {journal.version}\n{json.dumps(body)}\n".encode()
 
-    A version is claimed here before the key's file changes. A crash in between leaves a change
-    that did not happen: a waiter is woken without a cause, and the number is not used again.
-    """
 
-    version: int = 0
-    recent: tuple[tuple[int, str], ...] = ()
-    forgotten: int = 0
-
-    def claim(self, key: str) -> Changes:
-        """The next version, claimed for the key."""
-        version = self.version + 1
-        kept = (*self.recent, (version, key))
-        dropped = kept[:-REMEMBERED]
-        forgotten = dropped[-1][0] if dropped else self.forgotten
-        return Changes(version, kept[-REMEMBERED:], forgotten)
-
-    def touched(self, prefix: str, after: int) -> bool:
-        """Whether anything under the prefix has (or may have) changed past version `after`."""
-        if not self.forgotten <= after <= self.version:
-            return True
-        return any(v > after and key.startswith(prefix) for v, key in reversed(self.recent))
-
-    def encode(self) -> bytes:
-        # The version on a line of its own, which is all that most who wait read.
-        body = {"forgotten": self.forgotten, "recent": self.recent}
-        return f"{_MAGIC} version {self.version}\n{json.dumps(body)}\n".encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Changes:
-        body = json.loads(data.partition(b"\n")[2])
-        recent = tuple((_of(int, number), _of(str, key)) for number, key in body["recent"])
-        return cls(cls.decode_version(data), recent, _of(int, body["forgotten"]))
-
-    @staticmethod
-    def decode_version(data: bytes) -> int:
-        """Of the file's first bytes."""
-        head, newline, _ = data.partition(b"\n")
-        words = head.decode().rsplit(" ", 2)
-        if not newline or words[:2] != [_MAGIC, "version"]:
-            raise ValueError(f"it begins with {head[:40]!r}")
-        return int(words[2])
+def decode_changes(data: bytes) -> Journal:
+    head, _, rest = data.partition(b"\n")
+    format, _, version = head.decode().rpartition(" version ")
+    if format != _MAGIC:
+        raise ValueError(f"it begins with {head[:40]!r}")
+    body = json.loads(rest)
+    keys = [_of(str, key) for _, key in body["recent"]]
+    if _of(int, body["forgotten"]) + len(keys) != int(version):
+        raise ValueError(f"it names {len(keys)} changes up to version {version}")
+    return Journal(int(version), deque(keys, REMEMBERED))
 
 
 def _of(kind: type[_Value], value: Any) -> _Value:
@@ -171,85 +141,104 @@ class _Folder:
     old or the new one, and a crash leaves at most one file aside, which the next writer takes away.
     """
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._timeout = timeout
         self._threads = threading.Lock()
         self._lock: filelock.BaseFileLock | None = None
-        self._made = False
         self._highest = 0
-
-    def make(self) -> None:
-        """Make the folder and its parents at the first operation."""
-        if not self._made:
-            with self._reached():
-                self.path.mkdir(parents=True, exist_ok=True)
-            self._made = True
+        self._read_last: tuple[bytes | None, Journal] = None, Journal()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """The folder to ourselves, among threads and processes. Raises StoreTimeout."""
-        with self.locked_if_free(self._timeout) as had:
-            if not had:
-                raise StoreTimeout(
-                    f"the lock of {self.path} was not had within {self._timeout:g} s"
-                )
+    def reached(self) -> Iterator[None]:
+        """What goes wrong with its files is the store's error, and names the folder."""
+        try:
             yield
+        except StoreError:
+            raise
+        except (OSError, NotImplementedError) as error:  # of filelock, where there are no locks
+            raise StoreUnavailable(f"store folder {self.path}: {error}") from error
 
     @contextmanager
-    def locked_if_free(self, patience: float = 0.0) -> Iterator[bool]:
-        """The folder to ourselves, if nobody else has it for longer; whether we do."""
-        with contextlib.ExitStack() as stack:
-            had = self._threads.acquire(timeout=min(patience, threading.TIMEOUT_MAX))
-            if had:
-                stack.callback(self._threads.release)
-                stack.enter_context(self._reached())
-                if self._lock is None:
-                    self._lock = hard_lock(self.path / "lock")
-                try:
-                    self._lock.acquire(timeout=patience, poll_interval=LOCK_POLL)
-                    stack.callback(self._lock.release)
-                except filelock.Timeout:
-                    had = False
-            yield had
+    def locked(self, seconds: float) -> Iterator[None]:
+        """The folder to ourselves, among threads and processes. Raises StoreTimeout."""
+        late = StoreTimeout(f"the lock of {self.path} was not had within {seconds:g} s")
+        if not self._threads.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            raise late
+        try:
+            self._lock = self._lock or hard_lock(self.path / "lock")
+            try:
+                self._lock.acquire(timeout=seconds, poll_interval=LOCK_POLL)
+            except filelock.Timeout:
+                raise late from None
+            try:
+                yield
+            finally:
+                self._lock.release()
+        finally:
+            self._threads.release()
 
-    def version(self) -> int:
-        """The store's version; cheap, and without the lock."""
-        highest = self._highest
-        data = self._read(CHANGES_FILE, 100)
-        version = 0 if data is None else self._whole(Changes.decode_version, data, CHANGES_FILE)
-        return self._grown(version, highest)
-
-    def changes(self) -> Changes:
-        """The version and the latest changes."""
-        highest = self._highest
+    def changes(self) -> Journal:
+        """The version and the latest changes, as they stand; without the lock, too."""
+        highest = self._highest  # before the version is read, or another thread's could overtake
         data = self._read(CHANGES_FILE)
-        changes = Changes() if data is None else self._whole(Changes.decode, data, CHANGES_FILE)
-        self._grown(changes.version, highest)
+        before, journal = self._read_last
         if data is None:
-            with self._reached():
-                stray = next((n for n in os.listdir(self.path) if n.startswith(KEY_PREFIX)), None)
+            journal = Journal()
+        elif data != before:
+            journal = self._whole(decode_changes, data, CHANGES_FILE)
+            self._read_last = data, journal
+        if journal.version < highest:
+            raise StoreRefused(
+                f"{self.path} went back from version {highest} to {journal.version}: "
+                "the store was deleted or replaced while it was in use"
+            )
+        self._highest = max(self._highest, journal.version)
+        if data is None:
+            stray = next((n for n in os.listdir(self.path) if n.startswith(KEY_PREFIX)), None)
             if stray is not None and not (self.path / CHANGES_FILE).exists():
                 raise StoreRefused(f"{self.path} holds {stray}, but no file {CHANGES_FILE}")
-        return changes
+        return journal
 
     def get(self, key: str) -> Record | None:
         """What stands at the key; without the lock, too."""
         record = self._record(file_name(key))
         if record is None:
-            self.version()  # refuses where the key is gone because the whole store is
-        elif record.entry.key != key:
-            path = self.path / file_name(key)
-            raise StoreRefused(f"{path} is of key {record.entry.key!r}, not {key!r}")
+            self.changes()  # refuses where the key is gone because the whole store is
         return record
 
     def records(self, prefix: str) -> Sequence[Record]:
         """All that stands under the prefix, sorted by key."""
-        with self._reached():
-            names = [name for name in os.listdir(self.path) if may_be_under(name, prefix)]
+        names = [name for name in os.listdir(self.path) if may_be_under(name, prefix)]
         found = [record for name in names if (record := self._record(name)) is not None]
         under = (record for record in found if record.entry.key.startswith(prefix))
         return sorted(under, key=lambda record: record.entry.key)
+
+    def claim(self, key: str) -> int:
+        """The next version, never to be used again, remembered as a change of the key.
+
+        It is claimed before the key's file changes. A crash in between leaves a change that did
+        not happen: a waiter is woken without a cause.
+        """
+        before = self.changes()
+        journal = Journal(before.version, deque(before.keys, REMEMBERED))
+        version = journal.record(key)
+        self._write(CHANGES_FILE, encode_changes(journal))
+        self._sync()
+        self._highest = version
+        return version
+
+    def put(self, record: Record, *, durably: bool = True) -> None:
+        """Put the record in the place of what stands at its key; unless durably, a crash of the
+        machine may bring the old one back."""
+        self._write(file_name(record.entry.key), record.encode())
+        if durably:
+            self._sync()
+
+    def remove(self, entry: Entry) -> None:
+        """Take the entry's file away, as a change with a version of its own."""
+        self.claim(entry.key)
+        os.unlink(self.path / file_name(entry.key))
+        self._sync()
 
     def _record(self, name: str) -> Record | None:
         data = self._read(name)
@@ -260,29 +249,6 @@ class _Folder:
             raise StoreRefused(f"{self.path / name} is of key {record.entry.key!r}")
         return record
 
-    def claim(self, key: str) -> int:
-        """The next version, never to be used again, remembered as a change of the key."""
-        changes = self.changes().claim(key)
-        with self._reached():
-            self._write(CHANGES_FILE, changes.encode())
-            self._sync()
-        return self._grown(changes.version, changes.version)
-
-    def put(self, record: Record, *, durably: bool = True) -> None:
-        """Put the record in the place of what stands at its key; unless durably, a crash of the
-        machine may bring the old one back."""
-        with self._reached():
-            self._write(file_name(record.entry.key), record.encode())
-            if durably:
-                self._sync()
-
-    def remove(self, entry: Entry) -> None:
-        """Take the entry's file away, as a change with a version of its own."""
-        self.claim(entry.key)
-        with self._reached():
-            os.unlink(self.path / file_name(entry.key))
-            self._sync()
-
     def _whole(self, decode: Callable[[bytes], _Value], data: bytes, name: str) -> _Value:
         try:
             return decode(data)
@@ -291,33 +257,21 @@ class _Folder:
                 f"{self.path / name} is no whole file of a FileStore: {error!r}"
             ) from None
 
-    def _grown(self, version: int, highest: int) -> int:
-        # `highest` was noted before the version was read, or another thread's could overtake.
-        if version < highest:
-            raise StoreRefused(
-                f"{self.path} went back from version {highest} to {version}: "
-                "the store was deleted or replaced while it was in use"
-            )
-        self._highest = max(self._highest, version)
-        return version
-
-    def _read(self, name: str, size: int = -1) -> bytes | None:
-        with self._reached():
-            path = self.path / name
-            try:
-                # A pipe would keep who opens it waiting.
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                handle = os.open(path, flags)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise StoreRefused(f"{path} is a link, and no file of a FileStore") from None
-                raise
-            with open(handle, "rb", buffering=0) as file:
-                if not stat.S_ISREG(os.fstat(handle).st_mode):
-                    raise StoreRefused(f"{path} is no file of a FileStore")
-                return file.read(size)
+    def _read(self, name: str) -> bytes | None:
+        path = self.path / name
+        try:
+            # A pipe would keep who opens it waiting.
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise StoreRefused(f"{path} is a link, and no file of a FileStore") from None
+            raise
+        with open(handle, "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise StoreRefused(f"{path} is no file of a FileStore")
+            return file.read()
 
     def _write(self, name: str, data: bytes) -> None:
         aside = self.path / "aside"
@@ -337,15 +291,6 @@ class _Folder:
         finally:
             os.close(folder)
 
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreError:
-            raise
-        except (OSError, NotImplementedError) as error:  # of filelock, where there are no locks
-            raise StoreUnavailable(f"store folder {self.path}: {error}") from error
-
 
 # -- the store ---------------------------------------------------------------------------------
 
@@ -364,78 +309,74 @@ class FileStore(Store):
     ) -> None:
         if not (timeout > 0 and poll > 0):
             raise ConfigError(f"timeout and poll are positive seconds, got {timeout} and {poll}")
-        self._path, self._timeout = Path(folder), timeout
-        self._poll = poll
+        self._path, self._timeout, self._poll = Path(folder), timeout, poll
         self._closed = threading.Event()
         self.begin_anew()
         renew_in_children(self)
 
     def begin_anew(self) -> None:
         """Be another client, without a lock that a thread may hold; a closed one stays closed."""
-        self._folder = _Folder(self._path, self._timeout)
+        self._folder, self._made = _Folder(self._path), False
         self._owner = secrets.token_hex(8)
-        was_closed, self._closed = self._closed.is_set(), threading.Event()
-        if was_closed:
-            self._closed.set()
         self._owned: dict[str, int] = {}
-        self._leases = _LeaseWatch(self._folder)
+        before, self._closed = self._closed, threading.Event()
+        if before.is_set():
+            self._closed.set()
+        # The leases of all, by key, version and beat; how long each has stood still as seen here.
+        self._clock: LeaseClock[tuple[str, int, int]] = LeaseClock()
+        self._scanned, self._look_at = -1, 0.0
 
     def get(self, key: str) -> Entry | None:
-        self._begin(check_key(key))
-        record = self._folder.get(key)
+        with self._open(check_key(key)) as folder:
+            record = folder.get(key)
         return None if record is None else record.entry
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         check_ttl(ttl)
-        self._begin(check_key(key))
-        with self._folder.locked():
+        with self._alone(check_key(key)):
             return self._put(key, bytes(value), ttl)
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
         check_ttl(ttl)
-        with self._turn(check_key(key)) as current:
+        with self._alone(check_key(key)) as folder:
+            current = folder.get(key)
             if expected != (current.entry.version if current else ABSENT):
                 return CompareSet(False, current.entry if current else None)
             return CompareSet(True, self._put(key, bytes(value), ttl))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        with self._turn(check_key(key)) as current:
+        with self._alone(check_key(key)) as folder:
+            current = folder.get(key)
             if current is None or expected not in (None, current.entry.version):
                 return False
-            self._folder.remove(current.entry)
+            folder.remove(current.entry)
             self._owned.pop(key, None)
             return True
 
     def refresh(self, key: str, version: int) -> None:
-        with self._turn(check_key(key)) as current:
+        with self._alone(check_key(key)) as folder:
+            current = folder.get(key)
             found = None if current is None else current.entry.version
-            lease = None if current is None else current.lease
-            check_lease(key, version, found, leased=lease is not None)
-            if current is None or lease is None or lease.owner != self._owner:
+            check_lease(key, version, found, leased=current is not None and current.ttl > 0)
+            if current is None or current.owner != self._owner:
                 raise lost_lease(key, version, "it belongs to another client")
-            moved = attrs.evolve(lease, beat=lease.beat + 1)
-            self._folder.put(Record(current.entry, moved), durably=False)
+            folder.put(attrs.evolve(current, beat=current.beat + 1), durably=False)
 
     def list(self, prefix: str) -> Listing:
-        self._begin()
-        with self._folder.locked():
-            entries = tuple(record.entry for record in self._folder.records(prefix))
-            return Listing(entries, self._folder.changes().version)
+        with self._alone() as folder:
+            entries = tuple(record.entry for record in folder.records(prefix))
+            return Listing(entries, folder.changes().version)
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         deadline = monotonic() + timeout
-        settled: int | None = None
         while True:
-            self._begin()
             # A version is claimed, with its key, before its file changes. So what is read here
             # without the lock can be too early for a reader, who then waits for it; never late.
-            if self._folder.version() != settled:
-                changes = self._folder.changes()
-                if changes.touched(prefix, after):
+            with self._open() as folder:
+                if folder.changes().changed(prefix, after):
                     return True
-                settled = changes.version
             left = deadline - monotonic()
             if left <= 0:
                 return False
@@ -447,87 +388,66 @@ class FileStore(Store):
         self._closed.set()
         if not self._owned:
             return
-        with self._folder.locked():
+        with self._folder.reached(), self._folder.locked(self._timeout):
             for key, version in sorted(self._owned.items()):
                 record = self._folder.get(key)
                 if record is not None and record.entry.version == version:
                     self._folder.remove(record.entry)
             self._owned.clear()
 
-    def _begin(self, _: str = "") -> None:
+    @contextmanager
+    def _open(self, _: str = "") -> Iterator[_Folder]:
+        """The folder, which is made where it is not there; leases that are over are gone."""
         if self._closed.is_set():
-            raise StoreUnavailable(f"this FileStore of {self._folder.path} is closed")
-        self._folder.make()
-        self._leases.look(monotonic())
+            raise StoreUnavailable(f"this FileStore of {self._path} is closed")
+        with self._folder.reached():
+            if not self._made:
+                self._path.mkdir(parents=True, exist_ok=True)
+                self._made = True
+            if monotonic() >= self._look_at:
+                # Where somebody else has the lock, the next operation tries again.
+                with contextlib.suppress(StoreTimeout), self._folder.locked(0.0):
+                    self._end_silent_leases()
+            yield self._folder
 
     @contextmanager
-    def _turn(self, key: str) -> Iterator[Record | None]:
-        """What stands at the key while nobody else writes."""
-        self._begin()
-        with self._folder.locked():
-            yield self._folder.get(key)
+    def _alone(self, key: str = "") -> Iterator[_Folder]:
+        """The folder while nobody else writes."""
+        with self._open(key) as folder, folder.locked(self._timeout):
+            yield folder
 
     def _put(self, key: str, value: bytes, ttl: float | None) -> Entry:
         entry = Entry(key, value, self._folder.claim(key))
-        lease = None if ttl is None else Lease(self._owner, float(ttl))
-        self._folder.put(Record(entry, lease))
-        if lease is None:
+        if ttl is None:
+            self._folder.put(Record(entry))
             self._owned.pop(key, None)
         else:
+            self._folder.put(Record(entry, self._owner, float(ttl)))
             self._owned[key] = entry.version
         return entry
 
+    def _end_silent_leases(self) -> None:
+        """Look at the leases, and end those that this reader has seen stand still for their ttl.
 
-class _LeaseWatch:
-    """Ends the leases that this reader has seen stand still for their ttl.
-
-    Looks are taken with the lock held, so a time in which nobody could have it counts as one
-    look, not as the owners' silence; and what is ended is what was read, at that moment.
-    """
-
-    def __init__(self, folder: _Folder) -> None:
-        self._folder = folder
-        self._clock = LeaseClock()
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._scanned = -1
-        self._next = 0.0
-        self._busy = threading.Lock()
-
-    def look(self, now: float) -> None:
-        """Take a look if one is due, and if nobody holds the lock."""
-        if now < self._next or not self._busy.acquire(blocking=False):
-            return
-        try:
-            with self._folder.locked_if_free() as had:
-                if had:
-                    self._look()
-                    due = self._clock.until_due(monotonic())
-                    pause = LONGEST_PAUSE if due is None else min(due, LONGEST_PAUSE)
-                    self._next = monotonic() + pause
-        finally:
-            self._busy.release()
-
-    def _look(self) -> None:
-        records = self._leased()
-        for name in self._seen.keys() - records.keys():
-            self._clock.forget(name)
-            del self._seen[name]
-        now = monotonic()
-        for key, record in records.items():
-            lease = present(record.lease, f"the lease of {key}")
-            state = (record.entry.version, lease.beat)
-            if self._seen.get(key) != state:
-                self._seen[key] = state
-                self._clock.hear(key, lease.ttl, now)
-        for key in self._clock.look(now):
-            self._folder.remove(records[key].entry)
-
-    def _leased(self) -> dict[str, Record]:
-        """The leased records by key; only those known are read, unless something has changed."""
-        version = self._folder.version()
+        Looks are taken with the lock held, so a time in which nobody could have it counts as one
+        look, not as the owners' silence; and what is ended is what was read, at that moment.
+        """
+        clock, folder = self._clock, self._folder
+        version = folder.changes().version
         if version != self._scanned:
-            records = self._folder.records("")
+            records = folder.records("")
             self._scanned = version
         else:
-            records = [r for key in self._seen if (r := self._folder.get(key)) is not None]
-        return {r.entry.key: r for r in records if r.lease is not None}
+            # Nothing but their counters has changed.
+            found = [folder.get(key) for key, _, _ in clock.names]
+            records = [record for record in found if record is not None]
+        leased = {(r.entry.key, r.entry.version, r.beat): r for r in records if r.ttl}
+        now = monotonic()
+        for name in clock.names - leased.keys():
+            clock.forget(name)
+        for name in leased.keys() - clock.names:
+            clock.hear(name, leased[name].ttl, now)
+        for name in clock.look(now):
+            folder.remove(leased[name].entry)
+        due = clock.until_due(now)
+        self._look_at = now + (LONGEST_PAUSE if due is None else min(due, LONGEST_PAUSE))

@@ -1,8 +1,6 @@
 """The entries, versions, leases and watches of a store, and how each operation changes them.
 
-Pure: one thread at a time, and the time is an argument. Every change takes the next version and
-stands in a bounded journal, so `changed` may answer True without a cause once the journal is too
-short, but never misses one.
+Pure: one thread at a time, and the time is an argument.
 """
 
 from __future__ import annotations
@@ -10,7 +8,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, KeysView, Sequence
+from typing import Generic, TypeVar
 
 import attrs
 
@@ -63,6 +62,7 @@ class Listing:
 
 
 Watched = Listing | bool
+Name = TypeVar("Name", bound=Hashable)
 
 
 def check_key(key: str) -> str:
@@ -116,7 +116,7 @@ class _Silence:
         return self.so_far >= self.ttl
 
 
-class LeaseClock:
+class LeaseClock(Generic[Name]):
     """The silence of each lease, by name: measured by looks, none of which counts for much.
 
     A store that stood still (stopped, swapped out, its machine paused) thus gives every owner the
@@ -124,19 +124,20 @@ class LeaseClock:
     """
 
     def __init__(self) -> None:
-        self._silences: dict[str, _Silence] = {}
-        self._next = 0.0
-        self.interval: float | None = None
+        self._silences: dict[Name, _Silence] = {}
+        self._next = float("inf")
 
-    def hear(self, name: str, ttl: float, now: float) -> None:
+    @property
+    def names(self) -> KeysView[Name]:
+        """The leases there are."""
+        return self._silences.keys()
+
+    def hear(self, name: Name, ttl: float, now: float) -> None:
         """The owner wrote or refreshed: its silence starts again at nothing."""
         self._silences[name] = _Silence(ttl, now)
-        soon = ttl / LOOKS_PER_TTL
-        if self.interval is None or soon < self.interval:
-            self._next = now + soon if self.interval is None else min(self._next, now + soon)
-            self.interval = soon
+        self._next = min(self._next, now + ttl / LOOKS_PER_TTL)
 
-    def forget(self, name: str) -> None:
+    def forget(self, name: Name) -> None:
         """No lease of that name any more; harmless if there was none."""
         self._silences.pop(name, None)
 
@@ -148,12 +149,11 @@ class LeaseClock:
         """Whether a look is worth taking now."""
         return bool(self._silences) and now >= self._next
 
-    def look(self, now: float) -> list[str]:
+    def look(self, now: float) -> list[Name]:
         """Count the silence of all leases; the names of those silent for their ttl or longer."""
         silent = [name for name, silence in self._silences.items() if silence.look(now)]
-        shortest = min((s.ttl for s in self._silences.values()), default=None)
-        self.interval = None if shortest is None else shortest / LOOKS_PER_TTL
-        self._next = now + (self.interval or 0.0)
+        shortest = min((s.ttl for s in self._silences.values()), default=float("inf"))
+        self._next = now + shortest / LOOKS_PER_TTL
         return silent
 
 
@@ -191,23 +191,48 @@ class Watch:
     listing: bool = False
 
 
-class KeySpace:
+@attrs.define(eq=False)
+class Journal:
+    """The store's version, and the keys of the latest changes, each of which took the next one.
+
+    It is bounded, so `changed` may answer True without a cause, but never misses one.
+    """
+
+    version: int = 0
+    keys: deque[str] = attrs.field(factory=deque)
+
+    def record(self, key: str) -> int:
+        """The next version, as that of a change of the key."""
+        self.keys.append(key)
+        self.version += 1
+        return self.version
+
+    def changed(self, prefix: str, after: int) -> bool:
+        """Whether anything under the prefix has (or may have) changed past version `after`."""
+        count = self.version - after
+        # A version from the future comes from a store that stood here before this one.
+        if not 0 <= count <= len(self.keys):
+            return True
+        newest = itertools.islice(reversed(self.keys), count)
+        return any(key.startswith(prefix) for key in newest)
+
+
+class KeySpace(Journal):
     """Keys, their leases, the journal of changes, and who watches for which."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
+        super().__init__(keys=deque(maxlen=self.limits.journal))
         self._entries: dict[str, Entry] = {}
         self._order: list[str] = []
         self._leases: dict[str, Lease] = {}
-        self._owned: dict[int, set[str]] = {}
-        self._journal: deque[str] = deque(maxlen=self.limits.journal)
         self._bytes = 0
-        self.version = 0
-        self.clock = LeaseClock()
+        self.clock: LeaseClock[str] = LeaseClock()
         self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
         self._watched: dict[int, dict[int, str]] = {}
         self._watch_count = 0
-        self._told = 0
+        self.told = 0
+        """The version up to which `news` has been asked."""
 
     def get(self, key: str) -> Entry | None:
         """What stands at the key."""
@@ -226,9 +251,8 @@ class KeySpace:
         self._bytes = total
         if lease is not None:
             self._leases[key] = lease
-            self._owned.setdefault(lease.owner, set()).add(key)
             self.clock.hear(key, lease.ttl, now)
-        self._record(key)
+        self.record(key)
         return entry
 
     def compare_set(
@@ -265,20 +289,11 @@ class KeySpace:
         )
         return Listing(tuple(self._entries[key] for key in keys), self.version)
 
-    def changed(self, prefix: str, after: int) -> bool:
-        """Whether anything under the prefix has (or may have) changed past version `after`."""
-        count = self.version - after
-        # A version from the future comes from a store that stood here before this one.
-        if not 0 <= count <= len(self._journal):
-            return True
-        newest = itertools.islice(reversed(self._journal), count)
-        return any(key.startswith(prefix) for key in newest)
-
-    def depart(self, owner: int) -> None:
-        """The owner is gone, and its leases and its watches with it."""
-        for key in sorted(self._owned.get(owner, ())):
+    def depart(self, owner: int) -> Sequence[Watch]:
+        """The owner is gone, and its leases with it; its watches, which nobody is to tell now."""
+        for key in sorted(key for key, lease in self._leases.items() if lease.owner == owner):
             self._remove(self._entries[key])
-        self.forget_watches(owner)
+        return self.forget_watches(owner)
 
     def end_silent_leases(self, now: float) -> None:
         """Look at the leases, if a look is due, and end those silent for their ttl."""
@@ -320,11 +335,8 @@ class KeySpace:
 
     def forget_watches(self, owner: int | None = None) -> Sequence[Watch]:
         """Those of that owner, or of all, which nobody is going to tell any more."""
-        keys = [
-            (one, number)
-            for one in (list(self._watched) if owner is None else [owner])
-            for number in self._watched.get(one, ())
-        ]
+        owners = list(self._watched) if owner is None else [owner]
+        keys = [(one, number) for one in owners for number in self._watched.get(one, ())]
         return [watch for key in keys if (watch := self._take_watch(*key)) is not None]
 
     def _take_watch(self, owner: int, number: int) -> Watch | None:
@@ -343,10 +355,10 @@ class KeySpace:
 
     def news(self) -> Sequence[tuple[Watch, Watched]]:
         """The watches whose change has come since this was last asked, and what to tell them."""
-        if self._told == self.version:
+        if self.told == self.version:
             return []
-        touched = [prefix for prefix in self._watches if self.changed(prefix, self._told)]
-        self._told = self.version
+        touched = [prefix for prefix in self._watches if self.changed(prefix, self.told)]
+        self.told = self.version
         found: list[tuple[Watch, Watched]] = []
         for prefix in touched:
             there: Watched = False
@@ -382,23 +394,13 @@ class KeySpace:
         if is_new and len(self._entries) >= limits.keys:
             raise StoreRefused(f"the store holds at most {limits.keys} keys, got {entry.key!r} too")
 
-    def _record(self, key: str) -> None:
-        self.version += 1
-        self._journal.append(key)
-
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
         del self._order[bisect.bisect_left(self._order, entry.key)]
         self._bytes -= entry.size
         self._drop_lease(entry.key)
-        self._record(entry.key)
+        self.record(entry.key)
 
     def _drop_lease(self, key: str) -> None:
-        lease = self._leases.pop(key, None)
-        if lease is None:
-            return
-        self.clock.forget(key)
-        owned = self._owned[lease.owner]
-        owned.discard(key)
-        if not owned:
-            del self._owned[lease.owner]
+        if self._leases.pop(key, None) is not None:
+            self.clock.forget(key)

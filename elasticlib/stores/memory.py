@@ -38,7 +38,6 @@ class Shared:
     lock: threading.RLock = attrs.field(factory=threading.RLock)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
     changed: threading.Condition = attrs.field(init=False)
-    _known: int = 0
 
     def __attrs_post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -46,15 +45,13 @@ class Shared:
     @property
     def is_settled(self) -> bool:
         """Whether nothing has changed since `settle`."""
-        return self._known == self.space.version
+        return self.space.told == self.space.version
 
     def settle(self) -> Sequence[tuple[Watch, Watched]]:
         """After each turn: whoever waits wakes; and whom the caller is to tell, without the lock,
         what."""
-        if self.is_settled:
-            return []
-        self._known = self.space.version
-        self.changed.notify_all()
+        if not self.is_settled:
+            self.changed.notify_all()
         return self.space.news()
 
     def end(self, why: str) -> Sequence[tuple[Watch, Watched]]:
@@ -110,14 +107,18 @@ class MemoryStore(Store):
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         with self._turn() as space:
-            return space.put(key, bytes(value), self._lease(ttl), self._shared.clock())
+            entry = space.put(key, bytes(value), self._lease(ttl), self._shared.clock())
+        self._rouse(ttl)
+        return entry
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
         with self._turn() as space:
             now, lease = self._shared.clock(), self._lease(ttl)
-            return space.compare_set(check_key(key), bytes(value), expected, lease, now)
+            outcome = space.compare_set(check_key(key), bytes(value), expected, lease, now)
+        self._rouse(ttl)
+        return outcome
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
         with self._turn() as space:
@@ -160,18 +161,20 @@ class MemoryStore(Store):
     def close(self) -> None:
         with self._shared.lock:
             self._closed = True
-            unheard = self._shared.space.forget_watches(self._owner)
-            self._shared.space.depart(self._owner)
+            unheard = self._shared.space.depart(self._owner)
             self._shared.changed.notify_all()
             news = self._shared.settle()
         for watch, watched in (*((watch, False) for watch in unheard), *news):
             watch.tell(watched)
 
     def _lease(self, ttl: float | None) -> Lease | None:
-        if check_ttl(ttl) is None:
-            return None
-        self._shared.rouse()
-        return Lease(self._owner, float(ttl or 0))
+        ttl = check_ttl(ttl)
+        return None if ttl is None else Lease(self._owner, float(ttl))
+
+    def _rouse(self, ttl: float | None) -> None:
+        """Tell the server of a lease, once it is there to be seen by one that is awake."""
+        if ttl is not None:
+            self._shared.rouse()
 
     def _begin(self) -> None:
         """Refuse if it is over; else end the leases that are, where no server does that."""

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
-import struct
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import attrs
+
 from ..clock import monotonic
+
+JOINED_BYTES = 64 * 1024
+"""Read at once of what is passed on."""
 
 
 class Closable(Protocol):
@@ -77,12 +82,53 @@ def keep_honest(connection: socket.socket, timeout: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def bound_sending(connection: socket.socket, timeout: float) -> None:
-    """A blocking `sendall` ends with BlockingIOError when the other side takes nothing."""
-    seconds = min(max(timeout, 0.001), 1e6)
-    whole = int(seconds)
-    packed = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+def await_events(
+    selector: selectors.BaseSelector, one: socket.socket, data: object, reads: bool, writes: bool
+) -> None:
+    """Have the selector wait until the socket can be read or written, or for nothing any more."""
+    events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * writes
+    if one not in selector.get_map():
+        if events:
+            selector.register(one, events, data)
+    elif events:
+        selector.modify(one, events, data)
+    else:
+        selector.unregister(one)
+
+
+@attrs.define(eq=False)
+class Joined:
+    """Two sockets that do not block, each of which gets what the other one sends; the selector's
+    data for both. They are over as soon as one of them has ended.
+
+    unsent: for each of the two, what was read for it; no more is read before it was taken.
+    """
+
+    selector: selectors.BaseSelector
+    unsent: dict[socket.socket, bytes]
+
+    def turn(self) -> bool:
+        """Pass on what can be, and wait for what cannot be yet; whether it goes on."""
+        one, other = self.unsent
+        try:
+            for source, sink in ((one, other), (other, one)):
+                with contextlib.suppress(BlockingIOError):
+                    if not self.unsent[sink]:
+                        self.unsent[sink] = source.recv(JOINED_BYTES)
+                        if not self.unsent[sink]:
+                            return False
+                    self.unsent[sink] = self.unsent[sink][sink.send(self.unsent[sink]) :]
+        except OSError:
+            return False
+        ahead, back = bool(self.unsent[other]), bool(self.unsent[one])
+        await_events(self.selector, one, self, not ahead, back)
+        await_events(self.selector, other, self, not back, ahead)
+        return True
+
+    def close(self) -> None:
+        for one in self.unsent:
+            await_events(self.selector, one, self, False, False)
+            one.close()
 
 
 def dial(
@@ -109,18 +155,3 @@ def dial(
         else:
             return connection
     raise failure or OSError(f"{host} has no address")
-
-
-def listen_at(host: str, port: int) -> socket.socket:
-    """A listener at the first address of the host, which does not block. Raises OSError."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = close_in_children(socket.socket(family, kind, proto))
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(4096)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener

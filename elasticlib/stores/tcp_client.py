@@ -13,15 +13,14 @@ import contextlib
 # Else the first connection imports it, in whatever thread, and a child that is forked amid that
 # waits for the end of the import for ever.
 import encodings.idna  # noqa: F401
-import itertools
 import logging
 import os
 import queue
 import secrets
 import selectors
 import socket
+import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,36 +33,18 @@ from ..errors import (
     StoreTimeout,
     StoreUnavailable,
     describe,
-    present,
 )
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
 from .secret import NONCE_BYTES, check_secret
-from .sockets import (
-    address_of,
-    bound_sending,
-    close_in_children,
-    dial,
-    keep_honest,
-    renew_in_children,
-)
-from .tcp_protocol import (
-    MAX_FRAME_BYTES,
-    ClientHandshake,
-    Frame,
-    check_fields,
-    encode,
-    error_of,
-    read_listing,
-)
+from .sockets import address_of, close_in_children, dial, keep_honest, renew_in_children
+from .tcp_protocol import ClientEnd, Frame, error_of, read_entry, read_listing
 
 log = logging.getLogger("elasticlib.stores")
 
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
 RECEIVE_BYTES = 256 * 1024
-HEADER_ROOM = 16 * 1024
-"""More than the header of any request takes, whatever its key."""
 LONGEST_WAIT = 1e6
 """Seconds; a lock or a queue cannot wait for much longer than this."""
 
@@ -136,58 +117,69 @@ class TcpStore(Store):
         self._live_link(timeout)
 
     def get(self, key: str) -> Entry | None:
-        (found,) = self._request("get", key=check_key(key))
-        return next(iter(self._listing(found).entries), None)
+        return read_entry(key, self._request("get", {"key": check_key(key)})[0])
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        written = self._write(key, value, None, ttl)
-        if written.op != "answer":
-            raise StoreRefused(f"{self.address} answered set with a {written.op}")
+        fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": None}
+        (written,) = self._request("write", fields, bytes(value))
         return Entry(key, bytes(value), written.fields["version"])
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
-        outcome = self._write(key, value, int(expected), ttl)
-        if outcome.op == "answer":
+        fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": int(expected)}
+        (outcome,) = self._request("write", fields, bytes(value))
+        if outcome.fields["yes"]:
             return CompareSet(True, Entry(key, bytes(value), outcome.fields["version"]))
-        return CompareSet(False, next(iter(self._listing(outcome).entries), None))
+        return CompareSet(False, read_entry(key, outcome))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        return self._is_so("delete", key=check_key(key), expected=expected)
+        (answer,) = self._request("delete", {"key": check_key(key), "expected": expected})
+        return bool(answer.fields["yes"])
 
     def refresh(self, key: str, version: int) -> None:
-        self._is_so("refresh", key=check_key(key), version=version)
+        self._request("refresh", {"key": check_key(key), "version": version})
 
     def list(self, prefix: str) -> Listing:
-        pages = [self._listing(page) for page in self._request("list", prefix=prefix)]
-        entries = itertools.chain.from_iterable(page.entries for page in pages)
-        return Listing(tuple(entries), pages[0].version)
+        pages = self._request("list", {"prefix": prefix})
+        try:
+            return read_listing(pages)
+        except StoreRefused as error:
+            raise StoreRefused(f"{self.address}: {error}") from None
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         seconds = min(max(timeout, 0.0), LONGEST_WAIT)
-        if not seconds:
-            return self._is_so("changed", prefix=prefix, after=after)
-        check_fields("watch", fields := {"prefix": prefix, "after": after, "listing": False})
-        link = self._live_link()
+        fields = {"prefix": prefix, "after": after, "listing": False}
         told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        number = link.ask("watch", fields, told.put)
+        link = self._live_link()
+        numbers = [link.ask("watch", fields, told.put)]
         try:
-            with contextlib.suppress(queue.Empty):
-                return self._told_yes(told.get(timeout=seconds))
-            # Whether it was changed at the end is the server's to say: what it told is on its way.
-            asked = link.request("unwatch", {"number": number}, "wait", seconds)
-            with contextlib.suppress(queue.Empty):
-                return self._told_yes(told.get_nowait())
-            return bool(asked[0].fields["yes"])
+            try:
+                answer = told.get(timeout=seconds)
+            except queue.Empty:
+                # Whether it was changed at the end is the server's to say, in its first answer.
+                numbers.append(link.ask("unwatch", {"number": numbers[0]}, told.put))
+                answer = told.get(timeout=min(self._timeout, LONGEST_WAIT))
+        except queue.Empty:
+            seconds += self._timeout
+            raise StoreTimeout(f"{self.address} did not answer wait within {seconds:g} s") from None
         finally:
-            link.forget(number)
+            for number in numbers:
+                link.forget(number)
+        return _says_yes(_frame(answer))
 
     def watch(
         self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
     ) -> bool:
-        check_fields("watch", fields := {"prefix": prefix, "after": after, "listing": listing})
-        self._live_link().ask("watch", fields, lambda told: changed(self._watched(told)))
+        def told(answer: Answer) -> None:
+            watched: Watched = False
+            with contextlib.suppress(ElasticError):
+                frame = _frame(answer)
+                watched = read_listing([frame]) if frame.op == "listing" else _says_yes(frame)
+            changed(watched)
+
+        fields = {"prefix": prefix, "after": after, "listing": listing}
+        self._live_link().ask("watch", fields, told)
         return True
 
     def close(self) -> None:
@@ -196,76 +188,33 @@ class TcpStore(Store):
         if link is not None:
             link.close("this store is closed")
 
-    def _told_yes(self, told: Answer) -> bool:
-        if isinstance(told, ElasticError):
-            raise type(told)(str(told))
-        return self._watched(told) is not False
-
-    def _watched(self, told: Answer) -> Watched:
-        if not isinstance(told, Frame):
-            return False
-        if told.op != "listing":
-            return bool(told.fields.get("yes", False))
-        try:
-            return True if told.fields["more"] else self._listing(told)
-        except StoreRefused:
-            return False
-
-    def _listing(self, frame: Frame) -> Listing:
-        if frame.op != "listing":
-            raise StoreRefused(f"{self.address} answered with {frame.op}, and a listing was due")
-        try:
-            return read_listing(frame)
-        except StoreRefused as error:
-            raise StoreRefused(f"{self.address}: {error}") from None
-
-    def _write(self, key: str, value: bytes, expected: int | None, ttl: float | None) -> Frame:
-        # The server would end the connection, and all leases with it, over one bad frame.
-        if len(value) > MAX_FRAME_BYTES - HEADER_ROOM:
-            raise StoreRefused(
-                f"a value is at most {MAX_FRAME_BYTES - HEADER_ROOM} bytes, got {len(value)} "
-                f"for key {key!r}"
-            )
-        fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": expected}
-        return self._request("write", bytes(value), **fields)[0]
-
-    def _is_so(self, op: str, **fields: Any) -> bool:
-        (told,) = self._request(op, **fields)
-        if told.op != "answer":
-            raise StoreRefused(f"{self.address} answered {op} with a {told.op}")
-        return bool(told.fields["yes"])
-
-    def _request(self, op: str, value: bytes = b"", **fields: Any) -> Sequence[Frame]:
-        check_fields(op, fields)
-        return self._live_link().request(op, fields, value=value)
+    def _request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Sequence[Frame]:
+        return self._live_link().request(op, fields, value)
 
     # -- connecting ---------------------------------------------------------------------------
 
     def _live_link(self, patience: float | None = None) -> _Link:
         link = self._link
-        if link is None or not link.alive:
-            return self._connected(self._connect_timeout if patience is None else patience)
-        return link
-
-    def _connected(self, patience: float) -> _Link:
+        if link is not None and link.alive:
+            return link
+        patience = self._connect_timeout if patience is None else patience
         deadline = monotonic() + patience
         connecting = self._connecting
         if not connecting.acquire(timeout=min(patience, LONGEST_WAIT)):
             raise StoreTimeout(f"{self.address} was not reached within {patience:g} s")
         try:
-            if self._link is None or not self._link.alive:
-                self._replace(self._open_until(deadline, patience))
-            return present(self._link, f"the connection to {self.address}")
+            old = self._link
+            if old is not None and old.alive:
+                return old
+            self._link = link = self._open_until(deadline, patience)
+            if old is not None:
+                old.close("the connection was replaced")
+            self._local_address = address_of(link.connection.getsockname())
+            if self._closed.is_set():  # while we connected
+                link.close("this store is closed")
+            return link
         finally:
             connecting.release()
-
-    def _replace(self, link: _Link) -> None:
-        old, self._link = self._link, link
-        if old is not None:
-            old.close("the connection was replaced")
-        self._local_address = address_of(link.connection.getsockname())
-        if self._closed.is_set():  # while we connected
-            link.close("this store is closed")
 
     def _open_until(self, deadline: float, patience: float) -> _Link:
         """A link, however often connecting fails before the deadline."""
@@ -289,23 +238,26 @@ class TcpStore(Store):
         """Connect and be let in. Raises OSError or StoreError."""
         deadline = monotonic() + patience
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
-        hands = ClientHandshake(self.address, self._job, self.label, self._secret, nonce)
+        end = ClientEnd(self.address, self._job, self.label, self._secret, nonce)
         connection = dial(self._host, self._port, patience)
         try:
-            data = hands.begin()
-            while not hands.done:
+            data = end.hello
+            while not end.is_in:
                 connection.settimeout(max(deadline - monotonic(), 0.001))
                 connection.sendall(data)
                 if not (received := connection.recv(4096)):
                     raise ConnectionResetError(
                         f"{self.address} ended the connection before it answered"
                     )
-                data = hands.receive(received)
-            # It is read by the receiver; whoever sends waits for the socket, within the timeout.
-            connection.settimeout(None)
+                data = end.shake_hands(received)
             keep_honest(connection, self._timeout)
-            bound_sending(connection, self._timeout)
-            link = _Link(self.address, connection, hands, self._timeout)
+            # It is read by the receiver. Whoever sends waits for the socket, up to the timeout,
+            # which ends `sendall` with BlockingIOError.
+            connection.settimeout(None)
+            seconds, part = divmod(min(max(self._timeout, 0.001), LONGEST_WAIT), 1)
+            packed = struct.pack("ll", int(seconds), int(part * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+            link = _Link(self.address, connection, end, self._timeout)
             RECEIVER.add(link)
         except TimeoutError:
             connection.close()
@@ -319,6 +271,18 @@ class TcpStore(Store):
         return link
 
 
+def _frame(answer: Answer) -> Frame:
+    """The answer, unless it is an error."""
+    if isinstance(answer, ElasticError):
+        # Its own traceback for each thread that it is raised in.
+        raise type(answer)(str(answer))
+    return answer
+
+
+def _says_yes(frame: Frame) -> bool:
+    return bool(frame.fields.get("yes", False))
+
+
 class _Link:
     """A connection that was let in, from then to its end, shared by all threads of one store.
 
@@ -327,17 +291,16 @@ class _Link:
     """
 
     def __init__(
-        self, name: str, connection: socket.socket, hands: ClientHandshake, timeout: float
+        self, name: str, connection: socket.socket, end: ClientEnd, timeout: float
     ) -> None:
         self.connection = connection
         self._name = name
+        self._protocol = end
         self._timeout = timeout
-        self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._pending: dict[int, Callable[[Answer], None]] = {}
         self._ended: ElasticError | None = None
-        self._reader = hands.reader
         self._gone = threading.Event()
 
     @property
@@ -345,34 +308,21 @@ class _Link:
         """Whether requests can still be made."""
         return self._ended is None
 
-    def request(
-        self,
-        op: str,
-        fields: dict[str, Any],
-        said: str = "",
-        patience: float = 0.0,
-        *,
-        value: bytes = b"",
-    ) -> Sequence[Frame]:
-        """All frames of the answer to one request.
-
-        said, patience: what the caller asks for, and the seconds that it has spent on it, where an
-        error is to name these.
-        """
+    def request(self, op: str, fields: dict[str, Any], value: bytes) -> Sequence[Frame]:
+        """All frames of the answer to one request."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         number = self.ask(op, fields, answers.put, value)
+        due = "listing" if op == "list" else "answer"
         frames: list[Frame] = []
         try:
             while not frames or frames[-1].fields.get("more"):
-                answer = answers.get(timeout=min(self._timeout, LONGEST_WAIT))
-                if isinstance(answer, ElasticError):
-                    # Its own traceback for each thread that it is raised in.
-                    raise type(answer)(str(answer))
-                frames.append(answer)
+                frame = _frame(answers.get(timeout=min(self._timeout, LONGEST_WAIT)))
+                if frame.op != due:
+                    raise StoreRefused(f"{self._name} answered {op} with a {frame.op}")
+                frames.append(frame)
         except queue.Empty:
-            seconds = self._timeout + patience
             raise StoreTimeout(
-                f"{self._name} did not answer {said or op} within {seconds:g} s"
+                f"{self._name} did not answer {op} within {self._timeout:g} s"
             ) from None
         finally:
             self.forget(number)
@@ -387,13 +337,13 @@ class _Link:
     ) -> int:
         """Ask, and have each frame of the answer, or the error that ended the connection, passed
         to `answered` in the receiver's thread, however long that takes; it must not block."""
-        number = next(self._numbers)
+        number, data = self._protocol.ask(op, fields, value)
         with self._state:
             if self._ended is not None:
                 raise StoreUnavailable(str(self._ended))
             self._pending[number] = answered
         try:
-            self._send(encode(Frame(op, number, fields, value)))
+            self._send(data)
         except BaseException:
             self.forget(number)
             raise
@@ -424,13 +374,12 @@ class _Link:
     # -- as the receiver calls it -------------------------------------------------------------
 
     def hear(self) -> bool:
-        """Take what has arrived; whether the connection goes on."""
+        """Take what has arrived; whether the connection goes on. Where not, it is closed."""
         try:
             data = self.connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 self._end(StoreUnavailable(f"{self._name} ended the connection"))
-                return False
-            for frame in self._reader.feed(data):
+            for frame in self._protocol.receive(data):
                 self._deliver(frame)
         except BlockingIOError:
             return True
@@ -442,13 +391,10 @@ class _Link:
             # A bug of whoever is called with an answer costs its own connection, and no other.
             log.exception("what was to be told of a store's answer broke")
             self._end(StoreUnavailable(f"the connection to {self._name} broke: {describe(error)}"))
-        return self._ended is None
+        return self.alive
 
-    def gone(self, error: Exception | None = None) -> None:
+    def gone(self) -> None:
         """Nothing more is heard of it."""
-        if error is not None:
-            why = f"the connection to {self._name} cannot be listened to: {describe(error)}"
-            self._end(StoreUnavailable(why))
         self.connection.close()
         self._gone.set()
 
@@ -486,59 +432,44 @@ class _Receiver:
         """Have no thread and listen to nothing: a child's sockets are closed for it."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._coming: deque[_Link] = deque()
-        self._wake: socket.socket | None = None
+        self._selector: selectors.BaseSelector | None = None
 
     def add(self, link: _Link) -> None:
         """From now on it hears what arrives, until its connection ends. Raises OSError."""
         with self._lock:
-            if self._thread is None:
-                self._start()
-            self._coming.append(link)
-            with contextlib.suppress(BlockingIOError):  # full: it is going to wake anyway
-                present(self._wake, "what wakes the receiver").send(b"\0")
+            selector = self._selector or close_in_children(selectors.DefaultSelector())
+            # A selector that waits in the thread takes it in at once.
+            selector.register(link.connection, selectors.EVENT_READ, link)
+            if self._selector is not None:
+                return
+            thread = helper(lambda: self._listen(selector), "tcp-store-receiver")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                selector.close()
+                raise OSError(f"no thread to receive with: {error}") from error
+            self._selector, self._thread = selector, thread
 
     def is_current(self) -> bool:
         """Whether the caller is called by the receiver."""
         return threading.current_thread() is self._thread
 
-    def _start(self) -> None:
-        waking, woken = (close_in_children(end) for end in socket.socketpair())
-        waking.setblocking(False)
-        woken.setblocking(False)
-        thread = helper(lambda: self._listen(waking, woken), "tcp-store-receiver")
-        try:
-            thread.start()
-        except RuntimeError as error:
-            waking.close()
-            woken.close()
-            raise OSError(f"no thread to receive with: {error}") from error
-        self._wake, self._thread = waking, thread
-
-    def _listen(self, waking: socket.socket, woken: socket.socket) -> None:
-        with waking, woken, close_in_children(selectors.DefaultSelector()) as selector:
-            selector.register(woken, selectors.EVENT_READ)
-            while self._take_in(selector):
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        with selector:
+            while True:
                 for key, _ in selector.select():
-                    if key.data is None:
-                        woken.recv(4096)
-                    elif not key.data.hear():
-                        selector.unregister(key.data.connection)
-                        key.data.gone()
+                    if not key.data.hear() and self._is_last(selector, key.data):
+                        return
 
-    def _take_in(self, selector: selectors.BaseSelector) -> bool:
-        """Whether there is anything to listen to."""
+    def _is_last(self, selector: selectors.BaseSelector, link: _Link) -> bool:
+        """Listen no more to a link that has ended; whether there is no other."""
         with self._lock:
-            while self._coming:
-                link = self._coming.popleft()
-                try:
-                    selector.register(link.connection, selectors.EVENT_READ, link)
-                except (OSError, ValueError, KeyError) as error:
-                    link.gone(error)
-            if len(selector.get_map()) > 1:
-                return True
-            self._thread = self._wake = None
-            return False
+            selector.unregister(link.connection)
+            link.gone()
+            if selector.get_map():
+                return False
+            self._selector = self._thread = None
+            return True
 
 
 RECEIVER = _Receiver()

@@ -5,23 +5,29 @@ that is too long, or differs from its schema in any field, is refused before any
 First the two ends shake hands: the client says which protocol it speaks, for which job, and who it
 is; where there is a secret, the server proves that it knows it, then the client. From then on each
 request of the client has a number, which its answer bears too. A long listing is several frames.
+`ServerEnd` and `ClientEnd` are the two ends of one connection: bytes in, frames out, and back.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
 from ..errors import ConfigError, ElasticError, LeaseLost, StoreRefused
-from .keyspace import Entry, Listing
+from .keyspace import Entry, KeySpace, Lease, Listing, Watch, Watched, check_key, check_ttl
 from .secret import DIGITS, HOW, VARIABLE, Exchange, Role, is_digits, prove, proves
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_FRAME_BYTES = 8 * 1024 * 1024
+HEADER_ROOM = 8 * 1024
+"""More than the header of any frame takes that carries one value, whatever its key."""
 HANDSHAKE_BYTES = 8 * 1024
 """The longest frame of a client that is not in yet."""
 WELCOME_BYTES = 64 * 1024
@@ -93,7 +99,6 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "delete": {"key": TEXT, "expected": MAYBE_WHOLE},
     "refresh": {"key": TEXT, "version": WHOLE},
     "list": {"prefix": TEXT},
-    "changed": {"prefix": TEXT, "after": WHOLE},
     "watch": {"prefix": TEXT, "after": WHOLE, "listing": TRUTH},
     "unwatch": {"number": WHOLE},
     "answer": {"yes": TRUTH, "version": WHOLE},
@@ -102,9 +107,9 @@ SCHEMA: Mapping[str, Mapping[str, _Field]] = {
 }
 """Each request and each answer, with exactly the fields that it has."""
 
-CARRIES_VALUE = frozenset({"write", "listing"})
+CARRIES_VALUE = frozenset({"write", "answer", "listing"})
 
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _no_constant(text: str) -> Any:
@@ -116,19 +121,14 @@ _from_json = json.JSONDecoder(parse_constant=_no_constant).decode
 
 def encode(frame: Frame) -> bytes:
     """The bytes of a frame. The caller keeps to the schema; the reader checks it."""
-    return pack(frame.op, frame.id, _to_json(frame.fields), frame.value)
+    return pack(frame.op, frame.id, to_json(frame.fields), frame.value)
 
 
 def pack(op: str, number: int, fields: str, value: bytes) -> bytes:
-    """The same, of fields that are JSON already."""
+    """The same, of fields that are JSON already, as many frames may have them in common."""
     header = f'{{"op":"{op}","id":{number},{fields[1:]}'.encode()
     total = _LENGTH.size + len(header) + len(value)
     return b"".join((_LENGTHS.pack(total, len(header)), header, value))
-
-
-def pack_fields(frame: Frame) -> str:
-    """The fields of a frame for `pack`, where many have them in common."""
-    return _to_json(frame.fields)
 
 
 def _decode(body: bytes) -> Frame:
@@ -179,22 +179,13 @@ def check_fields(op: str, fields: Mapping[str, Any]) -> None:
 class FrameReader:
     """Puts frames together from the pieces in which they arrive.
 
-    max_bytes: the longest frame that is taken; it may be changed between two frames.
+    max_bytes: the longest frame that is taken; it may be changed between two frames. unread: what
+    has arrived and was not taken yet.
     """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self.max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that have arrived and were not taken yet, as a frame or as a part of one."""
-        return len(self._buffer)
-
-    @property
-    def unread(self) -> bytes:
-        """What has arrived and was not taken."""
-        return bytes(self._buffer)
+        self.unread = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now; StoreRefused for bytes that are none of ours."""
@@ -203,25 +194,21 @@ class FrameReader:
 
     def add(self, data: bytes) -> None:
         """More bytes, for `take`."""
-        self._buffer += data
+        self.unread += data
 
     def take(self) -> Frame | None:
         """The next frame; None while it is not complete. StoreRefused as `feed`."""
-        if len(self._buffer) < _LENGTH.size:
+        if len(self.unread) < _LENGTH.size:
             return None
-        (total,) = _LENGTH.unpack_from(self._buffer)
+        (total,) = _LENGTH.unpack_from(self.unread)
         if total > self.max_bytes:
             raise StoreRefused(f"a frame is at most {self.max_bytes} bytes, got {total}")
         end = _LENGTH.size + int(total)
-        if len(self._buffer) < end:
+        if len(self.unread) < end:
             return None
-        body = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
+        body = bytes(self.unread[_LENGTH.size : end])
+        del self.unread[:end]
         return _decode(body)
-
-    def forget(self) -> None:
-        """Drop what has arrived."""
-        self._buffer = bytearray()
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -234,13 +221,6 @@ KINDS: Mapping[str, type[ElasticError]] = {
 """The errors that a server answers with, by the name that they have in a frame."""
 
 _KIND_OF = {error: kind for kind, error in KINDS.items()}
-
-
-def has_long_answer(request: Frame) -> bool:
-    """Whether its answer may carry values."""
-    if request.op == "write":
-        return request.fields["expected"] is not None  # what it has lost against
-    return request.op in ("get", "list", "watch")
 
 
 def error_frame(number: int, error: ElasticError) -> Frame:
@@ -258,6 +238,19 @@ def answer(number: int, yes: bool, version: int = 0) -> Frame:
     return Frame("answer", number, {"yes": yes, "version": version})
 
 
+def entry_answer(number: int, entry: Entry | None) -> Frame:
+    """What stands at the key that was asked for: with version 0, nothing."""
+    if entry is None:
+        return answer(number, False)
+    return Frame("answer", number, {"yes": False, "version": entry.version}, entry.value)
+
+
+def read_entry(key: str, frame: Frame) -> Entry | None:
+    """What stands at the key, by the answer to a `get` or to a `write` that has lost."""
+    version = frame.fields["version"]
+    return Entry(key, frame.value, version) if version else None
+
+
 def listing_frame(number: int, version: int, entries: Sequence[Entry], more: bool) -> Frame:
     """Entries in one frame; more: whether others of the same listing are in a next one."""
     rows = [[entry.key, entry.version, len(entry.value)] for entry in entries]
@@ -265,106 +258,246 @@ def listing_frame(number: int, version: int, entries: Sequence[Entry], more: boo
     return Frame("listing", number, {"version": version, "rows": rows, "more": more}, value)
 
 
-def read_listing(frame: Frame) -> Listing:
-    """The entries in one frame. Raises StoreRefused where their sizes are not the value's."""
-    entries, at = [], 0
-    for key, version, size in frame.fields["rows"]:
-        entries.append(Entry(key, frame.value[at : at + size], version))
-        at += size
-    if at != len(frame.value):
-        raise StoreRefused(f"a listing of {at} bytes came with {len(frame.value)}")
-    return Listing(tuple(entries), frame.fields["version"])
+def read_listing(frames: Sequence[Frame]) -> Listing:
+    """The entries in the frames of one listing. Raises StoreRefused where their sizes are not the
+    value's."""
+    entries = []
+    for frame in frames:
+        at = 0
+        for key, version, size in frame.fields["rows"]:
+            entries.append(Entry(key, frame.value[at : at + size], version))
+            at += size
+        if at != len(frame.value):
+            raise StoreRefused(f"a listing of {at} bytes came with {len(frame.value)}")
+    return Listing(tuple(entries), frames[0].fields["version"])
 
 
-def pages_of(entries: tuple[Entry, ...], frame_bytes: int) -> list[tuple[Entry, ...]]:
-    """The entries of each frame of a listing, which has at least one.
-
-    Raises:
-        StoreRefused: for an entry that fits no frame.
-    """
-    pages, start, size = [], 0, 0
-    for at, entry in enumerate(entries):
-        # Twelve bytes are the longest escape of one character in JSON.
-        own = 12 * len(entry.key) + 50 + len(entry.value)
-        if own > frame_bytes - 1024:
-            raise StoreRefused(
-                f"an answer is at most {frame_bytes - 1024} bytes, and what stands at "
-                f"{entry.key!r} takes up to {own}"
-            )
-        if at > start and size + own > min(PAGE_BYTES, frame_bytes - 1024):
-            pages.append(entries[start:at])
-            start, size = at, 0
-        size += own
-    pages.append(entries[start:])
-    return pages
+def has_long_answer(request: Frame) -> bool:
+    """Whether its answer may carry values."""
+    if request.op == "write":
+        return request.fields["expected"] is not None  # what it has lost against
+    return request.op in ("get", "list", "watch")
 
 
-def whole_listing(listing: Listing, frame_bytes: int) -> Frame | None:
-    """The listing in one frame, without a number; None if it takes more."""
-    pages = pages_of(listing.entries, frame_bytes)
-    return listing_frame(0, listing.version, listing.entries, False) if len(pages) == 1 else None
+def _bytes_in_a_page(entry: Entry) -> int:
+    # Twelve bytes are the longest escape of one character in JSON.
+    return 12 * len(entry.key) + 50 + len(entry.value)
 
 
-# -- shaking hands -----------------------------------------------------------------------------
+# -- the server's end --------------------------------------------------------------------------
 
 
-class ServerHandshake:
-    """How the server lets one client in. Until then nothing else of it is listened to; where there
-    is a secret, a client that has not proved to know it learns nothing of the server but the
-    protocol, and that the server knows it.
-
-    nonce: fresh for each connection. client: the label of the client that is in; None until then.
-    """
-
-    def __init__(self, job: str, secret: bytes | None, nonce: str) -> None:
-        self.client: str | None = None
-        self._job = job
-        self._secret = secret
-        self._nonce = nonce
-        self._hello: Frame | None = None
-        self._exchange: Exchange | None = None
-
-    def hear(self, frame: Frame) -> Frame:
-        """The answer to the client's next frame, or StoreRefused by name."""
-        if self._hello is None:
-            self._hello = _checked_hello(frame)
-            if self._secret is None:
-                return self._welcome(self._hello)
-            return Frame("challenge", frame.id, {"nonce": self._nonce})
-        due = "nonce" if self._exchange is None else "response"
-        if frame.op != due or self._secret is None:
-            raise StoreRefused(f"a {due} was due from this client, got {frame.op}")
-        if self._exchange is None:
-            job = self._hello.fields["job"]
-            self._exchange = Exchange(self._nonce, frame.fields["nonce"], job)
-            proof = prove(self._secret, Role.SERVER, self._exchange)
-            return Frame("proof", frame.id, {"proof": proof})
-        if not proves(frame.fields["proof"], self._secret, Role.CLIENT, self._exchange):
-            raise StoreRefused(f"has another secret than this client: {HOW}")
-        return self._welcome(self._hello)
-
-    def _welcome(self, hello: Frame) -> Frame:
-        job = hello.fields["job"]
-        # Who names no job asks whose store it is, and learns it by the welcome.
-        if self._job and job not in ("", self._job):
-            raise StoreRefused(f"serves job {self._job!r}, not {job!r}")
-        self.client = hello.fields["client"]
-        return Frame("welcome", hello.id, {"protocol": PROTOCOL, "job": self._job})
-
-
-def _checked_hello(hello: Frame) -> Frame:
-    if hello.op != "hello":
-        raise StoreRefused(f"a connection begins with hello, got {hello.op}")
+def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[Frame | None, Frame, str]:
+    """Is sent what a client says, and yields what to answer; ends with the client's label."""
+    hello = _due((yield None), "hello", "a connection begins with hello")
     spoken, label = hello.fields["protocol"], hello.fields["client"]
     if spoken != PROTOCOL:
         raise StoreRefused(f"speaks protocol {PROTOCOL}, not {spoken}")
     if len(label) > LABEL_CHARACTERS:
         raise StoreRefused(f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}")
-    return hello
+    if secret is not None:
+        said = yield Frame("challenge", hello.id, {"nonce": nonce})
+        asked = _due(said, "nonce", "a nonce was due from this client")
+        exchange = Exchange(nonce, asked.fields["nonce"], hello.fields["job"])
+        said = yield Frame("proof", asked.id, {"proof": prove(secret, Role.SERVER, exchange)})
+        response = _due(said, "response", "a response was due from this client")
+        if not proves(response.fields["proof"], secret, Role.CLIENT, exchange):
+            raise StoreRefused(f"has another secret than this client: {HOW}")
+    # Who names no job asks whose store it is, and learns it by the welcome.
+    if job and hello.fields["job"] not in ("", job):
+        raise StoreRefused(f"serves job {job!r}, not {hello.fields['job']!r}")
+    return str(label)
 
 
-class ClientHandshake:
-    """How a client is let in, and makes sure that it is where it wanted to be.
+def _due(frame: Frame, op: str, rule: str) -> Frame:
+    if frame.op != op:
+        raise StoreRefused(f"{rule}, got {frame.op}")
+    return frame
+
+
+def _perform(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
+    """Do what the request asks for; its answer."""
+    fields, number = request.fields, request.id
+    if request.op == "get":
+        return entry_answer(number, space.get(check_key(fields["key"])))
+    if request.op == "write":
+        return _write(space, client, request, now)
+    if request.op == "refresh":
+        space.refresh(fields["key"], fields["version"], client, now)
+        return answer(number, True)
+    if request.op == "unwatch":
+        return answer(number, space.unwatch(client, fields["number"]))
+    if request.op == "delete":
+        return answer(number, space.delete(check_key(fields["key"]), fields["expected"]))
+    raise StoreRefused(f"{request.op} is no operation here")
+
+
+def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
+    fields, value = request.fields, request.value
+    key, ttl, expected = check_key(fields["key"]), check_ttl(fields["ttl"]), fields["expected"]
+    lease = None if ttl is None else Lease(client, float(ttl))
+    if expected is None:
+        return answer(request.id, True, space.put(key, value, lease, now).version)
+    outcome = space.compare_set(key, value, expected, lease, now)
+    if outcome.won and outcome.entry is not None:
+        return answer(request.id, True, outcome.entry.version)
+    return entry_answer(request.id, outcome.entry)
+
+
+def _watch(
+    space: KeySpace, client: int, request: Frame, tell: Callable[[int, Watched], None]
+) -> None:
+    fields, mine = request.fields, partial(tell, request.id)
+    watch = Watch(client, request.id, fields["prefix"], fields["after"], mine, fields["listing"])
+    told = space.watch(watch)
+    if told is not False:
+        mine(told)
+
+
+class ServerEnd:
+    """What one client sends becomes requests, one at a time, and answers become bytes for it.
+
+    Until the client is in, nothing but the handshake is listened to; where there is a secret, a
+    client that has not proved to know it learns nothing of the server but the protocol, and that
+    the server knows it. Whoever breaks the rules is told so and refused: nothing more is read.
+
+    Args:
+        job: whose store it is; "" for anybody's.
+        secret: what the client must prove to know, if any.
+        nonce: fresh for each connection.
+        frame_bytes: the longest frame of a client that is in, and of an answer.
+
+    label: what the client calls itself. is_in: whether it was let in, and not refused since.
+    request: what `next_request` found, until `perform`. performed: how many were. unsent: bytes for
+    the client; who sends some takes them away. listed_bytes: what is left of a listing, as of its
+    moment.
+    """
+
+    def __init__(self, job: str, secret: bytes | None, nonce: str, frame_bytes: int) -> None:
+        self.label = ""
+        self.is_in = False
+        self.refused = False
+        self.request: Frame | None = None
+        self.performed = 0
+        self.unsent = bytearray()
+        self.listed_bytes = 0
+        self._job = job
+        self._frame_bytes = frame_bytes
+        self._reader = FrameReader(min(frame_bytes, HANDSHAKE_BYTES))
+        self._admission = _admission(job, secret, nonce)
+        next(self._admission)
+        self._listed = 0, 0
+        self._rest: deque[Entry] = deque()
+
+    # -- what arrives -------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> bytearray:
+        """What has arrived and is no whole frame, or behind the request that is not handled."""
+        return self._reader.unread
+
+    @property
+    def has_half_a_frame(self) -> bool:
+        return self.request is None and bool(self._reader.unread)
+
+    @property
+    def held_bytes(self) -> int:
+        """What lies in both directions."""
+        size = len(self.unsent) + len(self._reader.unread)
+        return size if self.request is None else size + len(self.request.value)
+
+    def receive(self, data: bytes) -> None:
+        """More bytes, for `next_request`."""
+        self._reader.add(data)
+
+    def next_request(self) -> Frame | None:
+        """The first request that is not handled, once it is complete."""
+        try:
+            while self.request is None and (frame := self._reader.take()) is not None:
+                if not self.is_in:
+                    self._admit(frame)
+                else:
+                    self.request = frame
+        except StoreRefused as error:
+            self.refuse(error)
+        return self.request
+
+    def perform(
+        self, space: KeySpace, client: int, now: float, tell: Callable[[int, Watched], None]
+    ) -> None:
+        """Do what the request asks for, and answer it. tell: what is called with its number and
+        what has changed, where it asks for that."""
+        request, self.request = self.request, None
+        self.performed += 1
+        if request is None:
+            return
+        try:
+            if request.op == "list":
+                self._begin_listing(request.id, space.list(request.fields["prefix"]))
+            elif request.op == "watch":
+                _watch(space, client, request, tell)
+            else:
+                self.send(_perform(space, client, request, now))
+        except (StoreRefused, LeaseLost, ConfigError) as error:
+            self.send(error_frame(request.id, error))
+
+    def refuse(self, error: StoreRefused, number: int = 0) -> None:
+        """Say why, and read nothing more."""
+        self.is_in, self.refused = False, True
+        self.request = None
+        self._reader = FrameReader()
+        self.send(error_frame(number, error))
+
+    def _admit(self, frame: Frame) -> None:
+        try:
+            reply = self._admission.send(frame)
+        except StopIteration as done:
+            self.label, self.is_in = done.value, True
+            self._reader.max_bytes = self._frame_bytes
+            reply = Frame("welcome", 0, {"protocol": PROTOCOL, "job": self._job})
+        except StoreRefused as error:
+            self.refuse(error, frame.id)
+            return
+        if reply is not None:
+            self.send(reply)
+
+    # -- what goes out ------------------------------------------------------------------------
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self.unsent or self._rest)
+
+    def send(self, frame: Frame) -> None:
+        """Put a frame behind those still to be sent."""
+        self.unsent += encode(frame)
+
+    def _begin_listing(self, number: int, listing: Listing) -> None:
+        self._listed = number, listing.version
+        self._rest = deque(listing.entries)
+        self.listed_bytes = sum(map(_bytes_in_a_page, listing.entries))
+        self.add_page()
+
+    def add_page(self) -> None:
+        """Put the next page of the listing behind what is to be sent; there is at least one."""
+        page: list[Entry] = []
+        room = min(PAGE_BYTES, self._frame_bytes - HEADER_ROOM)
+        while self._rest:
+            size = _bytes_in_a_page(self._rest[0])
+            if page and size > room:
+                break
+            page.append(self._rest.popleft())
+            room -= size
+            self.listed_bytes -= size
+        self.send(listing_frame(*self._listed, page, bool(self._rest)))
+
+
+# -- the client's end --------------------------------------------------------------------------
+
+
+class ClientEnd:
+    """How a client is let in, and makes sure that it is where it wanted to be; from then on
+    requests become bytes, and what arrives becomes answers.
 
     With a secret, the client talks to nobody who has not shown that it knows it too, and proves
     nothing to them either; a server that asks for none is refused like one with another.
@@ -373,76 +506,93 @@ class ClientHandshake:
         name: the server's address, which the errors give.
         job, label: whose store it is to be, and who this client is.
         nonce: fresh for each connection.
+
+    is_in: whether it was let in. hello: what to send first.
     """
 
     def __init__(self, name: str, job: str, label: str, secret: bytes | None, nonce: str) -> None:
-        self.done = False
-        self.reader = FrameReader(WELCOME_BYTES)
+        self.is_in = False
         self._name = name
-        self._job = job
-        self._label = label
-        self._secret = secret
-        self._nonce = nonce
-        self._exchange: Exchange | None = None
-        self._due = frozenset({"challenge", "welcome"})
+        self._numbers = itertools.count(1)
+        self._reader = FrameReader(WELCOME_BYTES)
+        greeting = Frame("hello", 0, {"protocol": PROTOCOL, "job": job, "client": label})
+        self._entry = self._enter(encode(greeting), job, secret, nonce)
+        self.hello = next(self._entry)
 
-    def begin(self) -> bytes:
-        """What to send first."""
-        fields = {"protocol": PROTOCOL, "job": self._job, "client": self._label}
-        hello = encode(Frame("hello", 0, fields))
-        if self._secret is None:
-            return hello
-        # Both at once, which saves a round trip; who asks for no secret has refused by then.
-        return hello + encode(Frame("nonce", 0, {"nonce": self._nonce}))
+    def shake_hands(self, data: bytes) -> bytes:
+        """What to send on having received this, until the client is in.
 
-    def receive(self, data: bytes) -> bytes:
-        """What to send on having received this. Raises StoreRefused: it is no store of ours, says
-        no to us, or does not know our secret."""
-        self.reader.add(data)
-        answers = b""
-        try:
-            while not self.done and (frame := self.reader.take()) is not None:
-                answers += self._hear(frame)
-        except _Unlike as error:
-            raise StoreRefused(str(error)) from None
-        except StoreRefused as error:
-            raise StoreRefused(f"{self._name} answers, but {NOT_OURS}: {error}") from None
-        if self.done:
-            self.reader.max_bytes = MAX_FRAME_BYTES
-        return answers
+        Raises:
+            StoreRefused: it is no store of ours, says no to us, or does not know our secret.
+        """
+        self._reader.add(data)
+        said = b""
+        while not self.is_in:
+            try:
+                frame = self._reader.take()
+            except StoreRefused as error:
+                raise self._not_ours(str(error)) from None
+            if frame is None:
+                break
+            try:
+                said += self._entry.send(frame)
+            except StopIteration:
+                self.is_in = True
+                self._reader.max_bytes = MAX_FRAME_BYTES
+        return said
 
-    def _hear(self, frame: Frame) -> bytes:
-        if frame.op == "error":
-            raise _Unlike(f"{self._name} {frame.fields['message']}")
-        if frame.op not in self._due:
-            raise StoreRefused(frame.op)
-        if frame.op == "challenge":
-            if self._secret is None:
-                raise _Unlike(
+    def _enter(
+        self, hello: bytes, job: str, secret: bytes | None, nonce: str
+    ) -> Generator[bytes, Frame, None]:
+        """Yields what to send, and is sent what the server says; ends once the client is in."""
+        if secret is None:
+            if self._due((yield hello), "welcome", "challenge").op == "challenge":
+                raise StoreRefused(
                     f"{self._name} asks for a shared secret, and this client has none: {HOW}"
                 )
-            self._exchange = Exchange(frame.fields["nonce"], self._nonce, self._job)
-            self._due = frozenset({"proof"})
-            return b""
-        if frame.op == "welcome":
-            if self._secret is not None and self._exchange is None:
-                raise _Unlike(
-                    f"{self._name} asks for no secret, and this client has one: {HOW}, or unset "
-                    f"{VARIABLE} here"
-                )
-            self.done = True
-            return b""
-        return self._prove(frame.fields["proof"])
-
-    def _prove(self, servers: str) -> bytes:
-        secret, exchange = self._secret, self._exchange
-        if secret is None or exchange is None or not proves(servers, secret, Role.SERVER, exchange):
-            raise _Unlike(
+            return
+        # Both at once, which saves a round trip; who asks for no secret has refused by then.
+        said = yield hello + encode(Frame("nonce", 0, {"nonce": nonce}))
+        challenge = self._due(said, "challenge", "welcome")
+        if challenge.op == "welcome":
+            raise StoreRefused(
+                f"{self._name} asks for no secret, and this client has one: {HOW}, or unset "
+                f"{VARIABLE} here"
+            )
+        exchange = Exchange(challenge.fields["nonce"], nonce, job)
+        proof = self._due((yield b""), "proof")
+        if not proves(proof.fields["proof"], secret, Role.SERVER, exchange):
+            raise StoreRefused(
                 f"{self._name} has another secret than this client, or is not our store: {HOW}"
             )
-        self._due = frozenset({"welcome"})
-        return encode(Frame("response", 0, {"proof": prove(secret, Role.CLIENT, exchange)}))
+        own = prove(secret, Role.CLIENT, exchange)
+        self._due((yield encode(Frame("response", 0, {"proof": own}))), "welcome")
 
+    def _due(self, frame: Frame, *ops: str) -> Frame:
+        if frame.op == "error":
+            raise StoreRefused(f"{self._name} {frame.fields['message']}")
+        if frame.op not in ops:
+            raise self._not_ours(frame.op)
+        return frame
 
-class _Unlike(StoreRefused):
-    """A store of ours, which this client is not for."""
+    def _not_ours(self, what: str) -> StoreRefused:
+        return StoreRefused(f"{self._name} answers, but {NOT_OURS}: {what}")
+
+    def ask(self, op: str, fields: Mapping[str, Any], value: bytes = b"") -> tuple[int, bytes]:
+        """The number and the bytes of a request.
+
+        Raises:
+            StoreRefused: no frame can carry it. The server would end the connection over it.
+        """
+        if len(value) > MAX_FRAME_BYTES - HEADER_ROOM:
+            raise StoreRefused(
+                f"a value is at most {MAX_FRAME_BYTES - HEADER_ROOM} bytes, got {len(value)} "
+                f"for key {fields['key']!r}"
+            )
+        check_fields(op, fields)
+        number = next(self._numbers)
+        return number, encode(Frame(op, number, fields, value))
+
+    def receive(self, data: bytes) -> list[Frame]:
+        """The answers, or pages of answers, that are complete now; StoreRefused as `feed`."""
+        return self._reader.feed(data)

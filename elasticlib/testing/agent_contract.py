@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ..agent.interface import DRAIN_EXIT_CODE
 from ..agent.options import AgentOptions
 from ..errors import WorkerStartError
+from ..flag_values import DRAIN_EXIT_CODE
 from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import CODE, Act

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import StoreUnavailable
+from ..rendezvous.decide import Intent
 from ..rendezvous.document import Document, Node, Timing
-from ..rendezvous.intent import Intent
 from ..rendezvous.layout import Keys, StoredJob
 from ..rendezvous.node import LocalNode, Reading
 from ..stores.interface import CompareSet
@@ -86,7 +86,7 @@ class SimulatedNode:
             simulation.limits,
             Timing(lease=simulation.lease, refresh=simulation.lease / 5),
         )
-        self.part.seek()
+        self.part.intent = self.intent.seek()
         self._stopping = False
 
     @property
@@ -171,7 +171,7 @@ class SimulatedNode:
             if self.intent.node.draining:
                 self.leave()
                 return
-            self.part.seek()
+            self.part.intent = self.intent.seek()
 
     def forget(self) -> None:
         """The store is emptied, as by a restart without its memory."""
@@ -193,7 +193,7 @@ class SimulatedNode:
     def fail_workers(self) -> None:
         if self.training and not self._stopping:
             self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
-            self.part.fail("exit code 1")
+            self.part.intent = self.intent.fail("exit code 1")
 
     def drain(self) -> None:
         """It leaves at once if it has no workers, else when all who hear of it have stopped."""
@@ -201,7 +201,7 @@ class SimulatedNode:
             self.leave()
         elif not self.intent.node.draining:
             self._simulation.tell(self.name, Mark.DRAINS, "is about to leave")
-            self.part.drain("drain")
+            self.part.intent = self.intent.saying(draining="drain")
 
     def stall(self, seconds: float) -> None:
         self.stalled_until = self._simulation.now + seconds

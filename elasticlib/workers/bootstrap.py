@@ -58,7 +58,7 @@ def interpret(error_file: str, kind: str, name: str, *args: str) -> None:
     from elasticlib.workers import run_program
 
     what = [error_file, kind, name, *args]
-    if kind == "template":
+    if kind == "fork_server":
         from elasticlib.workers import fork_server
 
         sys.path.remove(root)

@@ -13,7 +13,7 @@ import sys
 import threading
 
 from ..clock import Clock, monotonic
-from .messages import NOTHING, REASONS, SOURCES, Beat, Notice, TakenUp
+from .interface import NOTHING, REASONS, SOURCES, Heartbeat, Notice, TakenUp
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names it, in a worker's environment."""
@@ -228,7 +228,7 @@ class Channel:
         self._seconds[_DEADLINE] = deadline
         self._words[_STOP_AT] = call
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """The worker's heartbeat."""
         words, seconds = self._words, self._seconds
         steps = words[_STEPS]
@@ -237,7 +237,7 @@ class Channel:
             if steps > RECENT
             else range(_DURATIONS + 1, _DURATIONS + max(steps, 1))
         )
-        return Beat(
+        return Heartbeat(
             step=words[_STEP],
             steps=steps,
             at=seconds[_STEPPED_AT],
@@ -277,7 +277,7 @@ class Channels:
         self._clock = clock
         self._lock = threading.RLock()
         self._open: dict[int, Channel] = {}
-        self._last: dict[int, Beat] = {}
+        self._last: dict[int, Heartbeat] = {}
         self._notice: Notice | None = None
         self._deadline = 0.0
         self._saves = 0
@@ -356,12 +356,12 @@ class Channels:
             for channel in self._open.values():
                 channel.tell_stop(call, REASONS.index(notice.reason), deadline)
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         """The heartbeat of each worker, by local rank."""
         with self._lock:
             return {local: channel.beat() for local, channel in self._open.items()}
 
-    def last_beats(self) -> dict[int, Beat]:
+    def last_beats(self) -> dict[int, Heartbeat]:
         """The same, and the last heartbeats of the workers of this group that have ended since."""
         with self._lock:
             return {**self._last, **self.beats()}

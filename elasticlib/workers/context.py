@@ -15,7 +15,7 @@ import attrs
 
 from ..clock import monotonic
 from .channel import VARIABLE, Channel
-from .messages import REASONS, SOURCES, TakenUp
+from .interface import REASONS, SOURCES, TakenUp
 from .stacks import write_on_demand
 
 LOOK_SECONDS = 2e-4

@@ -13,8 +13,7 @@ from typing import Any
 import attrs
 
 from ..rendezvous.document import FailureKind
-from ..visible import visible
-from .messages import shorten
+from ..visible import shorten, visible
 from .spec import Entrypoint, Script
 
 SIGNALS = {

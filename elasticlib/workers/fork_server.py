@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ElasticError, WorkerStartError
 from .bootstrap import die_with
@@ -64,7 +64,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     are looked for.
     """
     link = socket.socket(fileno=descriptor)
-    name = _name("worker-template")
+    name = _name("fork-server")
     before = dict(os.environ)
     dispositions = _deaf()
     # What the user asked for is looked at before the seconds that torch takes.
@@ -314,12 +314,8 @@ class ForkServerUnfit(ElasticError):
 class Forked:
     """A worker of a fork server, as far as it looks like a Popen."""
 
-    def __init__(
-        self, pid: int, server: ForkServer, stdout: IO[bytes] | None, stderr: IO[bytes] | None
-    ) -> None:
+    def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid = pid
-        self.stdout = stdout
-        self.stderr = stderr
         self._server = server
 
     def wait(self) -> int:
@@ -379,12 +375,9 @@ class ForkServer:
         return "" if self._said == "ready" else self._said
 
     def fork(
-        self,
-        what: Sequence[str],
-        environment: Mapping[str, str],
-        targets: Sequence[int | IO[bytes] | None],
+        self, what: Sequence[str], environment: Mapping[str, str], targets: Sequence[int | None]
     ) -> Forked:
-        """A worker in a session of its own; targets as subprocess takes them for its output.
+        """A worker in a session of its own; targets: its stdout and stderr, None for our own.
 
         Raises:
             ForkServerGone: there is no worker, and the server is of no further use.
@@ -404,16 +397,10 @@ class ForkServer:
             json.dump(job, request)
             request.flush()
             stdin = 0 if has_stdin() else opened.enter_context(open(os.devnull, "rb")).fileno()
-            pipes = [_stream(opened, target, own) for own, target in enumerate(targets, 1)]
-            descriptors = [request.fileno(), stdin, *(theirs for theirs, _ in pipes)]
-            try:
-                pid = self._ask(lambda: socket.send_fds(self._link, [b"fork"], descriptors))
-            except ElasticError:
-                for _, ours in pipes:
-                    if ours is not None:
-                        ours.close()
-                raise
-        return Forked(pid, self, pipes[0][1], pipes[1][1])
+            outputs = [own if file is None else file for own, file in enumerate(targets, 1)]
+            descriptors = [request.fileno(), stdin, *outputs]
+            pid = self._ask(lambda: socket.send_fds(self._link, [b"fork"], descriptors))
+        return Forked(pid, self)
 
     def reap(self, pid: int) -> int:
         try:
@@ -460,20 +447,3 @@ def has_stdin() -> bool:
         return os.get_inheritable(0)
     except OSError:
         return False
-
-
-def _stream(
-    opened: contextlib.ExitStack, target: int | IO[bytes] | None, own: int
-) -> tuple[int, IO[bytes] | None]:
-    """The worker's end of a stream, and ours where it is a pipe."""
-    if target is None:
-        return own, None
-    if target == subprocess.DEVNULL:
-        return opened.enter_context(open(os.devnull, "wb")).fileno(), None
-    if not isinstance(target, int):
-        return target.fileno(), None
-    if target != subprocess.PIPE:
-        return target, None
-    reading, writing = os.pipe()
-    opened.callback(os.close, writing)
-    return writing, open(reading, "rb")

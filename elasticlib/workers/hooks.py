@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import json
 import os
 import sys
 import threading
@@ -23,8 +24,8 @@ from typing import Any
 import attrs
 
 from ..clock import wall
-from ..foreign import opened
-from .messages import LONGEST_RECORD, ends_process, failure_record, read_failure, read_record
+from ..foreign import opened, read_object
+from ..visible import shorten
 
 EXIT = ".exit"
 """Behind the name of error.json: holds the code of a process that leaves by nothing else."""
@@ -171,6 +172,59 @@ def _text(error: BaseException) -> str:
     except Exception as broken:
         # An exception's own code runs here, and may raise anything.
         return f"(its text cannot be had: {type(broken).__name__})"
+
+
+# -- error.json: torch's shape, and its bounds -----------------------------------------------------
+
+NO_RECORD = {"message": "<NONE>"}
+"""torch's word for the content of an error.json that there is not."""
+LONGEST_RECORD = 1 << 20
+"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
+LONGEST = 1 << 16
+"""Characters of a traceback, or of a message, that are kept."""
+
+
+def failure_record(
+    kind: str, text: str, traceback: str, timestamp: int, *, thread: str = ""
+) -> bytes:
+    """The file's content; timestamp in whole seconds since 1970.
+
+    thread: the name of the one that alone has ended so, and not yet the process.
+    """
+    extra = {"py_callstack": shorten(traceback, LONGEST), "timestamp": str(timestamp)}
+    if thread:
+        extra["thread"] = thread
+    record = {"message": {"message": shorten(f"{kind}: {text}", LONGEST), "extraInfo": extra}}
+    return json.dumps(record).encode()
+
+
+def read_record(data: bytes) -> dict[str, Any]:
+    """All that an error.json holds; nothing where it is none."""
+    try:
+        record = read_object(data)
+    except ValueError:
+        return {}
+    return record if "message" in record else {}
+
+
+def read_failure(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Message and traceback of what `read_record` found; empty where it has none."""
+    message = record.get("message")
+    if isinstance(message, str):
+        return message, ""
+    if not isinstance(message, dict):
+        return "", ""
+    extra = message.get("extraInfo")
+    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
+    return str(message.get("message", "")), str(trace)
+
+
+def ends_process(record: Mapping[str, Any]) -> bool:
+    """Whether this error.json tells of an exception that ends its process."""
+    try:
+        return "thread" not in record["message"]["extraInfo"]
+    except (KeyError, TypeError):
+        return False
 
 
 # -- the agent's end ------------------------------------------------------------------------------

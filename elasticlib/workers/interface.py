@@ -1,17 +1,97 @@
 """What an agent needs of whatever runs its workers: start, observe, stop.
 
 Workers may be processes here, containers or actors elsewhere; an agent only starts a group, is
-told of each end once, and sends the group up the stopping ladder.
+told of each end once, and sends the group up the stopping ladder. What a worker and its agent tell
+each other meanwhile are values: a heartbeat and a notice.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
-from .exit import WorkerExit
-from .messages import Beat, Notice
-from .spec import WorkerGroup, WorkerSpec
+import attrs
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    # Workers import this as well, and have no use for these.
+    from .exit import WorkerExit
+    from .spec import WorkerGroup, WorkerSpec
+
+NOTHING = -1
+"""In place of a step that was not reported."""
+SOURCES = ("memory", "peer", "disk")
+"""Where a worker's state came from: its own node's memory, another node's, or a disk; the
+quickest first."""
+
+
+@attrs.frozen
+class TakenUp:
+    """The state that a worker took up: of which step, from which of the SOURCES, and from when
+    until when that took, on this machine's monotonic clock."""
+
+    step: int
+    source: str
+    began: float
+    ended: float
+
+
+@attrs.frozen
+class Heartbeat:
+    """What a worker has reported of its steps.
+
+    step: the last, or NOTHING. steps: how many it reported. at: when, on this machine's monotonic
+    clock; alive: when it last reported a step or a save, or asked whether to stop. durations:
+    seconds of the last few, in no order. saved: the last step saved, or NOTHING; saves: how many.
+    dumps: whether it writes its stacks where it is asked to. attached: whether it has asked for
+    its context at all. first_step, first_at: the first step that it reported, and when; NOTHING
+    and 0.0 before. restored: the state that it took up last; restores: how many it did. snapshot:
+    the step of the last one kept, or NOTHING. loss: the last reported; samples: all of them.
+    """
+
+    step: int = NOTHING
+    steps: int = 0
+    at: float = 0.0
+    alive: float = 0.0
+    durations: tuple[float, ...] = ()
+    saved: int = NOTHING
+    saves: int = 0
+    dumps: bool = False
+    attached: bool = False
+    first_step: int = NOTHING
+    first_at: float = 0.0
+    restored: TakenUp | None = None
+    restores: int = 0
+    snapshot: int = NOTHING
+    loss: float | None = None
+    samples: float = 0.0
+
+
+PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
+REASONS = (PREEMPTED, RESIZE, DRAIN)
+
+
+@attrs.frozen
+class Notice:
+    """What workers are told when they are asked to end by themselves, before any signal.
+
+    reason: `preempted` (the machine is taken away), `resize` (the job goes on with other
+    nodes), or `drain` (a node was asked to leave). seconds: in which the workers may save and
+    end by themselves. after_save: they are told when they next have saved, or at half the time.
+    """
+
+    reason: str
+    seconds: float
+    after_save: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.reason not in REASONS or self.seconds < 0:
+            raise ConfigError(
+                f"a notice has a reason ({', '.join(REASONS)}) and seconds >= 0, "
+                f"got {self.reason!r} and {self.seconds}"
+            )
 
 
 class Workers(abc.ABC):
@@ -67,11 +147,11 @@ class Workers(abc.ABC):
     tell_steps = False
     """Whether `beats` returns anything; hangs are found by that."""
 
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         """The workers' heartbeats, by local rank. For any thread."""
         return {}
 
-    def last_beats(self) -> Mapping[int, Beat]:
+    def last_beats(self) -> Mapping[int, Heartbeat]:
         """The same, and the last heartbeats of the workers of the group that have ended; until the
         next start, and after `close`."""
         return self.beats()

@@ -20,6 +20,7 @@ from ..clock import monotonic
 from ..errors import WorkerStartError, present
 from ..threads import helper
 from . import session
+from .output import start_thread
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -27,17 +28,6 @@ LOOK_SECONDS = 0.1
 LONGEST_WAIT = 86400.0
 """Seconds; epoll takes no more than 24 days, and a timer may run for longer."""
 Act = Callable[[], object]
-
-
-def start_thread(thread: threading.Thread) -> None:
-    """Raises WorkerStartError where it cannot be started."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise WorkerStartError(
-            f"cannot watch the workers: {error}; threads count as processes (ulimit -u, pids.max "
-            "of the cgroup): raise that limit"
-        ) from error
 
 
 class Loop:

@@ -1,32 +1,42 @@
 """Where a worker's streams go: through to ours, to a file, or line by line to both.
 
+What becomes of them is a plan with torchrun's meanings: a choice of streams is `3` for both of
+every worker, or `0:1,1:2` for some, where 1 is stdout, 2 is stderr, 3 both; a worker's files follow
+from the plan and a folder, as torchrun lays them out.
+
 A pipe is read to its end, whatever becomes of the file or the console, so a worker never dies with
-them; nothing that it wrote before it ended is lost. Output is passed on by a thread for each
-of our two streams: a console that stands still holds up the workers that are shown there, as it
-would without us, and nothing else. The last lines of stderr are kept, for the report of a failure.
+them; nothing that it wrote before it ended is lost. The loop reads all pipes, and a thread for each
+of our two streams passes on what it read: to write to a console that stands still (a terminal that
+was stopped, a pager, a pipe whose reader waits) takes for ever, and nobody can tell before. So it
+holds up the workers that are shown there, as it would without us, and nothing else. The last lines
+of stderr are kept, for the report of a failure.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import enum
 import logging
 import os
 import queue
 import select
 import socket
-import subprocess
 import sys
-import termios
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import IO, Any
+from string import Template
+from typing import IO, TYPE_CHECKING, Any
 
+import attrs
+
+from ..errors import ConfigError, WorkerStartError
 from ..foreign import opened
 from ..threads import helper
-from .loop import Loop, start_thread
-from .output_plan import NAMES, OutputPlan, Places, Streams
 from .spec import Worker
+
+if TYPE_CHECKING:
+    from .loop import Loop
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -38,6 +48,135 @@ LONGEST_LINE = 1 << 16
 TAIL_LINES = 30
 TAIL_BYTES = 8 * 1024
 TURNS, LONGEST_TURN = 20, 0.05
+ERROR_FILE = "error.json"
+
+
+class Streams(enum.IntFlag):
+    """A set of a worker's output streams."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+NAMES: Mapping[Streams, str] = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+
+
+@attrs.frozen
+class StreamChoice:
+    """Streams by local rank; `everywhere` for those not named."""
+
+    everywhere: Streams = Streams.NONE
+    by_rank: Mapping[int, Streams] = attrs.field(factory=dict)
+
+    def of(self, local_rank: int) -> Streams:
+        return self.by_rank.get(local_rank, self.everywhere)
+
+    @property
+    def any(self) -> bool:
+        return bool(self.everywhere) or any(self.by_rank.values())
+
+
+def parse_streams(text: str, option: str) -> StreamChoice:
+    """A choice from `3` or `0:1,1:2`; `option` names the flag in the error."""
+    try:
+        if ":" not in text:
+            return StreamChoice(everywhere=_streams(text))
+        pairs = [part.split(":") for part in text.split(",")]
+        by_rank = {int(rank): _streams(which) for rank, which in pairs}
+        if len(by_rank) < len(pairs) or min(by_rank) < 0:
+            raise ValueError(text)
+        return StreamChoice(by_rank=by_rank)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} is 0, 1, 2 or 3, or such a number for some local ranks "
+            f"as in 0:1,1:2, got {text!r}"
+        ) from error
+
+
+def _streams(text: str) -> Streams:
+    number = int(text)
+    if not 0 <= number <= Streams.ALL:
+        raise ValueError(text)
+    return Streams(number)
+
+
+@attrs.frozen
+class Places:
+    """The files of one worker. files: a path for each stream that has one. tee: those of them that
+    are shown as well, line by line. shown: whether the streams without a file are. filtered: the
+    files for the shown lines that were asked for. error_file: where it writes of its failure.
+    """
+
+    error_file: str
+    files: Mapping[Streams, str] = attrs.field(factory=dict)
+    tee: Streams = Streams.NONE
+    shown: Streams = Streams.ALL
+    filtered: Mapping[Streams, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class OutputPlan:
+    """Streams to write to files, and streams to write to files and show.
+
+    ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
+    stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
+    of the attempt, too. template: what stands before each shown line of `tee`, with
+    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. ask: says in place of
+    the rest what is written to which file and shown, by local rank, given the workers'
+    environments, which it may change (see `compat/logs.py`).
+    """
+
+    redirect: StreamChoice = attrs.field(factory=StreamChoice)
+    tee: StreamChoice = attrs.field(factory=StreamChoice)
+    ranks: frozenset[int] | None = None
+    stdout_needles: tuple[str, ...] = ()
+    stderr_needles: tuple[str, ...] = ()
+    template: str | None = None
+    ask: Callable[[dict[int, dict[str, str]], OutputPlan], dict[int, Places]] | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.redirect.any or self.tee.any
+
+    def shows(self, local_rank: int) -> bool:
+        return self.ranks is None or local_rank in self.ranks
+
+    def needles(self, stream: Streams) -> tuple[bytes, ...]:
+        texts = self.stdout_needles if stream is Streams.OUT else self.stderr_needles
+        return tuple(text.encode() for text in texts)
+
+    def prefix(self, role: str, worker: Worker, host: str) -> str:
+        """What stands before each line of a worker of that host."""
+        if self.template is None:
+            return f"[{role}{worker.rank}]:"
+        return Template(self.template).safe_substitute(
+            role_name=role, rank=worker.rank, local_rank=worker.local_rank, hostname=host
+        )
+
+    def places(self, local_rank: int, folder: str) -> Places:
+        """torchrun's tree: a folder for each attempt, and one in it for each worker, which this
+        is."""
+        shown = self.shows(local_rank)
+        tee = self.tee.of(local_rank)
+        kept = self.redirect.of(local_rank) | tee
+        tee = tee if shown else Streams.NONE
+        attempt = folder.rpartition("/")[0]
+        return Places(
+            error_file=f"{folder}/{ERROR_FILE}",
+            files={s: f"{folder}/{name}.log" for s, name in NAMES.items() if s & kept},
+            tee=tee,
+            shown=Streams.ALL if shown else Streams.NONE,
+            filtered={
+                s: f"{attempt}/filtered_{name}.log"
+                for s, name in NAMES.items()
+                if s & tee and self.needles(s)
+            },
+        )
+
+
+# -- the streams as they pass ----------------------------------------------------------------------
 
 
 class Lines:
@@ -119,6 +258,17 @@ class FileSink(Sink):
             log.warning("a worker's output is not whole in %s: %s", self._file.name, error)
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Raises WorkerStartError where it cannot be started."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise WorkerStartError(
+            f"cannot watch the workers: {error}; threads count as processes (ulimit -u, pids.max "
+            "of the cgroup): raise that limit"
+        ) from error
+
+
 class Writers:
     """The threads that pass on what workers say, one for each of our streams; for any thread."""
 
@@ -153,25 +303,26 @@ def _write_what_comes(waiting: queue.SimpleQueue[Callable[[], object] | None]) -
 
 class Pipe:
     """A stream of one worker that is read here: by the loop, and never much more than has been
-    passed on, which `take` does in the stream's writer."""
+    passed on, which `take` does in the stream's writer, and `end` once there is no more."""
 
     def __init__(
         self,
         pipe: IO[bytes],
-        tail: Tail | None,
+        write: Callable[[Callable[[], object]], object],
         take: Callable[[bytes], object],
         end: Callable[[], object],
+        tail: Tail | None = None,
     ) -> None:
         self._pipe = pipe
-        self._tail, self._take, self._finish = tail, take, end
+        self._write, self._take, self._finish, self._tail = write, take, end, tail
         self._lock = threading.Lock()
         self._waiting = 0
         self._paused = False
         self._over = threading.Event()
 
-    def start(self, loop: Loop, write: Callable[[Callable[[], object]], object]) -> None:
+    def start(self, loop: Loop) -> None:
         os.set_blocking(self._pipe.fileno(), False)
-        self._loop, self._write = loop, write
+        self._loop = loop
         loop.read(self._pipe.fileno(), self._ready)
 
     def _ready(self) -> None:
@@ -189,7 +340,7 @@ class Pipe:
                 self._loop.forget(self._pipe.fileno(), self._pipe.close)
             elif self._paused:
                 self._loop.pause(self._pipe.fileno())
-        if chunk and self._tail is not None:
+        if self._tail is not None:
             self._tail.feed(chunk)
         self._write(partial(self._pass_on, chunk))
 
@@ -212,97 +363,86 @@ class Pipe:
         self._over.wait(seconds)
 
     @property
-    def idle(self) -> bool:
-        """Whether all that was written so far has been passed on."""
-        if not self.is_alive():
-            return True
-        with self._lock:
-            try:
-                left = fcntl.ioctl(self._pipe, termios.FIONREAD, b"\0" * 4)
-            except (OSError, ValueError):
-                # Closed: its end is about to be passed on.
-                return False
-            return not any(left) and not self._waiting
-
-    @property
     def held(self) -> bool:
         """Whether all is passed on, and somebody holds the pipe's other end: the worker is gone."""
-        try:
-            look = select.poll()
-            look.register(self._pipe, select.POLLIN)
-            # Without any writer there is an end to be read, and to be waited for.
-            return not look.poll(0) and self.idle
-        except ValueError:
-            return False
+        with self._lock:
+            try:
+                look = select.poll()
+                look.register(self._pipe, select.POLLIN)
+                # Without any writer there is an end to be read, and to be waited for.
+                return not self._waiting and not look.poll(0)
+            except ValueError:
+                return False  # closed
 
 
 class Output:
-    """The streams of one worker; files are opened by `open`, before there is a process.
+    """The streams of one worker, opened before there is a process.
 
     stderr is read here even where it only passes through, so that its last lines are known. Where
     ours is a terminal the worker gets that itself: progress bars and colours ask for one, and the
     reader has seen those lines.
+
+    Raises:
+        OSError: a file or a pipe cannot be opened.
+        WorkerStartError: no thread can be had.
     """
 
-    def __init__(self, plan: OutputPlan, worker: Worker, role: str, places: Places) -> None:
+    def __init__(
+        self, plan: OutputPlan, worker: Worker, role: str, places: Places, writers: Writers
+    ) -> None:
         self._plan = plan
         self._places = places
         self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
-        self._files: dict[Streams, IO[bytes]] = {}
-        self._filtered: dict[Streams, IO[bytes]] = {}
+        self._writers = writers
         self._pipes: list[Pipe] = []
         self._tail = Tail()
+        self._theirs, self._ours = contextlib.ExitStack(), contextlib.ExitStack()
+        try:
+            self.targets = self._open(Streams.OUT), self._open(Streams.ERR)
+            """What the process is to have for stdout and stderr; None for our own."""
+        except BaseException:
+            self.abandon()
+            raise
 
-    def open(self, writers: Writers) -> Output:
-        """Raises OSError if a file cannot be opened, WorkerStartError if no thread can be had."""
-        for stream, path in self._places.files.items():
-            self._files[stream] = open(path, "ab", buffering=0)  # noqa: SIM115
-        for stream, path in self._places.filtered.items():
-            # One file for all workers of the attempt; whole lines are appended to it.
-            self._filtered[stream] = open(path, "ab", buffering=0)  # noqa: SIM115
-        for stream in NAMES:
-            if self.target(stream) == subprocess.PIPE:
-                writers.start(stream)
-        return self
-
-    def target(self, stream: Streams) -> int | IO[bytes] | None:
-        """What to give to Popen for stdout or stderr."""
-        if stream & self._places.tee:
-            return subprocess.PIPE
-        if stream in self._files:
-            return self._files[stream]
-        shown = bool(stream & self._places.shown)
+    def _open(self, stream: Streams) -> int | None:
+        places, path = self._places, self._places.files.get(stream)
+        # Whole lines are appended, as several workers may have one file.
+        file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
+        if file is not None and stream & places.tee:
+            return self._piped(stream, *self._teed(stream, self._ours.enter_context(file)))
+        if file is not None:
+            return self._theirs.enter_context(file).fileno()
+        shown = bool(stream & places.shown)
+        if shown and (stream is Streams.OUT or _is_terminal(STDERR)):
+            return None
         if stream is Streams.OUT:
-            return None if shown else subprocess.DEVNULL
-        return None if shown and _is_terminal(STDERR) else subprocess.PIPE
+            return self._theirs.enter_context(open(os.devnull, "wb")).fileno()
+        take = Sink("stderr", partial(_write_all, STDERR)).take if shown else lambda _: None
+        return self._piped(stream, take, lambda: None)
 
-    def attach(
-        self, stdout: IO[bytes] | None, stderr: IO[bytes] | None, loop: Loop, writers: Writers
-    ) -> None:
-        """Read the pipes of the process that has been started with these targets."""
-        for stream, pipe in ((Streams.OUT, stdout), (Streams.ERR, stderr)):
-            if pipe is not None:
-                tail = self._tail if stream is Streams.ERR else None
-                self._pipes.append(Pipe(pipe, tail, *self._passed_on(stream)))
-                self._pipes[-1].start(loop, partial(writers.call, stream))
-        # Files that were handed over whole are the worker's alone now.
-        self.abandon()
+    def _piped(
+        self, stream: Streams, take: Callable[[bytes], object], end: Callable[[], object]
+    ) -> int:
+        """The worker's end of a pipe whose other end is read here."""
+        self._writers.start(stream)
+        reading, writing = os.pipe()
+        self._theirs.callback(os.close, writing)
+        pipe = self._ours.enter_context(open(reading, "rb", buffering=0))  # noqa: SIM115
+        tail = self._tail if stream is Streams.ERR else None
+        self._pipes.append(Pipe(pipe, partial(self._writers.call, stream), take, end, tail))
+        return writing
 
-    def _passed_on(self, stream: Streams) -> tuple[Callable[[bytes], object], Callable[[], object]]:
-        """What takes a stream's bytes, and what ends it."""
-        if stream & self._places.tee:
-            return self._teed(stream)
-        if stream & self._places.shown:
-            return Sink("stderr", partial(_write_all, STDERR)).take, lambda: None
-        return lambda _: None, lambda: None
-
-    def _teed(self, stream: Streams) -> tuple[Callable[[bytes], object], Callable[[], object]]:
-        """All of it to its file, whole lines under their worker's name to the console, and those
-        that are asked for to another file."""
+    def _teed(
+        self, stream: Streams, kept: IO[bytes]
+    ) -> tuple[Callable[[bytes], object], Callable[[], object]]:
+        """What takes the bytes, and what ends them: all go to their file, whole lines under their
+        worker's name to the console, and those that are asked for to another file."""
+        files, path = [FileSink(kept)], self._places.filtered.get(stream)
+        if path is not None:
+            file = self._ours.enter_context(open(path, "ab", buffering=0))  # noqa: SIM115
+            files.append(FileSink(file))
         ours = sys.stdout if stream is Streams.OUT else sys.stderr
         console = Sink("the console", partial(_show, ours))
-        kept, filtered = self._files.pop(stream), self._filtered.pop(stream, None)
-        files = [FileSink(file) for file in (kept, filtered) if file is not None]
         lines, needles = Lines(), self._plan.needles(stream)
 
         def named(cut: Iterable[bytes]) -> bytes:
@@ -324,12 +464,17 @@ class Output:
 
         return take, end
 
+    def attach(self, loop: Loop) -> None:
+        """Read the pipes of the process, which has been started with the targets."""
+        self._theirs.close()
+        self._ours.pop_all()
+        for pipe in self._pipes:
+            pipe.start(loop)
+
     def abandon(self) -> None:
-        """Close the files that are not written here."""
-        for files in (self._files, self._filtered):
-            for file in files.values():
-                file.close()
-            files.clear()
+        """There is no process: close all that is open."""
+        self._theirs.close()
+        self._ours.close()
 
     def close(self, seconds: float = 0.5) -> bool:
         """After the worker and its session are gone: what was written is in its place.
@@ -373,13 +518,6 @@ def end_within(pipes: Sequence[Any], seconds: float) -> bool:
     return not any(pipe.is_alive() for pipe in pipes)
 
 
-def _is_terminal(number: int) -> bool:
-    try:
-        return os.isatty(number)
-    except OSError:
-        return False
-
-
 def _write_all(number: int, data: bytes) -> None:
     while data:
         data = data[os.write(number, data) :]
@@ -392,3 +530,10 @@ def _show(console: IO[str], text: bytes) -> None:
     except AttributeError:
         console.write(text.decode(errors="replace"))
     console.flush()
+
+
+def _is_terminal(number: int) -> bool:
+    try:
+        return os.isatty(number)
+    except OSError:
+        return False

@@ -30,13 +30,11 @@ from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
 from .exit import UNKNOWN, WorkerExit
 from .folders import RunFolder, SharedFolder
 from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
-from .function import read_result, write_payload
 from .hooks import FinalMessage, final_message, forget_exit
-from .interface import Workers
+from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
-from .messages import Beat, Notice
-from .output import Output, Writers
-from .output_plan import ERROR_FILE, OutputPlan, Places, Streams
+from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
+from .run_program import read_result, write_payload
 from .session import Guardian, signals_blocked
 from .spec import (
     COLD,
@@ -157,7 +155,7 @@ class Launcher:
             return
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
-        what = self._interpreted("", "template", "{link}", folder, *self._preload)
+        what = self._interpreted("", "fork_server", "{link}", folder, *self._preload)
         like = (self._tied(environment, what), environment)
         if self._server is None or self._like != like:
             self.close()
@@ -182,11 +180,11 @@ class Launcher:
         self,
         what: tuple[str, ...],
         environment: dict[str, str],
-        output: Output,
+        targets: tuple[int | None, int | None],
         local_rank: int,
     ) -> subprocess.Popen[bytes] | Forked:
-        """A worker's process; what: as `program` says it. Raises OSError or an ElasticError."""
-        targets = (output.target(Streams.OUT), output.target(Streams.ERR))
+        """A worker's process; what: as `program` says it; targets: its stdout and stderr, None for
+        ours. Raises OSError or an ElasticError."""
         python = what[0] != "command"
         if python:
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
@@ -430,10 +428,9 @@ class LocalWorkers(Workers):
             environment[self._timers.VARIABLE] = self._timers.path
         environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         what = program(group.spec.entrypoint, local, folder)
-        output = Output(self._output, worker, group.spec.role, places)
+        output = Output(self._output, worker, group.spec.role, places, self._writers)
         try:
-            output.open(self._writers)
-            popen = self._launcher.start(what, environment, output, local)
+            popen = self._launcher.start(what, environment, output.targets, local)
         except (OSError, ElasticError):
             output.abandon()
             raise
@@ -444,7 +441,7 @@ class LocalWorkers(Workers):
             process.result = (None, "")
         self._processes[local] = process
         self._guardian.add(popen.pid)
-        output.attach(popen.stdout, popen.stderr, self._loop, self._writers)
+        output.attach(self._loop)
         self._loop.watch(popen.pid, partial(self._ended, process, ended))
 
     # -- the end ---------------------------------------------------------------------------------
@@ -548,10 +545,10 @@ class LocalWorkers(Workers):
     def stop_at(self, call: int, notice: Notice) -> None:
         self._channels.stop_at(call, notice)
 
-    def beats(self) -> Mapping[int, Beat]:
+    def beats(self) -> Mapping[int, Heartbeat]:
         return self._channels.beats()
 
-    def last_beats(self) -> Mapping[int, Beat]:
+    def last_beats(self) -> Mapping[int, Heartbeat]:
         return self._channels.last_beats()
 
     def dump_stacks(self) -> Mapping[int, str]:

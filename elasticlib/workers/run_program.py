@@ -4,6 +4,9 @@ What runs then finds what `python -u` would have given it, and ends as that woul
 thing: the interpreter is not taken apart. Up to Python 3.13 that kills any thread that then wants
 the interpreter by unwinding it, which aborts a process whose C++ threads still let go of their
 Python objects, as gloo's do; a job that trained well would be reported as failed.
+
+A function arrives pickled in a file of the user's own, private folder, with what `multiprocessing`
+needs to make this interpreter look like the one that sent it; its value goes back the same way.
 """
 
 from __future__ import annotations
@@ -17,21 +20,27 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import pickle
 import pkgutil
 import runpy
 import signal
 import sys
 import threading
 import types
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..errors import ConfigError, describe
+from ..foreign import opened
 from . import hooks, stacks
+
+if TYPE_CHECKING:
+    from .spec import Function
 
 UNFLUSHED = 120
 FLUSH_SECONDS, FLUSH_TURNS = 2.0, 40
 _ANY_FILE = io.IOBase.__base__
 _INTERRUPTED = -signal.SIGINT
-_OURS = (__file__, os.path.join(os.path.dirname(__file__), "function.py"))
 
 
 def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
@@ -128,10 +137,22 @@ def _is_missing(name: str) -> bool:
 
 
 def _run_function(payload: str, result: str) -> None:
-    from . import function
+    from multiprocessing.process import current_process
+    from multiprocessing.spawn import prepare
 
     _look_in(os.getcwd())
-    sys.exit(function.main(payload, result))
+    preparation, work = pickle.loads(Path(payload).read_bytes())
+    process: Any = current_process()
+    process._inheriting = True  # as multiprocessing's own children
+    try:
+        prepare(preparation)
+        target, args = pickle.loads(work)
+    finally:
+        del process._inheriting
+    value = target(*args)
+    aside = Path(f"{result}.part")
+    aside.write_bytes(pickle.dumps(value))
+    aside.rename(result)
 
 
 # -- the end ----------------------------------------------------------------------------------
@@ -142,7 +163,7 @@ def _tell(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return _exit_code(error.code)
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -255,3 +276,90 @@ def _flush_files() -> None:
             if not thing.closed and thing.writable():
                 thing.flush()
     ctypes.CDLL(None).fflush(None)
+
+
+# -- a function, at the agent's end ----------------------------------------------------------------
+
+
+def pickled(function: Function) -> bytes:
+    """The function and its arguments, as another interpreter can read them, and as often as the
+    workers are started.
+
+    Raises:
+        ConfigError: they cannot be sent to another process.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump((function.target, function.args))
+    except Exception as error:
+        # Whatever an argument's own __reduce__ raises, the cause is the same to the caller.
+        raise ConfigError(
+            f"cannot send {function.target!r} to a worker: {describe(error)}; "
+            "it and its arguments must be picklable (a function at the top level of a module)"
+        ) from error
+    if pickler.of_main and not _main_is_found():
+        raise ConfigError(
+            f"cannot send {function.target!r} to a worker: {', '.join(pickler.of_main)} of a "
+            "notebook or a prompt cannot be found from another process: put it into a module of "
+            "its own, and import it from there"
+        )
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Plain pickling, all by value: multiprocessing's, and torch's, would hand over descriptors
+    once, to children of their own."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.of_main: list[str] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType | type) and obj.__module__ == "__main__":
+            self.of_main.append(obj.__qualname__)
+        return NotImplemented
+
+
+def _preparation() -> dict[str, Any]:
+    from multiprocessing.spawn import get_preparation_data
+
+    return get_preparation_data("elasticlib worker")
+
+
+def _main_is_found() -> bool:
+    """Whether a worker can make this process's main module for itself."""
+    told = _preparation()
+    return "init_main_from_name" in told or os.path.isfile(told.get("init_main_from_path", ""))
+
+
+def write_payload(path: Path, function: Function) -> None:
+    """Raises ConfigError when the function cannot be sent to another process."""
+    preparation = _preparation()
+    # Only what concerns the interpreter: the rest describes multiprocessing's own children.
+    for name in ("authkey", "log_to_stderr", "log_level", "start_method"):
+        preparation.pop(name, None)
+    path.write_bytes(pickle.dumps((preparation, pickled(function))))
+
+
+def read_result(path: Path) -> tuple[Any, str]:
+    """The value that the function returned (None without one), and why it is unreadable."""
+    try:
+        with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+            return pickle.load(file), ""
+    except FileNotFoundError:
+        return None, ""
+    except Exception as error:
+        # A value's own code runs here, and may raise anything.
+        return None, f"{type(error).__name__}: {error}"
+
+
+def check_not_importing() -> None:
+    """Raises ConfigError in a worker that is still importing what its function is of."""
+    from multiprocessing.process import current_process
+
+    if getattr(current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a worker imports the file of the function that it is to call, and that file launches "
+            "a job again: put the launch under `if __name__ == '__main__':`"
+        )

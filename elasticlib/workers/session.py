@@ -2,11 +2,10 @@
 
 Each worker leads a session of its own, so whatever it started and did not move out of there is
 known by that session's number; nothing outside it is ever signalled. The guardian is a small
-process that outlives its agent by one act. It begins with a list of the sessions of workers that
-there are, and of the temporary folders, and reads from a pipe what is added and removed; when the
-agent has finished, or was killed, whatever is still listed goes with it. One that ends before its
-agent is replaced, and the next begins with the list of all that it was to guard. It runs without
-site-packages: what is imported here is the standard library's.
+process that outlives its agent by one act: once that has finished, or was killed, it reads a list
+of the sessions of workers and of the temporary folders that there are, which go with the agent. One
+that ends before its agent is replaced. It runs without site-packages: what is imported here is the
+standard library's.
 """
 
 from __future__ import annotations
@@ -180,13 +179,12 @@ _CALL = "guard({agent}, {listed})"
 _IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 GUARD_SECONDS = 1.0
 """Between two looks at whether the agent is still there."""
-WRITE_SECONDS = 1.0
-"""For one that does not read, before it is replaced."""
-CHUNK = 1 << 16
 
 
 class Guardian:
-    """The agent's end of the pipe; for any thread.
+    """The agent's end; for any thread. What is listed is written to a file in memory, line by line,
+    which each guardian inherits and reads once its agent is over: so one that stands still holds
+    up nobody, and one that takes the place of another has to be told nothing.
 
     patience: seconds that its end may take. began: told of the process of each one that is started,
     to have `replace` called once that has ended; without, that is looked at now and again.
@@ -197,31 +195,29 @@ class Guardian:
     ) -> None:
         self._patience = patience
         self._began = began
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        # Of a session also when its leader began: its number may pass to a stranger once all of
-        # it have ended.
-        self._listed: dict[str, int] = {}
+        self._file = -1
 
     def add(self, what: int | str) -> None:
         """From now on this ends with the agent: the session of this leader, which is unreaped, or
-        the folder of this absolute path."""
+        the folder of this absolute path. Raises OSError."""
+        # The number of a session may pass to a stranger once all of it have ended.
         began = began_at(what) if isinstance(what, int) else 0
         with self._lock:
-            self._listed[str(what)] = began
-            self._tell(["+", str(what), began])
+            self._write("+", what, began)
+            self._be_there()
 
     def remove(self, what: int | str) -> None:
         """It has been dealt with."""
         with self._lock:
-            self._listed.pop(str(what), None)
-            self._tell(["-", str(what), 0])
+            if self._file >= 0:
+                self._write("-", what, 0)
 
     def open(self) -> None:
         """Be there, so that what is started next can be listed. Raises OSError."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._begin()
+            self._be_there()
 
     def replace(self) -> None:
         """Have another where the one that there was has ended, and not by us."""
@@ -230,132 +226,98 @@ class Guardian:
                 return
             log.info("the process that clears up after this one has ended, and is replaced")
             try:
-                self._begin()
+                self._be_there()
             except OSError as error:
                 log.warning("nobody clears up after this process: %s", describe(error))
 
     def close(self) -> None:
         """The agent is done. A guardian that does not end by itself in time is killed."""
         with self._lock:
-            if self._process is not None and self._listed:
-                self.open()
+            if self._file < 0:
+                return
+            if _listed_in(self._file):
+                self._be_there()
             self._end()
+            file, self._file = self._file, -1
+            os.close(file)
 
-    def _begin(self) -> None:
-        self._end()
-        self._process = process = _spawn(self._listed)
-        self._began(process.pid)
+    def _write(self, sign: str, what: int | str, began: int) -> None:
+        os.write(self._list(), json.dumps([sign, str(what), began]).encode() + b"\n")
+
+    def _list(self) -> int:
+        if self._file < 0:
+            self._file = os.memfd_create("listed")
+        return self._file
+
+    def _be_there(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = _spawn(self._list())
+            self._began(self._process.pid)
 
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
-        # Said in words: a process that was forked from this one may hold the pipe open.
-        self._write(process, ["end", "", 0])
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            # Said in words: a process that was forked from this one may hold the pipe open.
+            process.stdin.write(b"end")
+        process.send_signal(signal.SIGCONT)  # it may have been stopped
         try:
             process.wait(self._patience)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
-    def _tell(self, said: list[object]) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self._begin()  # with the list, in which it is by now
-        else:
-            self._write(self._process, said)
 
-    def _write(self, process: subprocess.Popen[bytes], said: list[object]) -> None:
-        if process.stdin is None:
-            return
-        line, pipe = json.dumps(said).encode() + b"\n", process.stdin.fileno()
-        for _ in range(2):
-            try:
-                # Less than a pipe takes at once: all of it is written, or nothing.
-                os.write(pipe, line)
-                return
-            except BlockingIOError:
-                room = select.poll()
-                room.register(pipe, select.POLLOUT)
-                room.poll(WRITE_SECONDS * 1000)
-            except BrokenPipeError:
-                return  # it has ended, and is about to be replaced
-        # It stands still: its successor gets the whole list.
-        process.kill()
-        process.wait()
-
-
-def _spawn(listed: dict[str, int]) -> subprocess.Popen[bytes]:
-    """A guardian, which inherits its list: its agent may be killed at once, and write no more."""
+def _spawn(listed: int) -> subprocess.Popen[bytes]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    with open(os.memfd_create("listed"), "w") as file, signals_blocked(_IGNORED):
-        json.dump(listed, file)
-        file.flush()
-        call = _CALL.format(agent=os.getpid(), listed=file.fileno())
-        process = subprocess.Popen(
-            [*(sys.executable, "-S", "-E", "-c"), _BOOT.format(root=root) + call],
-            pass_fds=[file.fileno()],
+    call = _BOOT.format(root=root) + _CALL.format(agent=os.getpid(), listed=listed)
+    with signals_blocked(_IGNORED):
+        return subprocess.Popen(
+            [*(sys.executable, "-S", "-E", "-c"), call],
+            pass_fds=[listed],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             bufsize=0,
         )
-    if process.stdin is not None:
-        # One that stands still must not block its agent.
-        os.set_blocking(process.stdin.fileno(), False)
-    return process
 
 
-def guard(agent: int, inherited: int) -> None:
-    """The guardian's whole life, beginning as a child of this process.
-
-    inherited: the descriptor of the list that it begins with.
-    """
+def guard(agent: int, listed: int) -> None:
+    """The guardian's whole life, beginning as a child of this process; listed: the descriptor of
+    its list."""
     for number in _IGNORED:
         with contextlib.suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    with open(inherited) as file:
-        file.seek(0)
-        began_with = json.load(file)
-    listed = _listed_by(agent, began_with)
+    news = select.poll()
+    news.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):  # without one, its child's parent is asked now and again
+        news.register(os.pidfd_open(agent), select.POLLIN)
+    while os.getppid() == agent and not news.poll(GUARD_SECONDS * 1000):
+        pass
+    found = _listed_in(listed)
     # Sessions first: their processes may still write into the folders.
-    for name in sorted(listed, key=str.isdigit, reverse=True):
+    for name in sorted(found, key=str.isdigit, reverse=True):
         if name.isdigit():
-            end(int(name), began=listed[name])
+            end(int(name), began=found[name])
         else:
             shutil.rmtree(name, ignore_errors=True)
 
 
-def _listed_by(agent: int, listed: dict[str, int]) -> dict[str, int]:
-    """What is listed when the agent has said that it ends, or has ended."""
-    news, rest = select.poll(), b""
-    news.register(0, select.POLLIN)
-    with contextlib.suppress(OSError):  # without one, its child's parent is asked now and again
-        news.register(os.pidfd_open(agent), select.POLLIN)
-    os.set_blocking(0, False)
-    over = False
-    while not over:
-        news.poll(GUARD_SECONDS * 1000)
-        # Before what it wrote is read: nothing more comes after that.
-        over = os.getppid() != agent
-        while chunk := _read():
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                sign, name, began = json.loads(line)
-                if sign == "+":
-                    listed[name] = began
-                elif sign == "-":
-                    listed.pop(name, None)
-                over = over or sign == "end"
-        over = over or chunk is None
-    return listed
-
-
-def _read() -> bytes | None:
-    """What has been written; nothing for now, or None for ever."""
-    try:
-        return os.read(0, CHUNK) or None
-    except BlockingIOError:
-        return b""
+def _listed_in(file: int) -> dict[str, int]:
+    """What was added and not removed: a folder, or a session with when its leader began."""
+    found: dict[str, int] = {}
+    # Opened anew, as a place in the file is shared by all who inherited it.
+    with open(f"/proc/self/fd/{file}", "rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break  # the agent was killed as it wrote this
+            sign, name, began = json.loads(line)
+            if sign == "+":
+                found[name] = began
+            else:
+                found.pop(name, None)
+    return found

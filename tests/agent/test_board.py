@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elasticlib import BootstrapStoreInfo, MemoryStore, Node, RendezvousInfo, Store, deal_seats
-from elasticlib.agent.board import Board, Gathered, Unheard
+from elasticlib.agent.board import Board, Gathered
 from elasticlib.agent.policy import Gather, Post
 from elasticlib.errors import StoreRefused, StoreUnavailable
 from elasticlib.stores.interface import CompareSet, Entry, Listing, Watched
@@ -23,7 +23,7 @@ class Side:
     """One node's board, and what it has heard there."""
 
     def __init__(self, store: Store | None, rank: int = 0) -> None:
-        self.heard: queue.SimpleQueue[Gathered | Unheard | str] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[Gathered | str] = queue.SimpleQueue()
         self.board = Board(self.heard.put, self.heard.put)
         self.open(store, rank)
 
@@ -146,7 +146,7 @@ def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
     store.left["list"] = 1
     side = make(store)
     side.board.do(Gather("stop/"))
-    assert side.heard.get(timeout=PATIENCE) == Unheard("run/board/1.a/", "stop/")
+    assert side.heard.get(timeout=PATIENCE) == Gathered("run/board/1.a/", "stop/", None)
     side.board.do(Gather("cause/"))
     side.hears()
 

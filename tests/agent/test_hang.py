@@ -20,20 +20,20 @@ from elasticlib.agent.hang import (
 )
 from elasticlib.agent.policy import Command, Gather, Hung, Post
 from elasticlib.errors import ConfigError
-from elasticlib.workers.messages import NOTHING, Beat
+from elasticlib.workers.interface import NOTHING, Heartbeat
 
 AUTO = HangLimits()
 OTHER = encode_pulses([Pulse(2, "b", 2, 9.0, 3)])
 
 
-def beat(at: float, *durations: float, steps: int = 5) -> Beat:
-    return Beat(step=4, steps=steps, at=at, alive=at, durations=durations, attached=True)
+def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
+    return Heartbeat(step=4, steps=steps, at=at, alive=at, durations=durations, attached=True)
 
 
 @pytest.mark.parametrize(
     ("limits", "told", "allowed"),
     [
-        (AUTO, Beat(), 900.0),
+        (AUTO, Heartbeat(), 900.0),
         # One whose second step is compiled anew, or meets its peers, tells nothing of the third.
         (AUTO, beat(0.0, steps=1), 900.0),
         (AUTO, beat(0.0, 0.1, 0.2, 0.1), 900.0),
@@ -42,30 +42,32 @@ def beat(at: float, *durations: float, steps: int = 5) -> Beat:
         (AUTO, beat(0.0, *[20.0] * 10), 400.0),
         # An evaluation that took 200 s may take as long again, and half as long more.
         (AUTO, beat(0.0, *[1.0] * 10, 200.0), 600.0),
-        (HangLimits(seconds=5.0), Beat(), 900.0),
+        (HangLimits(seconds=5.0), Heartbeat(), 900.0),
         (HangLimits(seconds=5.0), beat(0.0, 9.0, 9.0), 5.0),
-        (HangLimits(seconds=2000.0), Beat(), 2000.0),
+        (HangLimits(seconds=2000.0), Heartbeat(), 2000.0),
     ],
 )
-def test_how_long_a_worker_may_be_silent(limits: HangLimits, told: Beat, allowed: float) -> None:
+def test_how_long_a_worker_may_be_silent(
+    limits: HangLimits, told: Heartbeat, allowed: float
+) -> None:
     assert limits.of(told) == allowed
 
 
 def test_the_worker_nearest_to_its_limit_counts() -> None:
     quick, slow = [0.1] * 10, [100.0] * 10
-    beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Beat(attached=True)}
+    beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Heartbeat(attached=True)}
     found = longest_silence(130.0, 50.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 300.0)
     assert longest_silence(130.0, 50.0, {}, AUTO) is None
-    late = longest_silence(951.0, 50.0, {0: Beat(attached=True)}, AUTO)
+    late = longest_silence(951.0, 50.0, {0: Heartbeat(attached=True)}, AUTO)
     assert late is not None
     assert late.share > 1
 
 
 def test_who_never_asked_for_its_context_or_leaves_it_to_others_is_not_held_to_it() -> None:
-    assert longest_silence(1e6, 0.0, {0: Beat()}, AUTO) is None
-    beats = {0: beat(9e5, 0.1), 1: Beat(attached=True)}
+    assert longest_silence(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
+    beats = {0: beat(9e5, 0.1), 1: Heartbeat(attached=True)}
     found = longest_silence(9e5 + 1, 0.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds) == (0, 1.0)
@@ -95,7 +97,7 @@ class Watched:
 
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
         self.now = 100.0
-        self.beats = {0: beat(100.0), 1: Beat(attached=True, alive=100.0)}
+        self.beats = {0: beat(100.0), 1: Heartbeat(attached=True, alive=100.0)}
         self.did: list[Command] = []
         limits = HangLimits(seconds=limit)
         self.watch = HangWatch(limits, "a", {0: 0, 1: 1}, node=0, others=others, began=100.0)

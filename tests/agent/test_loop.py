@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import pytest
+from jobs import until
 from lone_agent import LoneNode, OneWorker, running
 
-from elasticlib import WorkerState
+from elasticlib import Command, WorkerState
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
+from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
-from elasticlib.launch.events import RecordingAgent
-from elasticlib.observe.interface import Journal
+from elasticlib.launch.events import TorchsEvents
+from elasticlib.observe.journal import Journal, NodeJournal
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.messages import Notice
+from elasticlib.workers.interface import Heartbeat, Notice
 
 
 class Stands(OneWorker):
@@ -65,11 +68,16 @@ class Raises(Journal):
 class Keeps(Raises):
     """One that does not."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: list[tuple[str, dict[str, Any]]] = []
+
     def tell(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
-        del generation, rank, facts
+        del generation, rank
         self.told.append(kind)
+        self.facts.append((kind, facts))
 
 
 class StandsStill(Keeps):
@@ -161,13 +169,46 @@ def test_torchs_events_that_nobody_takes_hold_up_nothing(
             raise ZeroDivisionError("a console of mine")
         free.wait(60)
 
-    with running(workers, kind=partial(RecordingAgent, write=write)) as run:
+    view = TorchsEvents(Command("none"), "trainer", LoneNode(), write)
+    journal = NodeJournal("run", "n-1", views=[view])
+    with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
+        journal.close()
         free.set()
-    told = [record for record in caplog.records if "torch's events" in record.getMessage()]
+    told = [record for record in caplog.records if "TorchsEvents" in record.getMessage()]
     assert len(told) == 1
     assert len(lines) == 1 or not raises
+
+
+class Stepping(OneWorker):
+    """A worker that makes ten steps in each generation, and tells of them as it ends."""
+
+    tell_steps = True
+
+    def beats(self) -> Mapping[int, Heartbeat]:
+        return {0: Heartbeat()}
+
+    def last_beats(self) -> Mapping[int, Heartbeat]:
+        last = 10 * self.starts
+        at = monotonic()
+        told = Heartbeat(step=last, steps=10, first_step=last - 9, first_at=at, at=at, alive=at)
+        return {0: attrs.evolve(told, attached=True)}
+
+
+def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
+    workers, view = Stepping(), Keeps()
+    with running(workers, journal=view, max_restarts=1) as run:
+        workers.finish(1)
+        until("the next", lambda: workers.starts == 2)
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    told = [(kind, facts["step"]) for kind, facts in view.facts if "step" in facts]
+    begun, steps = "training.began", "steps"
+    assert told == [(begun, 1), (steps, 10), (begun, 11), (steps, 20)]
+    joins = [n for n, kind in enumerate(view.told) if kind == "rendezvous.began"]
+    assert view.told.index("steps") < joins[1], "of the first generation, before its end is told"
+    assert view.told[-2:] == ["steps", "run.ended"]
 
 
 class Blind(OneWorker):
@@ -179,11 +220,107 @@ class Blind(OneWorker):
         raise ZeroDivisionError("a beat of mine")
 
 
+def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers, view = Blind(), Keeps()
+    with running(workers, journal=view) as run:
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert view.told[-1] == "run.ended"
+    assert "could not be looked at" in caplog.text
+
+
 def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> None:
     with running(Blind(), options=AgentOptions(hang=HangLimits(seconds=1.0))) as run:
         result = run.result()
     assert result.state is WorkerState.FAILED
     assert result.reason == "ZeroDivisionError: a beat of mine"
+
+
+class Unprepared(OneWorker):
+    """Workers that cannot be started at all, as is found out before the nodes meet."""
+
+    def await_prepared(self) -> None:
+        raise ZeroDivisionError("a preparation of mine")
+
+
+def test_what_breaks_the_preparation_ends_the_run_with_its_words() -> None:
+    workers = Unprepared()
+    workers.up.set()
+    with running(workers) as run:
+        result = run.result()
+    assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
+    assert result.reason == "ZeroDivisionError: a preparation of mine"
+
+
+class Listens(OneWorker):
+    """A worker that saves and ends when it is told to, and not before `finish`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notices: list[str] = []
+        self.told = threading.Event()
+        self.terminated = 0
+
+    def notify(self, notice: Notice) -> bool:
+        self.notices.append(notice.reason)
+        self.told.set()
+        return True
+
+    def terminate(self) -> None:
+        self.terminated += 1
+        super().terminate()
+
+
+class Grows(LoneNode):
+    """A rendezvous at which another node waits once it is told so."""
+
+    more = 0
+
+    def num_nodes_waiting(self) -> int:
+        return self.more
+
+
+def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
+    workers = Listens()
+    with running(workers, options=AgentOptions(drain_grace=600.0)) as run:
+        for _ in range(3):
+            run.agent.heed(signal.SIGTERM)
+        workers.finish()
+        result = run.result()
+    assert (result.state, result.signal) == (WorkerState.DRAINED, signal.SIGTERM)
+    assert (workers.notices, workers.terminated) == (["preempted"], 0)
+
+
+def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() -> None:
+    workers, handler, view = Listens(), Grows(), Keeps()
+    options = AgentOptions(drain_grace=600.0, resize_grace=600.0)
+    with running(workers, handler, options=options, journal=view) as run:
+        handler.more = 1
+        assert workers.told.wait(60)
+        run.agent.heed(signal.SIGTERM)
+        workers.finish()
+        result = run.result()
+    assert result.state is WorkerState.DRAINED
+    assert workers.notices == ["resize", "preempted"]
+    assert [facts["seconds"] < 300 for kind, facts in view.facts if kind == "stopped"] == [True]
+
+
+def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
+    workers, handler, view = Listens(), Grows(), Keeps()
+    with running(workers, handler, max_restarts=1, journal=view) as run:
+        handler.more = 1
+        assert workers.told.wait(60)
+        handler.more = 0
+        workers.finish()
+        until("the second", lambda: workers.starts == 2)
+        workers.finish(1)
+        until("the third", lambda: workers.starts == 3)
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    planned = [facts["planned"] for kind, facts in view.facts if kind == "rendezvous.began"]
+    assert planned == [False, True, False]
 
 
 class CannotAgree(OneWorker):

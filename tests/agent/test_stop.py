@@ -6,20 +6,23 @@ import attrs
 import pytest
 
 from elasticlib import Ladder
-from elasticlib.agent.policy import Command, Gather, GroupStopped, Post
-from elasticlib.agent.stop import (
+from elasticlib.agent.policy import (
     ANY_CALL,
+    Climb,
+    Command,
+    Gather,
+    GroupStopped,
     Kill,
     Need,
     Notify,
-    Step,
+    Post,
     StopAt,
     Stopping,
     Terminate,
     decode_need,
     post_need,
 )
-from elasticlib.workers.messages import DRAIN, RESIZE, Notice
+from elasticlib.workers.interface import DRAIN, RESIZE, Notice
 
 LADDER = Ladder(grace=30.0, reap=10.0)
 
@@ -42,7 +45,7 @@ class Side:
         self.stopping = self.stopping.heard(self.posts)
         self._take(self.stopping.look(self.now, running, call))
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: Climb) -> None:
         self.stopping, commands = step
         self.did += commands
         for command in commands:
@@ -129,7 +132,7 @@ def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
     one, _ = sides
     one.begin(Notice(DRAIN, 600.0))
     one.look(call=5)
-    one.stopping = one.stopping.no_answer()
+    one.stopping = one.stopping.heard(None)
     one.look()
     assert isinstance(one.did[-1], Terminate)
 

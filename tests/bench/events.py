@@ -11,8 +11,8 @@
   of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
   some microseconds means that another thread had its turn at the interpreter.
 - rest: a job with two workers that tell a step ten times a second and otherwise sleep, with events
-  and with `--no-events`, side by side. Its agent's CPU, and of it the two threads that look at the
-  steps and write, as the kernel counts them by thread. The one that looks runs without events too.
+  and with `--no-events`, side by side. Its agent's CPU, and of it that of the thread that writes
+  events, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pathlib import Path
 
 from figures import Row, Samples, run
 
-from elasticlib.observe.journal import FILE, FileJournal
+from elasticlib.observe.journal import FILE, NodeJournal
 
 ROUND = 1000
 WORKERS = 2
 BOUND = 60.0
-THREADS = ("journal", "agent-steps")
+THREADS = ("journal",)
 WORKER = """
 import os, sys, time
 from pathlib import Path
@@ -49,7 +49,7 @@ while not (folder / "finish").exists():
 """
 
 
-def one_tell(journal: FileJournal) -> float:
+def one_tell(journal: NodeJournal) -> float:
     began = time.perf_counter()
     journal.tell("worker.began", generation=1, rank=0, local_rank=0, name="pid 12345")
     return time.perf_counter() - began
@@ -63,7 +63,7 @@ def telling(repeat: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeat):
             cpu = time.process_time()
-            with contextlib.closing(FileJournal(Path(folder) / FILE, "job", "node")) as journal:
+            with contextlib.closing(NodeJournal("job", "node", Path(folder) / FILE)) as journal:
                 mine.append(sum(one_tell(journal) for _ in range(ROUND)) / ROUND)
             used.append((time.process_time() - cpu) / ROUND)
             began = time.perf_counter()
@@ -81,7 +81,7 @@ def longest(path: Path, repeat: int, tells: int) -> list[float]:
     """Of each round, the longest of so many tells to this file."""
     found = []
     for _ in range(repeat):
-        journal = FileJournal(path, "job", "node")
+        journal = NodeJournal("job", "node", path)
         found.append(max(one_tell(journal) for _ in range(tells)))
         # Whoever waits at a FIFO is let go by a reader, and what it writes then is dropped.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None
@@ -168,7 +168,7 @@ def resting(rest: float, rests: int) -> Iterator[Row]:
     unit = "of a core"
     with_, without = (Samples(unit, [whole for whole, _ in found[e]]) for e in (True, False))
     stream = Samples(unit, [of for _, of in found[True]])
-    yield Row("stream", "the stream's two threads at rest, steps told", stream)
+    yield Row("stream", "the thread that writes events, at rest, steps told", stream)
     yield Row("agent", "an agent at rest, steps told", with_, without, "without events")
 
 

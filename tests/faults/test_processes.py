@@ -15,7 +15,7 @@ METHODS = pytest.mark.parametrize("method", ["spawn", "warm"])
 
 
 def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
-    """An agent whose workers use no torch, nor does their template."""
+    """An agent whose workers use no torch, nor does their fork server."""
     flags = (*ALONE, f"--start-method={method}", *flags)
     return job.run("a", *flags, worker=worker, PYTHONPATH=WITHOUT_TORCH)
 

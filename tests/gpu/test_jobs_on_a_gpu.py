@@ -47,7 +47,7 @@ def test_forked_workers_use_a_gpu_that_their_fork_server_never_touched(
 ) -> None:
     node = start(job, "a", device, *ALONE, "--nproc-per-node=2")
     places = job.settled(2, seconds=120)
-    assert {place["parent"] for place in places} == {"worker-template"}
+    assert {place["parent"] for place in places} == {"fork-server"}
     assert {place["parents_gpu_files"] for place in places} == {0}
     assert all(bool(place["gpu_files"]) is (device == "cuda") for place in places)
     os.kill(pid_of(places), signal.SIGKILL)

@@ -174,6 +174,7 @@ def test_a_secret_is_said_to_be_asked_for_where_it_is(
     [
         ("LOGLEVEL=bogus", "LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got 'bogus'"),
         ("TORCHELASTIC_TIMER_FILE=/no/t", "no pipe can be made at /no/t: there is no /no"),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT=x", "TORCHELASTIC_HEALTH_CHECK_PORT is [HOST:]PORT"),
         ("CUDA_VISIBLE_DEVICES=none", "CUDA_VISIBLE_DEVICES has 'none'"),
     ],
 )

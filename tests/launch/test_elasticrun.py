@@ -20,7 +20,7 @@ pytestmark = pytest.mark.faults
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 WARM = (sys.executable, "-m", "elasticlib.launch")
-# What runs here has no use for torch, which a template would import for two seconds.
+# What runs here has no use for torch, which a fork server would import for two seconds.
 RUN = (*WARM, "--start-method=spawn")
 DUMP = """
 import json, os, sys

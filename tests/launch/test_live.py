@@ -1,12 +1,18 @@
-"""What a node gathers when it is asked for its workers' stacks."""
+"""What a node says when it is asked where it stands, and for its workers' stacks."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-from elasticlib.launch.live import stacks_of
-from elasticlib.workers.interface import Beat
+from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.live import answering, stacks_of
+from elasticlib.launch.meeting import open_meeting
+from elasticlib.observe.asking import Asker
+from elasticlib.observe.journal import NodeJournal
+from elasticlib.observe.question import What
+from elasticlib.workers.interface import Heartbeat
 
 
 def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
@@ -22,9 +28,24 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
             dump_stacks_of=dump,
-            beats=lambda: {local: Beat(dumps=True) for local in range(4)},
+            beats=lambda: {local: Heartbeat(dumps=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
     assert asked == [{1, 2}]
     assert (found.texts, found.silent, found.mute) == ({5: "of 1"}, (6,), {})
+
+
+def test_a_node_says_since_when_the_store_has_its_word() -> None:
+    agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict))
+    with contextlib.ExitStack() as stack:
+        meeting = open_meeting(LaunchConfig())
+        stack.callback(meeting.close)
+        journal = stack.enter_context(contextlib.closing(NodeJournal(meeting.run_id, meeting.me)))
+        meeting.handler.next_rendezvous()
+        stack.callback(meeting.handler.shutdown)
+        stack.enter_context(answering(meeting, journal, agent))
+        assert meeting.store is not None
+        asker = stack.enter_context(Asker(meeting.store, meeting.run_id))
+        (answer,) = asker.ask(What.STANDING, 20.0).answers.values()
+    assert answer.heard is not None

@@ -147,7 +147,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
         environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
         said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
         # Of torch's variable other launches may have been told as well.
-        Observed(LaunchConfig(), environment, "n1").close()
+        Observed(LaunchConfig(), environment).close()
         assert said in caplog.text
         findings = check_launch(LaunchConfig(observe_port=port), Script(TALKER), environment)
         bad = {finding.check for finding in findings if finding.good is False}
@@ -166,8 +166,8 @@ def test_metrics_that_cannot_be_had_are_not_promised(
     caplog.set_level(logging.INFO)
     agent: Any = SimpleNamespace(silent=lambda: 0.0)
     nothing: Any = None
-    observed = Observed(LaunchConfig(observe_port="0"), {}, "n1")
-    observed.begin(agent, nothing, nothing)
+    observed = Observed(LaunchConfig(observe_port="0"), {})
+    observed.begin(agent, nothing)
     observed.close()
     assert re.search(r"observed at http://127.0.0.1:\d+/healthz, /status.json\n", caplog.text)
     assert "/metrics needs prometheus-client" in caplog.text

@@ -24,9 +24,9 @@ from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
 from elasticlib.observe.records import RunRecord
-from elasticlib.observe.standing import NodeStanding, after
-from elasticlib.observe.status import JobStatus, NodeStatus
+from elasticlib.observe.status import JobStatus, NodeEntry
 from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
+from elasticlib.observe.story import AgentLog
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
 
@@ -107,11 +107,12 @@ def test_of_a_run_that_is_over_each_file_is_read_once(
 ) -> None:
     folded: list[str] = []
 
-    def counted(standing: NodeStanding, event: Event) -> NodeStanding:
-        folded.append(event.kind)
-        return after(standing, event)
+    class Counted(AgentLog):
+        def fold(self, event: Event) -> None:
+            folded.append(event.kind)
+            super().fold(event)
 
-    monkeypatch.setattr(reach, "after", counted)
+    monkeypatch.setattr(reach, "AgentLog", Counted)
     assert main(["status", *watch, written(tmp_path, ENDED)]) == 1
     assert len(folded) == len(set(folded)) == 5
 
@@ -276,7 +277,7 @@ def test_who_is_watched_may_be_away_for_a_while(
     returns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status_command, "GONE_SECONDS", 60.0 if returns else 0.1)
-    node = NodeStatus("n1", "h", 0, 1, lives=True)
+    node = NodeEntry("n1", "h", 0, 1, lives=True)
     runs = JobStatus("job", JobState.RUNNING, nodes=(node,))
     gone = JobStatus("job", None, "no node lives any more")
     away = StoreUnavailable("the store is away")

@@ -8,16 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from distributions import install, path_with
 from jobs import PROGRAMS
 from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing import Std
 
 from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.logs_specs import open_logs_specs
+from elasticlib.workers.output_plan import StreamChoice, Streams
 
 SPECS = '''
 import os
@@ -145,6 +148,15 @@ def test_specs_are_known_by_name_before_anything_is_imported() -> None:
     with pytest.raises(ConfigError, match="broken, default, flat, function, none; got 'mine'"):
         read_launch(["--logs-specs", "mine", __file__], {})
     assert open_logs_specs("default", **output()) is None
+
+
+@pytest.mark.usefixtures("installed")
+def test_specs_are_told_what_of_whom_is_wanted_as_torchrun_tells_it() -> None:
+    some = StreamChoice(by_rank={1: Streams.OUT, 2: Streams.ALL})
+    wanted = {"redirects": StreamChoice(Streams.ERR), "tee": some}
+    made: Any = open_logs_specs("flat", **{**output(), **wanted})
+    assert made._redirects is Std.ERR
+    assert made._tee == {1: Std.OUT, 2: Std.ALL}
 
 
 def reify(**said: object) -> object:

@@ -17,8 +17,8 @@ from elasticlib.errors import StoreRefused
 from elasticlib.observe.asking import Answerer, Asker, QuestionKeys, jobs_in
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import Stacks, What
-from elasticlib.observe.standing import NodeStanding, WorkerStanding
 from elasticlib.observe.status import status_of
+from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.rendezvous.document import Document, Limits, Node, settle
 from elasticlib.rendezvous.layout import Keys, encode, encode_shard, encode_state
 from elasticlib.rendezvous.ranks import deal_shards
@@ -48,15 +48,15 @@ def answering(store: Store, *nodes: Node, look_every: float = 0.0) -> Iterator[l
         began = monotonic()
 
         def one(node: Node) -> Answerer:
-            worker = WorkerStanding(0, 0, "pid 1", step=7)
-            standing = NodeStanding(
+            worker = WorkerStatus(0, 0, "pid 1", step=7)
+            status = NodeStatus(
                 "job", node.id, node.host, state=JobState.RUNNING, began=began, workers=(worker,)
             )
             answerer = Answerer(
                 store,
                 "job",
                 node.id,
-                standing=lambda: standing,
+                status=lambda: status,
                 stacks=lambda ranks: TOLD if ranks is None else Stacks({}),
                 heard=lambda: 0.25,
                 look_every=look_every,

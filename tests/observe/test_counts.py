@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elasticlib.observe.counts import BUCKETS, Counts, Durations, counted
 from elasticlib.observe.event import KINDS, Event
 from elasticlib.observe.exposed import FAMILIES, Moment, samples
-from elasticlib.observe.standing import NodeStanding
+from elasticlib.observe.story import NodeStatus
 
 
 def told(*events: tuple[float, str, dict[str, Any]]) -> Counts:
@@ -143,5 +143,5 @@ def test_no_event_however_odd_stops_the_counting_or_takes_anything_back(
         assert counts.redone >= before.redone
         assert all(counts.lost.get(name, 0.0) >= value for name, value in before.lost.items())
         assert sum(counts.failures.values()) >= sum(before.failures.values())
-    for sample in samples(Moment(NodeStanding("job", "n1"), counts)):
+    for sample in samples(Moment(NodeStatus("job", "n1"), counts)):
         assert len(sample.labels) == len(FAMILIES[sample.family].labels)

@@ -13,7 +13,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in, until
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.runs import find_runs, runs_folder
-from elasticlib.observe.standing import NodeStanding, after
+from elasticlib.observe.story import NodeStatus, after
 
 pytestmark = pytest.mark.faults
 
@@ -87,10 +87,10 @@ def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) 
 
 
 def fold(events: list[Event]) -> None:
-    standing = NodeStanding(events[0].run, events[0].node)
+    status = NodeStatus(events[0].run, events[0].node)
     for event in events:
-        standing = after(standing, event)
-    assert (standing.state, standing.restarts) == (JobState.PREEMPTED, 1)
+        status = after(status, event)
+    assert (status.state, status.restarts) == (JobState.PREEMPTED, 1)
 
 
 def found_by_every_name(job: Job) -> None:

@@ -14,11 +14,11 @@ import pytest
 from elasticlib.observe.counts import Counts, Durations
 from elasticlib.observe.exposed import FAMILIES, Moment, Shape
 from elasticlib.observe.history import JobState
-from elasticlib.observe.standing import NodeStanding, WorkerStanding
+from elasticlib.observe.story import NodeStatus, WorkerStatus
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 FULL = Moment(
-    NodeStanding(
+    NodeStatus(
         "job",
         "n1",
         host="h",
@@ -32,8 +32,8 @@ FULL = Moment(
         saved=40,
         snapshot=49,
         workers=(
-            WorkerStanding(0, 0, "pid 1", step=52, per_second=9.5, silent=0.1),
-            WorkerStanding(1, 1, "pid 2"),
+            WorkerStatus(0, 0, "pid 1", step=52, per_second=9.5, silent=0.1),
+            WorkerStatus(1, 1, "pid 2"),
         ),
     ),
     Counts(
@@ -100,7 +100,7 @@ def test_every_family_is_shown_where_all_is_known() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    found = shown(Moment(NodeStanding("job", "n1"), Counts()))
+    found = shown(Moment(NodeStatus("job", "n1"), Counts()))
     for name in ("last_checkpoint_step", "loss", "restarts_left", "worker_step"):
         assert f"elasticlib_{name}" not in found
     assert found["elasticlib_restarts_total"] == {(): 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elasticlib.clock import monotonic
 from elasticlib.observe.event import Event, decode
-from elasticlib.observe.journal import CLOSE_SECONDS, FileJournal, _appended
+from elasticlib.observe.journal import CLOSE_SECONDS, NodeJournal, appended
 
 
 def read(path: Path) -> list[Event]:
@@ -25,7 +25,7 @@ def await_lines(path: Path, count: int) -> list[Event]:
 
 def test_events_stand_in_the_file_in_the_order_in_which_they_were_told(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    journal = FileJournal(path, "job", "node")
+    journal = NodeJournal("job", "node", path)
     assert not path.exists()
     for number in range(50):
         journal.tell("worker.began", generation=2, rank=number, local_rank=number, name="pid 1")
@@ -38,7 +38,7 @@ def test_events_stand_in_the_file_in_the_order_in_which_they_were_told(tmp_path:
 
 def test_two_journals_of_one_file_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    journals = [FileJournal(path, "job", f"node{n}") for n in range(2)]
+    journals = [NodeJournal("job", f"node{n}", path) for n in range(2)]
     for _ in range(200):
         for journal in journals:
             journal.tell("failure", reason="x" * 300)
@@ -53,7 +53,7 @@ def test_a_disk_that_never_answers_is_not_waited_for(
     path = tmp_path / "events.jsonl"
     # Nobody reads at its other end, so whoever opens it to write stands still.
     os.mkfifo(path)
-    journal = FileJournal(path, "job", "node", waiting=8)
+    journal = NodeJournal("job", "node", path, waiting=8)
     began = monotonic()
     for _ in range(1000):
         journal.tell("failure", reason="x")
@@ -68,7 +68,7 @@ def test_what_a_full_disk_did_not_take_is_counted_when_it_takes_again(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "away"
-    journal = FileJournal(folder / "events.jsonl", "job", "node", waiting=8, retry=0.05)
+    journal = NodeJournal("job", "node", folder / "events.jsonl", waiting=8, retry=0.05)
     for number in range(100):
         journal.tell("failure", reason=str(number))
     folder.mkdir()
@@ -84,6 +84,6 @@ def test_what_a_full_disk_did_not_take_is_counted_when_it_takes_again(
 def test_a_line_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     full = Path("/dev/full")
-    assert not _appended(str(full), b"x\n")
-    assert _appended(str(path), b"x\n")
+    assert not appended(str(full), b"x\n")
+    assert appended(str(path), b"x\n")
     assert path.read_bytes() == b"x\n"

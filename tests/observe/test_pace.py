@@ -1,31 +1,38 @@
-"""What is told of training between two looks."""
+"""What is told of training: between two looks, when the next is due, and at what cost."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elasticlib import Context
 from elasticlib.observe.event import KINDS
-from elasticlib.observe.step_watch import Known, Look, beginnings, progress
-from elasticlib.workers.interface import Beat
+from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
+from elasticlib.workers.channel import Channel
+from elasticlib.workers.interface import Heartbeat
 
 
-def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Beat:
-    return Beat(step=step, steps=steps, at=at, alive=at, attached=True, **more)
+def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Heartbeat:
+    return Heartbeat(step=step, steps=steps, at=at, alive=at, attached=True, **more)
 
 
-def looked(*looks: Look) -> list[tuple[str, dict[str, Any]]]:
-    """What is told at the last of these."""
-    known, found = Known(), []
-    for look in looks:
-        known, begun = beginnings(known, look)
-        known, moved = progress(known, look)
-        found = begun + moved
+Told = list[tuple[str, dict[str, Any]]]
+Beats = dict[int, Heartbeat]
+
+
+def looked(
+    *looks: tuple[float, Beats], began: float = 0.0, final: bool = True
+) -> tuple[StepWatch, Told]:
+    """What is told at the last of these, and the watch then."""
+    watch, found = StepWatch(began), Told()
+    for now, beats in looks:
+        watch, found = watch.look(now, beats, final=final)
     for kind, facts in found:
         assert set(facts) == set(KINDS[kind])
-    return found
+    return watch, found
 
 
 def steps(
@@ -39,45 +46,42 @@ def steps(
     return "steps", {**facts, "samples_per_second": samples_per_second}
 
 
-QUIET = Beat(attached=True)
+QUIET = Heartbeat(attached=True)
 
 
 @pytest.mark.parametrize(
     ("before", "now", "events"),
     [
-        (Look(0, 0.0), Look(1, 10.0, {0: QUIET}), []),
+        ((0.0, {}), (10.0, {0: QUIET}), []),
         # Between the moments of the steps, not of the looks.
         (
-            Look(1, 3.0, {0: beat(5), 1: beat(6)}),
-            Look(1, 13.0, {0: beat(25, at=10.0), 1: beat(26, at=9.5)}),
+            (3.0, {0: beat(5), 1: beat(6)}),
+            (13.0, {0: beat(25, at=10.0), 1: beat(26, at=9.5)}),
             [steps(25, 2.0, silent=3.5)],
         ),
-        (Look(1, 0.0, {0: beat(5)}), Look(1, 10.0, {0: beat(5)}), []),
-        # Another generation begins behind where the one before was.
-        (Look(1, 0.0, {0: beat(9)}), Look(2, 10.0, {0: beat(9, at=10.0)}), [steps(9)]),
+        ((0.0, {0: beat(5)}), (10.0, {0: beat(5)}), []),
         (
-            Look(1, 0.0, {0: beat(5, saved=4)}),
-            Look(1, 10.0, {0: beat(5, saved=5), 1: QUIET}),
+            (0.0, {0: beat(5, saved=4)}),
+            (10.0, {0: beat(5, saved=5), 1: QUIET}),
             [("saved", {"step": 5})],
         ),
         # Who has saved is gone, and what is saved is not.
-        (Look(1, 0.0, {0: beat(5, saved=5), 1: beat(5)}), Look(1, 10.0, {1: beat(5)}), []),
+        ((0.0, {0: beat(5, saved=5), 1: beat(5)}), (10.0, {1: beat(5)}), []),
         # A state in parts is whole once the last has its own.
         (
-            Look(1, 0.0, {0: beat(5, snapshot=4), 1: beat(5, snapshot=4)}),
-            Look(1, 10.0, {0: beat(5, snapshot=5), 1: beat(5, snapshot=4)}),
+            (0.0, {0: beat(5, snapshot=4), 1: beat(5, snapshot=4)}),
+            (10.0, {0: beat(5, snapshot=5), 1: beat(5, snapshot=4)}),
             [],
         ),
         (
-            Look(1, 0.0, {0: beat(5, snapshot=4), 1: QUIET}),
-            Look(1, 10.0, {0: beat(5, snapshot=5), 1: QUIET}),
+            (0.0, {0: beat(5, snapshot=4), 1: QUIET}),
+            (10.0, {0: beat(5, snapshot=5), 1: QUIET}),
             [("snapshot", {"step": 5})],
         ),
         # Of several losses the lowest rank's; of samples all.
         (
-            Look(1, 0.0, {0: beat(0), 1: beat(0, loss=9.0)}),
-            Look(
-                1,
+            (0.0, {0: beat(0), 1: beat(0, loss=9.0)}),
+            (
                 10.0,
                 {
                     2: beat(20, at=10.0, loss=2.0, samples=40.0, steps=5, first_at=2.0),
@@ -89,19 +93,19 @@ QUIET = Beat(attached=True)
     ],
 )
 def test_what_has_moved_is_told_and_nothing_else(
-    before: Look, now: Look, events: list[tuple[str, dict[str, object]]]
+    before: tuple[float, Beats], now: tuple[float, Beats], events: Told
 ) -> None:
-    known, _ = progress(Known(), before)
-    assert progress(known, now)[1] == events
+    _, found = looked(before, now)
+    assert [told for told in found if told[0] != "training.began"] == events
 
 
 def test_a_generation_that_is_over_before_a_second_look_has_told_its_pace() -> None:
     last = beat(30, at=14.0, steps=21, first_step=10, first_at=4.0, samples=210.0)
-    _, told = progress(Known(), Look(1, 14.0, {0: last}))
-    assert told == [steps(30, 2.0, samples_per_second=20.0)]
+    _, told = looked((14.0, {0: last}))
+    assert told[1:] == [steps(30, 2.0, samples_per_second=20.0)]
 
 
-def first(step: int, at: float, steps: int = 1) -> Beat:
+def first(step: int, at: float, steps: int = 1) -> Heartbeat:
     return beat(step, at=at, steps=steps, first_step=step, first_at=at)
 
 
@@ -115,43 +119,83 @@ def first(step: int, at: float, steps: int = 1) -> Beat:
         ({0: first(7, 103.0, steps=2), 1: QUIET}, False, [("training.began", 3.0)]),
         ({0: first(7, 103.0), 1: QUIET}, True, [("training.began", 3.0)]),
         # or it has not come so far as to be heard of, or never is.
-        ({0: first(7, 103.0), 1: Beat()}, False, []),
-        ({0: first(7, 103.0, steps=2), 1: Beat()}, False, [("training.began", 3.0)]),
+        ({0: first(7, 103.0), 1: Heartbeat()}, False, []),
+        ({0: first(7, 103.0, steps=2), 1: Heartbeat()}, False, [("training.began", 3.0)]),
         # A worker of another version does not tell of its first step.
         ({0: beat(7, at=103.0)}, False, []),
     ],
 )
 def test_training_begins_with_the_first_step_of_the_last_worker(
-    beats: dict[int, Beat], final: bool, told: list[tuple[str, float]]
+    beats: dict[int, Heartbeat], final: bool, told: list[tuple[str, float]]
 ) -> None:
-    known, events = beginnings(Known(), Look(3, 106.0, beats, began=100.0, final=final))
-    assert [(kind, facts["seconds"]) for kind, facts in events] == told
+    watch, events = looked((106.0, beats), began=100.0, final=final)
+    begun = [(kind, facts["seconds"]) for kind, facts in events if kind == "training.began"]
+    assert begun == told
     if told:
-        assert beginnings(known, Look(3, 107.0, beats, began=100.0, final=True))[1] == []
+        assert "training.began" not in dict(watch.look(107.0, beats, final=True)[1])
 
 
-def restored(source: str, began: float, ended: float, times: int = 1) -> Beat:
+def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbeat:
     state: Any = SimpleNamespace(step=40, source=source, began=began, ended=ended)
-    return Beat(attached=True, restored=state, restores=times)
+    return Heartbeat(attached=True, restored=state, restores=times)
 
 
 def test_a_state_is_taken_up_once_the_last_worker_has_it() -> None:
     one, two = restored("memory", 101.0, 104.0), restored("peer", 102.0, 104.5)
-    known, events = beginnings(Known(), Look(2, 105.0, {0: one, 1: QUIET}, began=100.0))
+    watch, events = StepWatch(100.0).look(105.0, {0: one, 1: QUIET})
     assert events == []
-    known, events = beginnings(known, Look(2, 105.0, {0: one, 1: two}, began=100.0))
+    watch, events = watch.look(105.0, {0: one, 1: two})
     said = {"step": 40, "source": "peer", "seconds": 2.5, "after": 2.0}
     assert events == [("restored", said)]
-    known, events = beginnings(known, Look(2, 106.0, {0: one, 1: two}, began=100.0))
+    watch, events = watch.look(106.0, {0: one, 1: two})
     assert events == []
     # Whoever has them take up another one within a generation is told of as well.
     again = {0: restored("disk", 110.0, 111.0, 2), 1: restored("disk", 110.0, 112.0, 2)}
-    _, events = beginnings(known, Look(2, 113.0, again, began=100.0))
+    _, events = watch.look(113.0, again)
     assert [facts["source"] for _, facts in events] == ["disk"]
 
 
 def test_what_one_worker_takes_up_for_all_is_told_when_they_train() -> None:
     one = restored("disk", 101.0, 104.0)
     trains = {0: one, 1: first(41, 105.0, steps=2)}
-    told = looked(Look(2, 104.0, {0: one, 1: QUIET}), Look(2, 106.0, trains, began=100.0))
+    watch, told = looked((104.0, {0: one, 1: QUIET}), began=100.0, final=False)
+    assert told == []
+    _, told = watch.look(111.0, trains)
     assert [kind for kind, _ in told] == ["restored", "training.began", "steps"]
+
+
+def test_that_training_has_begun_is_looked_for_soon_and_how_far_it_is_now_and_then() -> None:
+    watch, now, lines, looks = StepWatch(100.0), 100.0, [], 0
+    beats: Beats = {0: QUIET}
+    while now < 150.0:
+        now, looks = watch.due, looks + 1
+        if now >= 103.0:
+            beats = {0: beat(int(now), at=now, steps=2, first_step=103, first_at=103.0)}
+        watch, told = watch.look(now, beats)
+        lines += [(kind, now) for kind, _ in told]
+    assert lines[0] == ("training.began", 103.0)
+    assert [at for kind, at in lines if kind == "steps"] == [110.0, 120.0, 130.0, 140.0, 150.0]
+    assert looks == 4 + 5, "once a second until then, and every ten seconds from then on"
+    assert (SOON_SECONDS, EVERY_SECONDS) == (1.0, 10.0)
+
+
+def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
+    channels = [Channel.made() for _ in range(8)]
+    for channel in channels:
+        Context(channel).restored(1)
+    watch, began = StepWatch(0.0), time.process_time()
+    for _ in range(200):
+        watch, _ = watch.look(1.0, {local: one.beat() for local, one in enumerate(channels)})
+    assert (time.process_time() - began) / 200 < 1e-3
+    for channel in channels:
+        channel.close()
+
+
+def test_a_worker_of_an_older_version_tells_what_it_knows() -> None:
+    agent = Channel.made()
+    # Its words: the step, how many, and when.
+    agent._words[8], agent._words[9], agent._seconds[10] = 5, 3, 7.0
+    beat = agent.beat()
+    assert (beat.step, beat.steps, beat.at) == (5, 3, 7.0)
+    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
+    agent.close()

@@ -25,12 +25,12 @@ from elasticlib.observe.question import (
     encode_question,
     encode_stacks,
 )
-from elasticlib.observe.standing import NodeStanding, WorkerStanding
+from elasticlib.observe.story import NodeStatus, WorkerStatus
 
 COUNTS = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)
 WORKERS = st.builds(
-    WorkerStanding,
+    WorkerStatus,
     COUNTS,
     COUNTS,
     st.text(max_size=20),
@@ -41,7 +41,7 @@ WORKERS = st.builds(
     st.none() | COUNTS,
 )
 STANDINGS = st.builds(
-    NodeStanding,
+    NodeStatus,
     st.text(max_size=20),
     st.text(max_size=20),
     state=st.sampled_from(JobState),

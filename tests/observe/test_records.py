@@ -16,7 +16,8 @@ from elasticlib.clock import wall
 from elasticlib.errors import NoSuchRun
 from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import Event, encode
-from elasticlib.observe.records import NEW, NEW_SECONDS, RecordedJournal, RunRecord, remove_old
+from elasticlib.observe.journal import NodeJournal
+from elasticlib.observe.records import NEW, NEW_SECONDS, RunRecord, remove_old
 from elasticlib.observe.runs import EVENTS, find_runs, is_living, known_runs
 
 
@@ -73,9 +74,10 @@ def test_a_folder_that_is_not_ours_is_neither_written_nor_read(tmp_path: Path, k
 )
 def test_a_record_of_any_run_id_is_found_by_it(tmp_path: Path, run: str) -> None:
     record = RunRecord(run, folder=tmp_path)
-    journal = RecordedJournal(record, run, "n")
+    journal = NodeJournal(run, "n", record.events)
     journal.tell("run.began")
     journal.close()
+    record.close()
     assert record.path.parent == tmp_path
     assert find_runs(run, folder=tmp_path) == [record.events]
     assert [known.run for known in known_runs(folder=tmp_path)] == [run]

@@ -11,11 +11,10 @@ import pytest
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import Answer, Stacks
 from elasticlib.observe.same_stacks import grouped, told
-from elasticlib.observe.standing import NodeStanding, WorkerStanding
 from elasticlib.observe.status import (
     JobStatus,
     JobView,
-    NodeStatus,
+    NodeEntry,
     status_of,
     status_of_records,
 )
@@ -33,6 +32,7 @@ from elasticlib.observe.status_words import (
     rank_table,
     spans,
 )
+from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.rendezvous.document import (
     Document,
     Failure,
@@ -53,10 +53,10 @@ S = JobState
 def answer(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> Answer:
     rank = NODES.index(node)
     workers = (
-        WorkerStanding(2 * rank, 0, "pid 1", step=10 + rank, per_second=4.0, silent=0.5, saved=8),
-        WorkerStanding(2 * rank + 1, 1, "pid 2", step=11 + rank, per_second=5.0, silent=0.25),
+        WorkerStatus(2 * rank, 0, "pid 1", step=10 + rank, per_second=4.0, silent=0.5, saved=8),
+        WorkerStatus(2 * rank + 1, 1, "pid 2", step=11 + rank, per_second=5.0, silent=0.25),
     )
-    return Answer(1, NodeStanding("job", node.id, state=state, workers=workers), seconds, 9.0)
+    return Answer(1, NodeStatus("job", node.id, state=state, workers=workers), seconds, 9.0)
 
 
 def view(document: Document | None, *states: JobState, live: int = 2) -> JobView:
@@ -175,13 +175,13 @@ def test_scripts_can_go_by_the_exit_code(state: JobState, age: float | None, cod
 
 
 def thousand() -> JobStatus:
-    def node(n: int) -> NodeStatus:
+    def node(n: int) -> NodeEntry:
         silent = 30.0 if n == 500 else 0.1
-        worker = WorkerStanding(n, 0, "pid 1", step=100 + n % 2, silent=silent)
-        standing = NodeStanding("job", f"n{n}", state=S.RUNNING, workers=(worker,))
+        worker = WorkerStatus(n, 0, "pid 1", step=100 + n % 2, silent=silent)
+        status = NodeStatus("job", f"n{n}", state=S.RUNNING, workers=(worker,))
         answers = n not in (7, 8)
-        said = Answer(1, standing, 1.0, 1.0) if answers else None
-        return NodeStatus(f"n{n}", f"h{n}", n, 1, lives=True, answer=said)
+        said = Answer(1, status, 1.0, 1.0) if answers else None
+        return NodeEntry(f"n{n}", f"h{n}", n, 1, lives=True, answer=said)
 
     return JobStatus("job", S.RUNNING, nodes=tuple(node(n) for n in range(1000)))
 
@@ -222,30 +222,30 @@ def test_who_does_not_show_its_stacks_is_named() -> None:
     assert "no node that answered has a worker of rank 6" in said
 
 
-def standing(node: str, generation: int, rank: int | None, state: JobState, **more: Any) -> Answer:
-    told = NodeStanding("job", node, state=state, generation=generation, node_rank=rank)
+def status(node: str, generation: int, rank: int | None, state: JobState, **more: Any) -> Answer:
+    told = NodeStatus("job", node, state=state, generation=generation, node_rank=rank)
     return Answer(1, attrs.evolve(told, **more), 60.0, 90.0)
 
 
 def told_by(*answers: Answer, lives: bool = False) -> JobStatus:
     nodes = [
-        NodeStatus(one.standing.node, "h", one.standing.node_rank, 1, lives=lives, answer=one)
+        NodeEntry(one.status.node, "h", one.status.node_rank, 1, lives=lives, answer=one)
         for one in answers
     ]
     return status_of_records("job", nodes, age=9.0)
 
 
 def test_of_a_job_only_its_members_steps_count() -> None:
-    worker = WorkerStanding(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
+    worker = WorkerStatus(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
     more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
-    spare = standing("id2", 1, 1, S.RESTARTING, **more)
+    spare = status("id2", 1, 1, S.RESTARTING, **more)
     asked = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
     found = status_of(attrs.evolve(asked, answers={**asked.answers, "id2": spare}))
     assert found is not None
     assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)
     assert found.nodes[2].rank is None
     assert [row[0] for row in rank_table(found)[1]] == ["0", "1", "2", "3"]
-    written = told_by(attrs.evolve(spare), standing("id0", 2, 0, S.RUNNING, step=5000))
+    written = told_by(attrs.evolve(spare), status("id0", 2, 0, S.RUNNING, step=5000))
     assert (written.step, written.snapshot, written.saved) == (5000, None, 90)
     assert [(node.node, node.rank) for node in written.nodes] == [("id0", 0), ("id2", None)]
 
@@ -264,22 +264,20 @@ def test_of_a_job_only_its_members_steps_count() -> None:
 def test_one_members_end_is_the_jobs_where_files_alone_tell(
     told: list[tuple[int, JobState]], want: JobState | None
 ) -> None:
-    answers = [
-        standing(f"id{n}", generation, n, state) for n, (generation, state) in enumerate(told)
-    ]
+    answers = [status(f"id{n}", generation, n, state) for n, (generation, state) in enumerate(told)]
     assert told_by(*answers).state is want
 
 
 def test_a_node_that_was_sent_away_says_nothing_of_the_jobs_end() -> None:
-    away = standing("id0", 2, 0, S.FAILED, reason="rank 0 raised", expelled=True)
-    assert told_by(away, standing("id1", 2, 1, S.RUNNING)).state is None
-    ended = told_by(away, standing("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
+    away = status("id0", 2, 0, S.FAILED, reason="rank 0 raised", expelled=True)
+    assert told_by(away, status("id1", 2, 1, S.RUNNING)).state is None
+    ended = told_by(away, status("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
     assert (ended.state, ended.reason) == (S.FAILED, "rank 1 raised")
     assert told_by(away).state is S.FAILED
 
 
 def test_a_node_that_has_gone_without_a_word_is_not_shown_in_the_state_it_told_last() -> None:
-    nodes = told_by(standing("id0", 2, 0, S.PREEMPTED), standing("id1", 1, 1, S.RUNNING)).nodes
+    nodes = told_by(status("id0", 2, 0, S.PREEMPTED), status("id1", 1, 1, S.RUNNING)).nodes
     assert [node.state for node in nodes] == ["PREEMPTED", "gone"]
-    (here,) = told_by(standing("id0", 1, 0, S.RUNNING), lives=True).nodes
+    (here,) = told_by(status("id0", 1, 0, S.RUNNING), lives=True).nodes
     assert here.state == "RUNNING"

@@ -94,7 +94,7 @@ class Member:
         node = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
         self.id = node.id
         self.part = LocalNode(self.store, RUN, node, limits, Timing(lease=LEASE))
-        self.part.seek()
+        self.part.intent = self.part.intent.seek()
         self.publishes = True
 
     @property
@@ -126,6 +126,12 @@ class Member:
         self.part.act(reading)
         self.part.speak(now)
 
+    def finish(self) -> None:
+        self.part.intent = self.part.intent.finish()
+
+    def fail(self) -> None:
+        self.part.intent = self.part.intent.fail("exit code 1")
+
     def leave(self) -> None:
         self.part.leave()
         self.store.close()
@@ -134,10 +140,9 @@ class Member:
         if self.part.intent.joining:
             seat = self.part.enter()
             if seat is not None and seat.rank == 0 and self.publishes:
-                self.part.serve("127.0.0.1:1")
-                self.part.report(reading)
+                self.part.report(reading, endpoint="127.0.0.1:1")
         elif self.part.intent.change(reading.state) is not None:
-            self.part.seek()
+            self.part.intent = self.part.intent.seek()
 
 
 class Crew:

@@ -12,6 +12,7 @@ from elasticlib.rendezvous.decide import (
     FREE_RESTARTS,
     QUICK_SECONDS,
     Decision,
+    Intent,
     View,
     decide,
     pause,
@@ -26,7 +27,6 @@ from elasticlib.rendezvous.document import (
     reopen,
     settle,
 )
-from elasticlib.rendezvous.intent import Intent
 from elasticlib.rendezvous.interface import ChangeKind
 
 LIMITS = Limits(
@@ -72,7 +72,7 @@ def test_a_member_that_drains_ends_the_generation_on_purpose() -> None:
     after = written(settled(A, B), A, drained(B))
     assert (after.phase, after.cause, after.planned) == (Phase.OPEN, "b drains (SIGUSR2)", True)
     for member in (A, B):
-        intent = Intent(attrs.evolve(member, membership="1.m"), False, False, "one", after)
+        intent = Intent(attrs.evolve(member, membership="1.m", runs=True), memory=after)
         change = intent.change(after)
         assert change is not None
         assert (change.kind, change.reason) == (ChangeKind.RESIZE, "b drains (SIGUSR2)")
@@ -108,7 +108,7 @@ def test_a_failure_is_told_before_a_drain_and_stops_all_without_a_notice() -> No
 
 def test_who_slept_through_a_resize_hears_of_a_generation_that_it_is_not_in() -> None:
     later = attrs.evolve(settled(A), generation=2, membership="2.m", planned=True)
-    change = Intent(attrs.evolve(B, membership="1.m"), False, False, "one", later).change(later)
+    change = Intent(attrs.evolve(B, membership="1.m", runs=True), memory=later).change(later)
     assert change is not None
     assert change.kind is ChangeKind.REOPENED
 
@@ -132,7 +132,7 @@ def test_nodes_that_failed_at_start_leave_together_and_the_others_go_on() -> Non
     assert opened.failure == Failure(A.id, "a broke")
     after = written(opened, *waiting(*here))
     assert (after.phase, after.expelled) == (Phase.OPEN, (B.id, C.id))
-    intent = Intent(here[1], False, True, "one", opened)
+    intent = Intent(here[1], memory=opened)
     change = intent.change(after)
     assert change is not None
     assert change.kind is ChangeKind.EXPELLED

@@ -64,7 +64,7 @@ states = st.builds(
     failure=st.none()
     | st.builds(Failure, node=st.text(), reason=st.text(), kind=st.sampled_from(FailureKind)),
     expelled=st.lists(st.text(), max_size=2).map(tuple),
-    refused=st.lists(st.text(), max_size=2).map(tuple),
+    surplus=st.lists(st.text(), max_size=2).map(tuple),
     supersedes=st.text(),
     planned=st.booleans(),
     quick=st.integers(0, 9),

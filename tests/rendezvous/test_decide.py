@@ -6,7 +6,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.rendezvous.decide import View, decide
+from elasticlib.rendezvous.decide import View, decide, late_for
 from elasticlib.rendezvous.document import (
     Document,
     Ending,
@@ -20,7 +20,6 @@ from elasticlib.rendezvous.document import (
     reopen,
     settle,
 )
-from elasticlib.rendezvous.intent import late_for
 from elasticlib.rendezvous.ranks import in_rank_order
 
 LIMITS = Limits(2, 4, max_restarts=1, last_call=2.0)
@@ -288,7 +287,7 @@ def _check(before: Document, after: Document, live: list[Node]) -> None:
     assert before.phase is Phase.OPEN
     assert before.limits.min_nodes <= len(ids) <= before.limits.max_nodes
     assert len(set(ids)) == len(ids)
-    assert not set(ids) & {*before.expelled, *before.refused}
+    assert not set(ids) & {*before.expelled, *before.surplus}
     ready = {
         n.id
         for n in live

@@ -56,7 +56,7 @@ def crew_that_succeeded() -> Crew:
     crew.add(2, FULL)
     crew.settle()
     for member in crew.members:
-        member.part.finish()
+        member.finish()
         member.part.report(member.seen)
     crew.turns()
     return crew
@@ -141,9 +141,9 @@ def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> Non
     newcomer.turn()
     crew.settle()
     assert newcomer is crew.leader
-    newcomer.part.close("by the test")
+    newcomer.part.intent = attrs.evolve(newcomer.part.intent, closing="by the test")
     assert newcomer.part.report(newcomer.seen)
-    assert not newcomer.part.closing
+    assert not newcomer.part.intent.closing
     crew.turns()
     crew.add(1, ROOM)
     crew.members[-1].turn()

@@ -55,10 +55,9 @@ def test_rank_0_of_a_generation_that_is_over_can_tell_nobody_where_its_store_is(
         None,
     )
     before = entries(crew)
-    first.part.serve("10.0.0.1:1")
-    first.part.report(stale)
+    first.part.report(stale, endpoint="10.0.0.1:1")
     woken = first.part.read(crew.now)
-    first.part.report(woken)
+    first.part.report(woken, endpoint="10.0.0.1:1")
     assert entries(crew) == before
     assert keys_of(crew, stale.state.membership) == []
     assert woken.state == after.state
@@ -71,8 +70,7 @@ def test_rank_0_of_the_generation_that_stands_tells_all_and_once() -> None:
         for member in crew.members:
             member.look()
         first = next(m for m in crew.members if m.seen.seat and m.seen.seat.rank == 0)
-        first.part.serve(endpoint)
-        first.part.report(first.seen)
+        first.part.report(first.seen, endpoint=endpoint)
     for member in crew.members:
         member.look()
         assert member.seen.master_endpoint == "10.0.0.1:1"
@@ -83,7 +81,7 @@ def test_who_is_done_with_a_generation_that_is_over_has_done_nothing_for_the_nex
     last = crew.followers[0]
     stale, after = asleep(crew, last)
     assert stale.state is not None
-    last.part.finish()
+    last.finish()
     woken = last.part.read(crew.now)
     before = entries(crew)
     last.part.report(woken)
@@ -95,7 +93,7 @@ def test_who_is_done_with_a_generation_that_is_over_has_done_nothing_for_the_nex
     assert crew.leader.seen.view is not None
     assert crew.leader.seen.view.finished == frozenset()
     assert crew.document() == after
-    crew.leader.part.fail("exit code 1")
+    crew.leader.fail()
     crew.turns()
     assert crew.settle().generation == after.generation + 1
     assert keys_of(crew, stale.state.membership) == []
@@ -193,9 +191,9 @@ def test_keys_do_not_pile_up_over_two_hundred_generations() -> None:
             crew.settle()
             crew.add(1, attrs.evolve(LIMITS, quorum=True))
         else:
-            some.part.finish()
+            some.finish()
             some.part.report(some.seen)
-            some.part.fail("exit code 1")
+            some.fail()
         crew.turns()
         document = crew.settle()
         assert len(document.members) == 4

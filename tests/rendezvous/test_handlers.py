@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
@@ -18,7 +19,7 @@ from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.layout import Keys
-from elasticlib.stores.interface import Listing
+from elasticlib.stores.interface import Listing, Watched
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
 
@@ -220,6 +221,34 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
         found.set()
         until("it to have left", handler.shutdown)
         assert store.list("").entries == ()
+
+
+def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Cluster) -> None:
+    class FailsToWatch(MemoryStore):
+        watches = 0
+
+        def watch(
+            self,
+            prefix: str,
+            *,
+            after: int,
+            changed: Callable[[Watched], None],
+            listing: bool = False,
+        ) -> bool:
+            del prefix, after, listing
+            FailsToWatch.watches += 1
+            changed(False)
+            return True
+
+    cluster.store = FailsToWatch()
+    # So seldom does a node look by itself that it would find nothing within this test.
+    patient = Timing(join=60.0, lease=1000.0, refresh=100.0)
+    first, second = (cluster.node(name, Limits(1, 2, last_call=60.0), patient) for name in "ab")
+    for future in [cluster.join(handler) for handler in (first, second)]:
+        assert future.result(60.0).world_size == 2
+    assert FailsToWatch.watches
+    assert second.shutdown()
+    assert change(first).reason == "b left"
 
 
 def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> None:

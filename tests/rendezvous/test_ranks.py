@@ -14,7 +14,7 @@ def test_more_spares_than_are_wanted_are_turned_away() -> None:
     document = settled(A, B, limits=limits)
     refused = decide(view(document, A, B, C, D, E)).write
     assert refused is not None
-    assert refused.refused == (D.id, E.id)
+    assert refused.surplus == (D.id, E.id)
     assert decide(view(refused, A, B, C, D, E)).reason == "generation 1 stands, 1 spare"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from elasticlib.errors import (
     LeaseLost,
     StoreRefused,
 )
-from elasticlib.stores.etcd import EtcdStore
-from elasticlib.stores.etcd_access import Member, read_members
+from elasticlib.stores.etcd import EtcdStore, Member, read_members
 from elasticlib.stores.interface import Store
 from elasticlib.testing import ClientRecipe, StoreContract
 
@@ -160,14 +159,12 @@ class StoodStill(EtcdStore):
 
     pauses = 1
 
-    def _put_body(
-        self, key: str, value: bytes, ttl: float | None
-    ) -> tuple[Mapping[str, Any], int | None]:
-        body, lease = super()._put_body(key, value, ttl)
-        if lease is not None and self.pauses:
+    def _grant(self, key: str, ttl: float) -> int:
+        lease = super()._grant(key, ttl)
+        if self.pauses:
             self.pauses -= 1
-            self._revoke(lease)
-        return body, lease
+            self._end_leases(lease)
+        return lease
 
 
 def test_who_stood_still_for_longer_than_a_lease_writes_under_another(etcd: EtcdServer) -> None:

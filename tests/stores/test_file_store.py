@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
-from elasticlib.stores.file import REMEMBERED, Changes, FileStore, file_name, may_be_under
+from elasticlib.stores.file import REMEMBERED, FileStore, file_name, may_be_under
 
 # Kills itself before its Nth operation on a file of the folder, so each boundary is met.
 CRASHING = """
@@ -166,6 +166,7 @@ def test_no_lease_ends_for_a_time_in_which_nobody_could_refresh(tmp_path: Path) 
         ("k.key", lambda data: data.replace(b'"key": "key"', b'"key": "other"')),
         ("changes", lambda _: b"hello\n"),
         ("changes", lambda data: data[:-5]),
+        ("changes", lambda data: data.replace(b"version 1", b"version 2")),
         ("changes", lambda _: b""),
     ],
 )
@@ -277,29 +278,15 @@ def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
     assert name == name.lower()
 
 
-@given(st.integers(0, 3 * REMEMBERED), st.integers(0, 3 * REMEMBERED), st.integers(1, 400))
-def test_no_change_is_forgotten_without_being_called_changed(
-    count: int, after: int, each: int
-) -> None:
-    changes = Changes()
-    keys = ["rare" if number % each == 0 else "often" for number in range(count)]
-    for key in keys:
-        changes = changes.claim(key)
-    assert changes.version == count
-    assert len(changes.recent) <= REMEMBERED
-    for prefix in ("rare", "often", ""):
-        if any(key.startswith(prefix) for key in keys[after:]):
-            assert changes.touched(prefix, after)
-        elif count - REMEMBERED <= after <= count:
-            assert not changes.touched(prefix, after)
-
-
-def test_who_is_further_behind_than_is_remembered_is_woken() -> None:
-    changes = Changes().claim("rare")
-    for _ in range(REMEMBERED):
-        changes = changes.claim("often")
-    assert changes.touched("rare", 0)
-    assert not changes.touched("rare", 1)
+def test_who_is_further_behind_than_is_remembered_is_woken(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as writer, FileStore(tmp_path) as reader:
+        rare = writer.set("rare", b"").version
+        for _ in range(REMEMBERED):
+            writer.set("often", b"")
+        assert reader.wait("rare", after=rare - 1, timeout=0.0) is True
+        assert reader.wait("rare", after=rare, timeout=0.0) is False
+        assert reader.wait("often", after=rare + REMEMBERED - 1, timeout=0.0) is True
+        assert reader.wait("often", after=rare + REMEMBERED, timeout=0.0) is False
 
 
 def test_no_link_in_the_folder_is_written_or_read_through(tmp_path: Path) -> None:

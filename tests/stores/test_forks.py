@@ -5,16 +5,24 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from ports import held_port
 
 from elasticlib.errors import StoreUnavailable
+from elasticlib.stores.etcd import EtcdStore
+from elasticlib.stores.failover import MovingStore, Place
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing.store_process import said
+from elasticlib.testing.store_process import in_a_child, said
 
 BEGIN = """
 import os, sys, threading, traceback
@@ -208,3 +216,46 @@ def test_a_servers_end_is_seen_though_its_child_lives_on() -> None:
         process.wait(10.0)  # its connection may be closed a moment before its listener
         with TcpStoreServer("127.0.0.1", port) as again:
             assert again.port == port
+
+
+@pytest.mark.parametrize("kind", ["tcp", "moving", "file", "etcd"])
+def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> None:
+    def reach() -> TcpStore:
+        return TcpStore("127.0.0.1", 1)
+
+    stores: dict[str, Store] = {
+        "tcp": reach(),
+        "moving": MovingStore([Place("here", reach, lambda: None)], patience=1.0),
+        "file": FileStore(tmp_path),
+        "etcd": EtcdStore("127.0.0.1:1"),
+    }
+    store = stores[kind]
+    store.close()
+
+    def ask() -> str:
+        with pytest.raises(StoreUnavailable) as refused:
+            store.get("key")
+        return str(refused.value)
+
+    assert "closed" in in_a_child(ask, 20.0)
+
+
+def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store() -> None:
+    serving, enough = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        serving.set()
+        enough.wait(20.0)
+
+    with held_port() as holder, ThreadPoolExecutor(1) as pool:
+        host, port = holder.getsockname()
+        place = Place("here", lambda: TcpStore(host, port, connect_timeout=0.05), serve)
+        with MovingStore([place], patience=1.0) as store:
+            asking = pool.submit(store.get, "key")
+            assert serving.wait(20.0)
+            try:
+                assert in_a_child(lambda: f"alone: {store.follow()}", 20.0) == "alone: False"
+            finally:
+                enough.set()
+            with pytest.raises(StoreUnavailable):
+                asking.result(20.0)

@@ -18,8 +18,7 @@ from elasticlib.errors import (
     StoreUnavailable,
 )
 from elasticlib.stores.keyspace import MIB
-from elasticlib.stores.sockets import dial
-from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_client import TcpStore, dial
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
 
@@ -137,7 +136,13 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 500", encode(Frame("answer", 1, {"yes": True, "version": 1})), b""]
+    "answer",
+    [
+        b"HTTP/1.1 500",
+        encode(Frame("listing", 1, {"version": 1, "rows": [], "more": False})),
+        encode(Frame("challenge", 1, {"nonce": "0" * 64})),
+        b"",
+    ],
 )
 def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
     welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))

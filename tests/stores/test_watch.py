@@ -9,10 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from elasticlib.errors import LeaseLost, StoreUnavailable
-from elasticlib.rendezvous.loop import Watcher
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Listing, Store, Watched
-from elasticlib.stores.keyspace import WATCHES_PER_OWNER
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -105,29 +103,6 @@ def test_who_lists_and_watches_misses_nothing(server: TcpStoreServer, store: Sto
             assert isinstance(watched, Listing)
             assert watched.version > seen.version
             seen = watched
-
-
-def test_a_watcher_tells_each_time_and_goes_on_by_waiting_where_watching_fails(
-    server: TcpStoreServer,
-) -> None:
-    heard: queue.Queue[Listing | None] = queue.Queue()
-    with reached(server) as client:
-        watcher = Watcher(client, PATIENCE, heard.put)
-        version = client.set("key", b"0").version
-        watcher.arm("key", version, listing=True)
-        client.set("key", b"1")
-        now = client.list("key")
-        assert heard.get(timeout=PATIENCE) == now
-        held = [told(client, "held", now.version) for _ in range(WATCHES_PER_OWNER)]
-        watcher.arm("key", now.version, listing=True)
-        assert heard.get(timeout=PATIENCE) is None  # refused: that there was a change is not known
-        client.set("held", b"")
-        assert all(one.get(timeout=PATIENCE) for one in held)
-        version = client.list("key").version
-        watcher.arm("key", version, listing=True)
-        client.set("key", b"2")
-        assert heard.get(timeout=PATIENCE) is None  # told by the thread, which only waits
-        watcher.stop()
 
 
 def test_in_the_servers_process_and_beyond_all_are_told_of_each_other(

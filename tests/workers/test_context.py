@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.stop import Need, agreed, decode_need, encode_need
+from elasticlib.agent.policy import Need, agreed, decode_need, post_need
 from elasticlib.clock import monotonic
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
 from elasticlib.workers.folders import SharedFolder
-from elasticlib.workers.messages import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
+from elasticlib.workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
 from elasticlib.workers.session import Guardian
 
 
@@ -266,7 +266,7 @@ def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
 )
 def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
     assert decode_need(data) == Need(None)
-    assert decode_need(encode_need(Need(3, DRAIN, 1.5))) == Need(3, DRAIN, 1.5)
+    assert decode_need(post_need(0, Need(3, DRAIN, 1.5)).value) == Need(3, DRAIN, 1.5)
 
 
 # -- the agent's ends --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import session
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.session import Guardian
 from elasticlib.workers.spec import (

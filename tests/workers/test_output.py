@@ -21,8 +21,15 @@ from elasticlib.launch.output_flags import split_at_commas
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers.loop import Loop
-from elasticlib.workers.output import TURNS, Output, Writers, end_within
-from elasticlib.workers.output_plan import OutputPlan, Places, parse_streams
+from elasticlib.workers.output import (
+    TURNS,
+    Output,
+    OutputPlan,
+    Places,
+    Writers,
+    end_within,
+    parse_streams,
+)
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Script, deal_ranks
 
@@ -78,17 +85,16 @@ def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
     worker = deal_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
     loop, writers = Loop(), Writers()
     loop.start()
-    output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json")))
-    output.open(writers)
+    output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json")), writers)
     stays = "echo last words >&2; sleep 600 & echo $!"
     with subprocess.Popen(
-        ["sh", "-c", stays], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ["sh", "-c", stays], stdout=subprocess.PIPE, stderr=output.targets[1]
     ) as process:
         assert process.stdout is not None
         daemon = int(process.stdout.readline())
         process.stdout.close()
         process.wait(30)
-        output.attach(None, process.stderr, loop, writers)
+        output.attach(loop)
         try:
             assert not output.close(1e6)
             assert output.tail() == "last words"

@@ -13,8 +13,9 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import FailureKind, Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers.exit import WorkerExit, classify
-from elasticlib.workers.messages import Notice, failure_record, read_failure, read_record
-from elasticlib.workers.output_plan import Streams, parse_streams
+from elasticlib.workers.hooks import failure_record, read_failure, read_record
+from elasticlib.workers.interface import Notice
+from elasticlib.workers.output import Streams, parse_streams
 from elasticlib.workers.spec import (
     Entrypoint,
     Ladder,

@@ -20,7 +20,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import fork_server, stacks
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import (
     Command,
@@ -290,7 +290,7 @@ def test_a_module_runs_as_under_python_m(
         "print(sys.orig_argv)\n"
         "raise ValueError('no')\n"
     )
-    # The agent may have moved since the template began.
+    # The agent may have moved since the server began.
     monkeypatch.chdir(tmp_path)
     expected = python(cold, "-m", "package", "a")
     assert expected.returncode == 1
@@ -310,7 +310,7 @@ def test_a_function_hands_back_its_value_from_both(warm: Runner, cold: Runner) -
     assert warm.run(Function(twice, (4,))).value[:2] == (8, __name__)
 
 
-def test_a_template_that_rests_imports_what_optimizers_need(warm: Runner) -> None:
+def test_a_fork_server_that_rests_imports_what_optimizers_need(warm: Runner) -> None:
     deadline = time.monotonic() + 120
     while not warm.run(Function(twice, (4,))).value[2]:
         assert time.monotonic() < deadline
@@ -345,11 +345,11 @@ def test_no_thread_is_unwound_at_the_end(
     assert request.getfixturevalue(method).run(Script(str(script))).out == ""
 
 
-def template_of(pid: int) -> int:
+def server_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_template_that_was_killed_is_replaced_and_its_worker_is_noticed(
+def test_a_fork_server_that_was_killed_is_replaced_and_its_worker_is_noticed(
     warm: Runner, tmp_path: Path
 ) -> None:
     script = tmp_path / "rest.py"
@@ -357,13 +357,13 @@ def test_a_template_that_was_killed_is_replaced_and_its_worker_is_noticed(
     ppid = tmp_path / "ppid.py"
     ppid.write_text("import os, sys; print(os.getppid(), 'torch' in sys.modules)")
     said = warm.run(Script(str(ppid))).out
-    template = int(said.split()[0])
-    assert said == f"{template} True\n"
+    server = int(said.split()[0])
+    assert said == f"{server} True\n"
     # It hears nothing of what is meant for workers.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        os.kill(template, number)
-    assert template_of(warm.start(Script(str(script)))) == template
-    os.kill(template, signal.SIGKILL)
+        os.kill(server, number)
+    assert server_of(warm.start(Script(str(script)))) == server
+    os.kill(server, signal.SIGKILL)
     assert warm.end().returncode == -signal.SIGKILL
     assert warm.run(Script(str(ppid))).out == f"{os.getpid()} False\n"
     warm.workers._launcher.await_prepared(newest=True)

@@ -6,18 +6,18 @@ from typing import Any
 
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import JobState
-from elasticlib.observe.standing import NodeStanding, after, seen
-from elasticlib.workers.interface import Beat
+from elasticlib.observe.story import NodeStatus, after, seen
+from elasticlib.workers.interface import Heartbeat
 
 
-def told(*events: tuple[str, dict[str, Any]]) -> list[NodeStanding]:
-    standing, found = NodeStanding("job", "n1"), []
+def told(*events: tuple[str, dict[str, Any]]) -> list[NodeStatus]:
+    status, found = NodeStatus("job", "n1"), []
     for at, (kind, facts) in enumerate(events):
         rank = facts.pop("rank", None)
-        generation = facts.pop("generation", standing.generation)
+        generation = facts.pop("generation", status.generation)
         event = Event(kind, "job", "n1", generation, 1e9 + at, float(at), rank, facts)
-        standing = after(standing, event)
-        found.append(standing)
+        status = after(status, event)
+        found.append(status)
     return found
 
 
@@ -38,8 +38,8 @@ def begins() -> list[tuple[str, dict[str, Any]]]:
 
 def test_a_node_waits_runs_restarts_and_ends() -> None:
     states = [
-        standing.state
-        for standing in told(
+        status.state
+        for status in told(
             *begins(),
             ("failure", {"reason": "rank 0 raised"}),
             ("stopping", {"why": "", "seconds": 0.0}),
@@ -71,7 +71,7 @@ def test_workers_are_those_of_the_generation() -> None:
 
 def test_a_look_adds_what_workers_tell() -> None:
     *_, last = told(*begins())
-    beat = Beat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
+    beat = Heartbeat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
     (worker,) = seen(last, {0: beat}, 13.0).workers
     assert (worker.step, worker.per_second, worker.silent, worker.saved) == (9, 2.0, 2.0, None)
 
@@ -79,9 +79,9 @@ def test_a_look_adds_what_workers_tell() -> None:
 def test_a_look_adds_the_snapshot_that_all_workers_have_kept() -> None:
     other = ("worker.began", {"rank": 1, "local_rank": 1, "name": "pid 9"})
     *_, last = told(*begins(), other, ("snapshot", {"step": 60}))
-    beats = {0: Beat(snapshot=97, attached=True), 1: Beat(snapshot=96, attached=True)}
+    beats = {0: Heartbeat(snapshot=97, attached=True), 1: Heartbeat(snapshot=96, attached=True)}
     assert seen(last, beats, 13.0).snapshot == 96
-    assert seen(last, {0: Beat(attached=True)}, 13.0).snapshot == 60
+    assert seen(last, {0: Heartbeat(attached=True)}, 13.0).snapshot == 60
 
 
 def test_facts_of_another_type_than_theirs_were_not_told() -> None:

@@ -19,7 +19,7 @@ from elasticlib.workers.fork_server import ForkServer, ForkServerUnfit
 from elasticlib.workers.loop import Loop
 
 
-def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_fails_leaves_the_server_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> int:
         raise BlockingIOError(errno.EAGAIN, "as if at a limit of processes")
 
@@ -33,10 +33,10 @@ def test_a_fork_that_fails_leaves_the_template_as_it_was(monkeypatch: pytest.Mon
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_fork_that_cannot_take_over_ends_and_the_template_alone_says_why() -> None:
+def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     start = Path(fork_server.__file__).with_name("bootstrap.py")
-    command = [sys.executable, "-u", str(start), "", "template", str(theirs.fileno()), ""]
+    command = [sys.executable, "-u", str(start), "", "fork_server", str(theirs.fileno()), ""]
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment) as process:
         theirs.close()
@@ -55,14 +55,14 @@ def test_a_fork_that_cannot_take_over_ends_and_the_template_alone_says_why() -> 
         assert process.wait(60) == 0
 
 
-def test_a_template_in_which_threads_were_started_later_forks_no_more(tmp_path: Path) -> None:
+def test_a_fork_server_in_which_threads_were_started_later_forks_no_more(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "_dynamo.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     start = str(Path(fork_server.__file__).with_name("bootstrap.py"))
-    command = [sys.executable, "-u", start, "", "template", "{link}", ""]
+    command = [sys.executable, "-u", start, "", "fork_server", "{link}", ""]
     loop = Loop()
     loop.start()
     found = ForkServer(command, {**os.environ, "PYTHONPATH": str(tmp_path)}, loop)

@@ -12,14 +12,14 @@ from elasticlib.launch.exit_summary import duration, told
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import Why
 from elasticlib.observe.reading import history_of
-from elasticlib.observe.tally import DEAREST, Sums, Tally
+from elasticlib.observe.story import DEAREST, Story, Sums
 
 
-def tallied(events: list[Event]) -> Sums:
-    tally = Tally()
+def summed(events: list[Event]) -> Sums:
+    story = Story()
     for event in events:
-        tally.tell(event)
-    return tally.sums()
+        story.fold(event)
+    return story.sums()
 
 
 def many(generations: int) -> Agent:
@@ -41,7 +41,7 @@ def many(generations: int) -> Agent:
 
 def test_it_comes_to_what_the_history_of_the_same_events_tells() -> None:
     agent = many(30)
-    sums, history = tallied(agent.events), history_of(files(agent))
+    sums, history = summed(agent.events), history_of(files(agent))
     assert sums.seconds == pytest.approx(history.until)
     assert sums.goodput == pytest.approx(history.goodput)
     later = [generation.cost for generation in history.generations[1:]]
@@ -65,20 +65,20 @@ def crashes(*, steps: bool) -> Agent:
 
 
 def test_what_ends_before_its_first_step_was_lost_where_steps_are_told() -> None:
-    sums = tallied(crashes(steps=True).events)
+    sums = summed(crashes(steps=True).events)
     assert sums.goodput is not None
     assert sums.lost.seconds == pytest.approx(sums.seconds * (1 - sums.goodput))
     assert sums.lost.start == pytest.approx(3 * 60 + 3)
     assert [generation.cost.start for generation in sums.dearest] == pytest.approx([60, 60, 3])
-    assert tallied(crashes(steps=False).events).lost.start is None
+    assert summed(crashes(steps=False).events).lost.start is None
 
 
 def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
     def kept(generations: int) -> int:
-        tally = Tally()
+        story = Story()
         for event in many(generations).events:
-            tally.tell(event)
-        seen, todo = set(), [tally]
+            story.fold(event)
+        seen, todo = set(), [story]
         while todo:
             one = todo.pop()
             if id(one) not in seen and not isinstance(one, type):
@@ -90,7 +90,7 @@ def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
 
 
 def test_the_lines_say_what_was_lost_and_of_what() -> None:
-    lines = list(told(tallied(many(3).events)))
+    lines = list(told(summed(many(3).events)))
     assert lines == [
         "40.0 s in 3 generations, the first step done after 3.00 s, goodput 70.0 % on this node",
         "  generation 2 after a failure, 4.00 s lost: n1: rank 0 raised",
@@ -101,7 +101,7 @@ def test_the_lines_say_what_was_lost_and_of_what() -> None:
 
 
 def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> None:
-    lines = list(told(tallied(many(300).events)))
+    lines = list(told(summed(many(300).events)))
     assert len(lines) == 3 + DEAREST
     assert lines[1] == "  199 after a failure, 100 after a loss; those that cost most:"
     assert any(re.match("  generation 8 after a failure, 34.0 s lost", line) for line in lines)
@@ -109,7 +109,7 @@ def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> No
 
 def test_a_run_that_lost_nothing_is_one_line() -> None:
     agent = Agent("n1").launch(0.0).begin(2.0, 1).tell(5.0, "saved", step=4).succeed(70.0)
-    (line,) = told(tallied(agent.events))
+    (line,) = told(summed(agent.events))
     assert line == "70.1 s in 1 generation, last checkpoint of step 4"
 
 

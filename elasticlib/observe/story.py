@@ -1,0 +1,600 @@
+"""What one agent's events tell, folded as they come: the one fold, of which all else are views.
+
+The fold is of one node, live in its agent or read back from a file, and bounded however long the
+run is, but for one entry a generation, which who folds may take away. All times are those of the
+events, by the node's own monotonic clock; nothing here compares nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import attrs
+
+from ..workers.interface import NOTHING, Heartbeat
+from .costs import Ledger, as_start
+from .counts import Counts, counted
+from .event import Event
+from .history import Cost, Generation, JobState, Mark, NodeGeneration, Pace, Why
+
+_ENDS = {
+    "succeeded": JobState.SUCCEEDED,
+    "failed": JobState.FAILED,
+    "stopped": JobState.STOPPED,
+    "drained": JobState.PREEMPTED,
+}
+
+
+def end_state(word: str) -> JobState:
+    """Of the `state` that `run.ended` tells; FAILED for a word that nobody knows."""
+    return _ENDS.get(word, JobState.FAILED)
+
+
+@attrs.frozen
+class WorkerStatus:
+    """name: such as `pid 123`. step, saved: the last that it told of. silent: seconds since it
+    last gave a sign of life. per_second: its steps. None where it does not tell."""
+
+    rank: int
+    local_rank: int
+    name: str
+    running: bool = True
+    step: int | None = None
+    per_second: float | None = None
+    silent: float | None = None
+    saved: int | None = None
+
+
+@attrs.frozen
+class NodeStatus:
+    """since: when this state began, by the node's monotonic clock, as `at` of an event. step,
+    per_second: as its events tell of its slowest worker; the workers' own are newer. expelled: it
+    has ended, and the job goes on without it."""
+
+    run: str
+    node: str
+    host: str = ""
+    pid: int = 0
+    slots: int = 0
+    state: JobState = JobState.RENDEZVOUS
+    since: float = 0.0
+    began: float = 0.0
+    generation: int = 0
+    node_rank: int | None = None
+    nodes: int = 0
+    world: int = 0
+    restarts: int = 0
+    max_restarts: int | None = None
+    reason: str = ""
+    saved: int | None = None
+    snapshot: int | None = None
+    step: int | None = None
+    per_second: float | None = None
+    exit_code: int | None = None
+    expelled: bool = False
+    workers: tuple[WorkerStatus, ...] = ()
+
+
+def after(status: NodeStatus, event: Event) -> NodeStatus:
+    """The status once this has happened; a kind that says nothing of it changes nothing."""
+    now = attrs.evolve(status, generation=event.generation, **_named(event))
+    if event.kind == "worker.began" and event.rank is not None:
+        local, name = event.count("local_rank") or 0, event.text("name")
+        return _with(now, WorkerStatus(event.rank, local, name))
+    if event.kind == "worker.ended":
+        gone = (w for w in now.workers if w.rank == event.rank)
+        return _with(now, *(attrs.evolve(worker, running=False) for worker in gone))
+    step = event.count("step")
+    if event.kind in ("saved", "snapshot") and step is not None:
+        told: dict[str, Any] = {event.kind: step}
+        return attrs.evolve(now, **told)
+    if event.kind in ("training.began", "steps"):
+        return attrs.evolve(now, step=step, per_second=event.seconds("per_second"))
+    state = _state(status.state, event)
+    if event.kind == "generation.began":
+        now = attrs.evolve(now, workers=(), step=None, per_second=None)
+    reason = event.text(_REASONS.get(event.kind, "")) or now.reason
+    if state is status.state:
+        return attrs.evolve(now, reason=reason)
+    return attrs.evolve(now, state=state, since=event.at, reason=reason)
+
+
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    "run.began": ("host", "pid", "slots"),
+    "generation.began": ("node_rank", "nodes", "world", "restarts", "max_restarts"),
+    "run.ended": ("exit_code",),
+}
+
+
+def _named(event: Event) -> dict[str, Any]:
+    """What this event tells under the names that a status has for it."""
+    found: dict[str, Any] = {}
+    for key in _TAKEN.get(event.kind, ()):
+        value = event.text(key) if key == "host" else event.count(key)
+        if value is not None:
+            found[key] = value
+    if event.kind == "run.ended":
+        found["expelled"] = event.says("expelled")
+    return found
+
+
+_REASONS: Mapping[str, str] = {
+    "rendezvous.began": "why",
+    "generation.began": "cause",
+    "failure": "reason",
+    "drain.asked": "why",
+    "run.ended": "reason",
+}
+
+
+def _state(state: JobState, event: Event) -> JobState:
+    if event.kind == "run.ended":
+        return end_state(event.text("state"))
+    if event.kind == "generation.began":
+        return JobState.RUNNING
+    if event.kind == "drain.asked":
+        return JobState.DRAINING
+    if event.kind == "failure":
+        return JobState.RESTARTING
+    if event.kind == "stopping" and state is JobState.RUNNING:
+        # Whom nobody gave notice must start again for a failure or a loss elsewhere.
+        return JobState.RESIZING if event.text("why") else JobState.RESTARTING
+    if event.kind == "rendezvous.began" and state is JobState.RUNNING:
+        return JobState.RENDEZVOUS
+    return state
+
+
+def _with(status: NodeStatus, *workers: WorkerStatus) -> NodeStatus:
+    changed = {worker.rank for worker in workers}
+    kept = (worker for worker in status.workers if worker.rank not in changed)
+    return attrs.evolve(
+        status, workers=tuple(sorted((*kept, *workers), key=lambda worker: worker.rank))
+    )
+
+
+def put_out(status: NodeStatus) -> NodeStatus:
+    """Of a node that is no member any more: where its workers were is told as nobody's place now,
+    and the checkpoints that they wrote are there still."""
+    told = (status.saved, *(worker.saved for worker in status.workers))
+    saved = max((step for step in told if step is not None), default=None)
+    return attrs.evolve(status, saved=saved, workers=(), step=None, per_second=None, snapshot=None)
+
+
+def seen(status: NodeStatus, beats: Mapping[int, Heartbeat], now: float) -> NodeStatus:
+    """The same with what its workers tell, by local rank; now: by this machine's clock."""
+    found, kept = [], []
+    for worker in status.workers:
+        beat = beats.get(worker.local_rank)
+        if beat is not None and beat.snapshot != NOTHING:
+            kept.append(beat.snapshot)
+        if beat is None or not beat.attached:
+            found.append(worker)
+            continue
+        durations = sorted(beat.durations)
+        middle = durations[len(durations) // 2] if durations else 0.0
+        told = attrs.evolve(
+            worker,
+            step=None if beat.step == NOTHING else beat.step,
+            per_second=1 / middle if middle > 0 else None,
+            silent=max(0.0, now - beat.alive) if beat.alive else None,
+            saved=None if beat.saved == NOTHING else beat.saved,
+        )
+        found.append(told)
+    # Of a state in parts each worker keeps its own, and it is whole once the last of them has.
+    snapshot = min(kept, default=status.snapshot)
+    return attrs.evolve(status, workers=tuple(found), snapshot=snapshot)
+
+
+Item = TypeVar("Item")
+
+PACES = 2_000
+MARKS = 2_000
+FEWER: Mapping[str, int] = {"saved": 500, "snapshot": 500, "worker.ended": 250}
+"""So many are kept of each agent: evenly spread ones where there were more. MARKS is for each kind
+but those of FEWER; `worker.ended` has so many for each worker of the node, since all of them may
+end each time in the same order."""
+WORKERS = 64
+"""That have so many each; if there are more, they share."""
+
+DEAREST = 4
+"""Generations that are remembered with their causes, of all that were live."""
+_IN_STATE = (
+    *("run.began", "rendezvous.began", "generation.began", "failure"),
+    *("stopping", "drain.asked", "run.ended"),
+)
+_IN_NO_LIFE = ("run.began", "generation.began", "saved", "snapshot", "lost")
+_WORDS: Mapping[str, str] = {"failure": "reason", "worker.ended": "how", "drain.asked": "why"}
+
+
+def begun(event: Event, sought: float | None) -> NodeGeneration:
+    """What `generation.began` tells."""
+    nodes, world = event.count("nodes"), event.count("world")
+    return NodeGeneration(
+        node=event.node,
+        number=event.generation,
+        began=event.at,
+        wall=event.wall,
+        nodes=nodes or 1,
+        world=world or 1,
+        restarts=event.count("restarts") or 0,
+        max_restarts=event.count("max_restarts"),
+        node_rank=event.count("node_rank") or 0,
+        ranks=event.pair("ranks") or (0, 0),
+        cause=event.text("cause"),
+        why=next((why for why in Why if why.value == event.text("why")), None),
+        sought=None if sought is None else min(sought, event.at),
+    )
+
+
+def lived(life: NodeGeneration, event: Event) -> NodeGeneration:
+    """The same once this has happened in it; a kind that says nothing of it changes nothing."""
+    at = event.at
+    if event.kind in ("saved", "snapshot"):
+        return attrs.evolve(life, **{event.kind: getattr(life, event.kind) + 1})
+    silent = event.seconds("silent")
+    if event.kind in ("training.began", "steps"):
+        return _worked(life, event, at, silent or 0.0)
+    if event.kind == "restored":
+        took, after = (event.seconds(name) for name in ("seconds", "after"))
+        if took is not None and after is not None:
+            at = min(at, life.began + after + took)
+        step = event.count("step")
+        return attrs.evolve(life, restored=at, restore_seconds=took, restored_step=step)
+    if event.kind in ("failure", "stopping", "rendezvous.began") and silent is not None:
+        life = attrs.evolve(life, silent=max(silent, life.silent or 0.0))
+    if event.kind == "failure":
+        return attrs.evolve(_troubled(life, at), failed=True)
+    if event.kind == "stopping":
+        asked = life.asked or bool(event.text("why"))
+        return attrs.evolve(_troubled(life, at), asked=asked)
+    if event.kind == "drain.asked":
+        return attrs.evolve(_troubled(life, at), asked=True)
+    if event.kind == "worker.ended":
+        told_to = event.says("stopped")
+        life = attrs.evolve(life, left=at)
+        return life if event.says("ok") or told_to else _troubled(life, at)
+    if event.kind == "stopped":
+        return attrs.evolve(life, over=life.over or at, gone=at)
+    if event.kind == "rendezvous.began":
+        asked = life.asked or event.says("planned")
+        return _ended(attrs.evolve(_troubled(life, at), asked=asked), at)
+    if event.kind == "run.ended":
+        return _ended(life, at if life.left is None else life.left)
+    return life
+
+
+def _troubled(life: NodeGeneration, at: float) -> NodeGeneration:
+    return life if life.trouble is not None else attrs.evolve(life, trouble=at)
+
+
+def _ended(life: NodeGeneration, at: float) -> NodeGeneration:
+    gone = at if life.gone is None else life.gone
+    return attrs.evolve(life, over=life.over or at, gone=gone)
+
+
+def _worked(life: NodeGeneration, event: Event, at: float, silent: float) -> NodeGeneration:
+    """A step was told: the first of the generation, or the last before now."""
+    step = event.count("step")
+    if step is None:
+        return life
+    if event.kind == "training.began":
+        took = event.seconds("seconds")
+        done = at if took is None else min(at, life.began + took)
+        life = attrs.evolve(life, trained=done, first_step=step)
+    else:
+        # Who was silent for long before the look had made its step by then.
+        done = max(life.began, at - silent)
+    if life.trained is None:
+        life = attrs.evolve(life, trained=done, first_step=_first(life, step))
+    if life.last_step is not None and step < life.last_step:
+        return life
+    return attrs.evolve(life, last_step=step, last_at=max(done, life.trained or done))
+
+
+def _first(life: NodeGeneration, step: int) -> int:
+    """Where nobody told of the first step itself, it follows the one that was restored."""
+    return step if life.restored_step is None else min(step, life.restored_step + 1)
+
+
+class Thinned(Generic[Item]):
+    """A bounded choice of many things that come in order: every one up to `limit`; then each
+    second one, then each fourth, and so on. The first and the last are always there."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._every = 1
+        self._kept: list[Item] = []
+        self._last: list[Item] = []
+        self.seen = 0
+
+    def add(self, item: Item) -> None:
+        if self._limit <= 0:
+            return
+        if self.seen % self._every == 0:
+            self._kept.append(item)
+            self._last = []
+        else:
+            self._last = [item]
+        self.seen += 1
+        if len(self._kept) > self._limit:
+            if not len(self._kept) % 2:
+                self._last = self._kept[-1:]
+            self._kept = self._kept[::2]
+            self._every *= 2
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return (*self._kept, *self._last)
+
+    @property
+    def left_out(self) -> int:
+        """How many came that are not kept."""
+        return self.seen - len(self.items)
+
+
+class AgentLog:
+    """One agent's events; marks and paces have its own times still.
+
+    keep: whether marks and paces are wanted, as for a report, and of the status only the node's
+    own state; else all of the status is, and neither of these.
+    """
+
+    def __init__(self, *, keep: bool = True) -> None:
+        self.node = ""
+        self.began: float | None = None
+        self.seen = self.wall = 0.0
+        self.launch = Event("run.began", "", "", 0, 0.0, 0.0)
+        self.end: Event | None = None
+        self.status = NodeStatus("", "")
+        self.events_lost = 0
+        self.lives: list[NodeGeneration] = []
+        self.saved: tuple[float, int] | None = None
+        self.snapshot: tuple[float, int] | None = None
+        self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
+        self.failures = 0
+        self._keep = keep
+        self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
+        self._highest: dict[str, int] = {}
+        self._clocks: Thinned[float] = Thinned(64)
+        self._sought: float | None = None
+
+    @property
+    def clock(self) -> float:
+        """Wall clock minus monotonic clock, in the middle of what was told."""
+        told = sorted(self._clocks.items)
+        return told[len(told) // 2] if told else 0.0
+
+    @property
+    def marks(self) -> list[Mark]:
+        kept = [mark for marks in self._marks.values() for mark in marks.items]
+        return sorted(kept, key=lambda mark: mark.at)
+
+    @property
+    def left_out(self) -> int:
+        """Marks and paces that there were too many of."""
+        return self.paces.left_out + sum(marks.left_out for marks in self._marks.values())
+
+    def thinned(self, kind: str) -> bool:
+        """Whether there were too many of this kind for all to be in `marks`."""
+        return any(of == kind and marks.left_out for (of, _), marks in self._marks.items())
+
+    def fold(self, event: Event) -> None:
+        """Once this has happened, too. What has no time or no generation that can be is passed
+        over."""
+        if not event.possible:
+            return
+        self._meet(event)
+        if not self._keep or event.kind in _IN_STATE:
+            self.status = after(self.status, event)
+        if event.kind == "run.began":
+            self.launch = event
+        elif event.kind == "generation.began" and event.generation:
+            self._enter(event)
+        elif event.kind == "run.ended":
+            self.end = event
+        elif event.kind == "lost":
+            self.events_lost += event.count("events") or 0
+        elif event.kind == "rendezvous.began":
+            self._sought = event.at
+        step = event.count("step")
+        if event.kind in ("saved", "snapshot") and step is not None:
+            setattr(self, event.kind, (event.at, step))
+        if event.kind not in _IN_NO_LIFE or self._kept_anew(event.kind, step):
+            self._live(event)
+        self._mark(event, step)
+
+    def _kept_anew(self, kind: str, step: int | None) -> bool:
+        """Whether a step was kept, and none as high before."""
+        if kind not in ("saved", "snapshot") or step is None or step <= self._highest.get(kind, -1):
+            return False
+        self._highest[kind] = step
+        return True
+
+    def _meet(self, event: Event) -> None:
+        if self.began is None:
+            self.node, self.began, self.seen = event.node, event.at, event.at
+            self.status = NodeStatus(event.run, event.node, since=event.at, began=event.at)
+        self.began = min(self.began, event.at)
+        self.seen, self.wall = max(self.seen, event.at), event.wall
+        self._clocks.add(event.wall - event.at)
+
+    def _enter(self, event: Event) -> None:
+        if self.lives and self.lives[-1].over is None:
+            # It was not told how that one ended; it has, by now.
+            last = self.lives[-1]
+            ended = Event("rendezvous.began", event.run, event.node, last.number, 0.0, event.at)
+            self.lives[-1] = lived(last, ended)
+        self.lives.append(begun(event, self._sought))
+        self._sought = None
+
+    def _live(self, event: Event) -> None:
+        """What looks at workers may tell of a generation when the next has begun."""
+        for index in range(len(self.lives) - 1, max(-1, len(self.lives) - 3), -1):
+            if self.lives[index].number == event.generation:
+                self.lives[index] = lived(self.lives[index], event)
+                return
+
+    def _mark(self, event: Event, step: int | None) -> None:
+        kind = event.kind
+        if kind == "steps" and step is not None:
+            pace = Pace(
+                at=event.at,
+                node=self.node,
+                generation=event.generation,
+                step=step,
+                per_second=event.seconds("per_second"),
+                loss=event.value("loss"),
+                samples_per_second=event.seconds("samples_per_second"),
+            )
+            self.paces.add(pace)
+            return
+        words = event.text(_WORDS.get(kind, ""))
+        if kind in ("saved", "snapshot") and step is not None:
+            words = f"step {step}"
+        elif kind == "restored":
+            words = f"step {step} from {event.text('source') or 'an unknown place'}"
+        elif kind == "lost":
+            words = f"{event.count('events') or 0} events could not be written"
+        elif kind == "worker.ended":
+            if event.says("ok") or event.says("stopped"):
+                return  # it did as it was to
+        elif kind not in _WORDS:
+            return
+        mark = Mark(event.at, kind, self.node, words, rank=event.rank, step=step)
+        self.failures += kind == "failure"
+        if self._keep:
+            place = event.count("local_rank") or 0 if kind == "worker.ended" else 0
+            limit = FEWER.get(kind, MARKS)
+            self._marks.setdefault((kind, place % WORKERS), Thinned(limit)).add(mark)
+
+
+@attrs.frozen
+class Sums:
+    """Of one node. seconds: from its first event to the last. trained: of these in steps that
+    count; None where none was told. first_step: seconds until the first one's end.
+
+    lost: phase by phase, of all generations but a first one that made steps; None where nobody
+    told of it. dearest: those after the first that cost most, in order of time; all of them, where
+    they are few.
+    """
+
+    seconds: float = 0.0
+    trained: float | None = None
+    first_step: float | None = None
+    counts: Mapping[Why, int] = attrs.field(factory=dict)
+    lost: Cost = attrs.field(factory=Cost)
+    dearest: Sequence[Generation] = ()
+    saved: int | None = None
+    snapshot: int | None = None
+
+    @property
+    def generations(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """As `History.goodput`, of what this node knows."""
+        if self.trained is None or self.seconds <= 0:
+            return None
+        return max(0.0, min(1.0, self.trained / self.seconds))
+
+
+class Story:
+    """One node's events while they are told: where it stands, what they add up to, what they cost.
+
+    What is told of it never waits for who looks: status and counts are values, replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self._log = AgentLog(keep=False)
+        self._ledger = Ledger()
+        self._generations: dict[Why, int] = {}
+        # If workers never tell of steps, and if they do, which may be told by the last generation.
+        self._stepless, self._stepping = _Lost(), _Lost()
+        self._trained: float | None = None
+        self._first: float | None = None
+
+    @property
+    def status(self) -> NodeStatus:
+        """Where the node and its workers stand, as far as they were told of."""
+        return self._log.status
+
+    def fold(self, event: Event) -> None:
+        """Once this has happened, too."""
+        self.counts = counted(self.counts, event)
+        self._log.fold(event)
+        # The last two may still be told of.
+        while len(self._log.lives) > 2:
+            self._settle()
+
+    def sums(self) -> Sums:
+        """All of it; nothing is told any more."""
+        while self._log.lives:
+            self._settle()
+        log = self._log
+        lost = self._stepless if self._trained is None else self._stepping
+        return Sums(
+            seconds=log.seen - (log.began or 0.0),
+            trained=self._trained,
+            first_step=self._first,
+            counts=self._generations,
+            lost=lost.cost,
+            dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
+            saved=None if log.saved is None else log.saved[1],
+            snapshot=None if log.snapshot is None else log.snapshot[1],
+        )
+
+    def _settle(self) -> None:
+        lives, began, seen = self._log.lives, self._log.began or 0.0, self._log.seen
+        life = lives.pop(0)
+        made = self._ledger.add(
+            life.number,
+            [life],
+            launched=None if self._generations else began,
+            following=lives[0].began if lives else None,
+            until=seen,
+        )
+        if made.trained is not None:
+            ended = seen if made.ended is None else made.ended
+            self._trained = (self._trained or 0.0) + max(0.0, ended - made.trained)
+            self._trained -= made.cost.redone_seconds
+            self._first = made.trained - began if self._first is None else self._first
+        whole = as_start(made, seen)
+        if self._generations:
+            self._stepless.add(made)
+            self._stepping.add(whole)
+        elif made.trained is None:
+            self._stepping.cost = whole.cost
+        self._generations[made.why] = self._generations.get(made.why, 0) + 1
+
+
+class _Lost:
+    """What some generations cost, and the dearest of them."""
+
+    def __init__(self) -> None:
+        self.cost = Cost()
+        self.dearest: list[Generation] = []
+
+    def add(self, made: Generation) -> None:
+        self.cost = _sum(self.cost, made.cost)
+        self.dearest.append(made)
+        self.dearest.sort(key=lambda generation: -generation.cost.seconds)
+        del self.dearest[DEAREST:]
+
+
+def _sum(one: Cost, other: Cost) -> Cost:
+    def both(name: str) -> float | None:
+        told = [value for cost in (one, other) if (value := getattr(cost, name)) is not None]
+        return sum(told) if told else None
+
+    return Cost(
+        detect=both("detect"),
+        stop=both("stop"),
+        rendezvous=both("rendezvous"),
+        start=both("start"),
+        restore=both("restore"),
+        redone=one.redone + other.redone,
+        redone_seconds=one.redone_seconds + other.redone_seconds,
+    )

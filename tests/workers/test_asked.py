@@ -1,0 +1,135 @@
+"""What `LocalWorkers` is told by workers that are at work, and what it has them do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from jobs import alive
+from processes import children
+from test_local import Run, poll, shell
+
+from elasticlib.compat.timers import TimerServer
+from elasticlib.workers import bootstrap
+from elasticlib.workers.interface import DRAIN, Notice
+from elasticlib.workers.session import Guardian
+from elasticlib.workers.spec import Script
+
+TRAINS = """
+import os, sys, time
+import elasticlib
+
+def train(context):
+    step = 0
+    while context.should_stop() is None:
+        context.step(step := step + 1)
+        context.saved(step)
+        time.sleep(0.001)
+    return context.should_stop().reason
+
+sys.exit({"drain": 7}[train(elasticlib.context())])
+"""
+
+
+def training(run: Run) -> Run:
+    script = run.folder / "script.py"
+    script.write_text(TRAINS)
+    return run.start(Script(str(script)), count=2)
+
+
+def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(run: Run) -> None:
+    workers = training(run).workers
+    poll(lambda: all(workers.beats()[local].steps > 2 for local in (0, 1)))
+    assert all(beat.attached and beat.saves for beat in workers.beats().values())
+    workers.kill()
+    ended = {run.end().local_rank, run.end().local_rank}
+    assert workers.beats() == {}
+    workers.close()
+    assert set(workers.last_beats()) == ended == {0, 1}
+    assert all(beat.step > 2 for beat in workers.last_beats().values())
+
+
+def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) -> None:
+    workers = training(run).workers
+    poll(lambda: all(beat.steps for beat in workers.beats().values()))
+    assert all(beat.dumps for beat in workers.beats().values())
+    poll(lambda: " in train\n" in workers.dump_stacks_of((1,)).get(1, ""))
+    assert set(workers.dump_stacks_of((1,))) <= {1}
+    assert not [*run.folder.glob("*/attempt_0/*/stacks.txt")]
+    poll(lambda: [*workers.dump_stacks()] == [0, 1])
+    assert all(" in train\n" in run.file("stacks.txt", local) for local in (0, 1))
+    assert run.file("stacks.txt").startswith("Current thread 0x")
+
+
+def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> None:
+    workers = training(run).workers
+    notice = Notice(DRAIN, 60.0)
+    poll(lambda: all(beat.steps for beat in workers.beats().values()))
+    assert workers.notify(notice)
+    poll(lambda: workers.earliest_stop(now=False) is not None)
+    call = workers.earliest_stop(now=False)
+    assert call is not None
+    workers.stop_at(call, notice)
+    ends = [run.end(), run.end()]
+    assert [(end.returncode, end.failed) for end in ends] == [(7, False)] * 2
+    # They step after each call but the one that stops them.
+    assert {beat.step for beat in workers.last_beats().values()} == {call - 1}
+
+
+def test_a_worker_whose_timer_runs_out_is_sent_the_signal_that_it_asked_for(run: Run) -> None:
+    run.workers.serve_timers(TimerServer(""))
+    said = '{\\"pid\\": $$, \\"scope_id\\": \\"step\\", \\"expiration_time\\": 1, \\"signal\\": 12}'
+    run.start(shell(f'echo "{said}" > "$TORCHELASTIC_TIMER_FILE"; exec sleep 600'))
+    assert run.end().signal == "SIGUSR2"
+
+
+def test_a_guardian_whose_agent_goes_on_is_replaced_when_it_is_killed(run: Run) -> None:
+    run.start(shell("exec sleep 600"))
+    killed = guardians()
+    assert len(killed) == 1
+    os.kill(killed[0], signal.SIGKILL)
+    poll(lambda: len(guardians()) == 1 and guardians() != killed)
+
+
+def guardians() -> list[int]:
+    """Of this process, whose other children are workers."""
+    found = []
+    for pid in children(os.getpid()):
+        with contextlib.suppress(OSError):
+            if b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_what_a_guardian_need_not_end_any_more_stays() -> None:
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        guardian = Guardian(patience=30.0)
+        guardian.add(stranger.pid)
+        guardian.remove(stranger.pid)
+        guardian.close()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+TIES = """
+import os, subprocess, sys
+tie = (sys.executable, "-I", "-S", sys.argv[1], "tie", str(os.getpid()), "", "")
+program = ("sh", "-c", "echo up; exec sleep 600")
+worker = subprocess.Popen([*tie, *program], stdout=subprocess.PIPE, start_new_session=True)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_is_tied_to_a_process_ends_with_it() -> None:
+    command = (sys.executable, "-c", TIES, bootstrap.__file__)
+    agent = subprocess.run(command, stdout=subprocess.PIPE, timeout=100)
+    poll(lambda: not alive(int(agent.stdout)))
