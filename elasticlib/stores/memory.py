@@ -24,8 +24,7 @@ from .sockets import renew_in_children
 
 @attrs.define(eq=False)
 class Shared:
-    """A keyspace of which one thread at a time, that holds `lock`, has its turn, and who waits for
-    the others' turns.
+    """A keyspace of which one thread at a time, that holds `lock`, has its turn.
 
     is_served: whether a server ends the leases that are over. rouse: tells it that there may be one
     sooner than it thought. ended: why nothing is done any more.
@@ -36,8 +35,13 @@ class Shared:
     is_served: bool = False
     rouse: Callable[[], None] = lambda: None
     ended: str = ""
-    lock: threading.Condition = attrs.field(factory=threading.Condition)
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
+    changed: threading.Condition = attrs.field()
+
+    @changed.default
+    def _at_the_lock(self) -> threading.Condition:
+        return threading.Condition(self.lock)  # a condition's own lock is slower to take
 
     @property
     def is_settled(self) -> bool:
@@ -47,15 +51,16 @@ class Shared:
     def settle(self) -> Sequence[tuple[Watch, Watched]]:
         """After each turn: whoever waits wakes; and whom the caller is to tell, without the lock,
         what."""
-        if not self.is_settled:
-            self.lock.notify_all()
+        if self.is_settled:
+            return []
+        self.changed.notify_all()
         return self.space.news()
 
     def end(self, why: str) -> Sequence[tuple[Watch, Watched]]:
         """Do nothing any more; whom the caller is to tell."""
         with self.lock:
             self.ended = why
-            self.lock.notify_all()
+            self.changed.notify_all()
             return [(watch, False) for watch in self.space.forget_watches()]
 
 
@@ -139,7 +144,7 @@ class MemoryStore(Store):
                     return False
                 look = None if shared.is_served else space.clock.until_due(shared.clock())
                 # Releases the lock; other clients change the space meanwhile.
-                shared.lock.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
+                shared.changed.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
                 self._begin()
         return True
 
@@ -159,7 +164,7 @@ class MemoryStore(Store):
         with self._shared.lock:
             self._closed = True
             unheard = self._shared.space.depart(self._owner)
-            self._shared.lock.notify_all()
+            self._shared.changed.notify_all()
             news = self._shared.settle()
         for watch, watched in (*((watch, False) for watch in unheard), *news):
             watch.tell(watched)

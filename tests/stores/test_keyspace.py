@@ -162,6 +162,8 @@ def test_looks_follow_the_shortest_lease() -> None:
     assert clock.until_due(0.0) == 10.0
     clock.hear("short", 8.0, 0.0)
     assert clock.until_due(0.0) == 1.0
+    clock.hear("long", 80.0, 0.25)
+    assert clock.until_due(0.25) == 0.75
     assert not clock.due(0.5)
     assert clock.due(1.0)
     clock.forget("short")

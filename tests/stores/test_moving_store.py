@@ -329,12 +329,12 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
     """Its place has come to lead to the second spot."""
     one, two, _ = world.spots
     server = one.open()
-    place = Place("name:1", two.reach, one.serve)
-    store = MovingStore([place], patience=PATIENCE, hosted=(server, one.reach()))
-    with store:
+    place = Place("name:1", two.reach, two.serve)
+    hosted = (server, one.reach())
+    with MovingStore([place], patience=PATIENCE, clock=lambda: world.now, hosted=hosted) as store:
         entry = store.set("key", b"value")
         assert not store.follow()  # nobody serves there
-        two.open()
+        other_server = two.open()
         with one.joined() as other:
             assert not store.follow()
             assert other.get("key") == entry
@@ -342,6 +342,10 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
         assert store.follow()
         assert (store.get("key"), store.server, server.serving) == (None, None, False)
         assert not store.follow()
+        # What holds for who hosts does no more: where it is not answered, it goes on.
+        other_server.close()
+        world.misses(store, world.now + PATIENCE)
+        assert store.server is two.served[0]
 
 
 def test_who_hosts_stays_where_it_is_however_long_its_server_is_silent(world: World) -> None:
