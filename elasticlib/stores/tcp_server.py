@@ -377,9 +377,6 @@ class TcpStoreServer:
                 self._turn_link(key.data)
             elif key.fileobj is self._woken:
                 self._woken.recv(4096)
-                # Whoever rouses us is amid its turn: what it does is to be seen in ours.
-                with self._shared.lock:
-                    pass
             else:
                 self._accept(key.data)
         self._go_on()
@@ -409,8 +406,8 @@ class TcpStoreServer:
                 return
             except OSError as error:
                 # Out of descriptors, say, or a network that is down: the listener may be ready
-                # for ever, and those who are connected already must not pay. Look away a while,
-                # and have half of those who are not in yet make way.
+                # for ever, at the cost of the connected clients. Stop listening for a while, and
+                # cut half of the clients that are not in yet.
                 log.warning("cannot accept a connection just now: %s", error)
                 strangers = [peer for peer in self._peers.values() if not peer.end.is_in]
                 for peer in strangers[: (len(strangers) + 1) // 2]:
@@ -436,7 +433,7 @@ class TcpStoreServer:
         self._peers[number] = peer
         heapq.heappush(self._deadlines, (deadline, number))
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        # At the limit, who is not in yet makes way; where all others are, the newcomer does.
+        # At the limit, a client that is not in yet makes way; where all are, the newcomer does.
         if len(self._peers) > self._most:
             stranger = self._first_stranger()
             if stranger is not None and stranger is not peer:
@@ -446,7 +443,7 @@ class TcpStoreServer:
                 self._linger(peer)
 
     def _first_stranger(self) -> _Peer | None:
-        """Who is to go first of those that are not in yet, or were refused."""
+        """Of the clients that are not in yet, or were refused, the one to be cut first."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             peer = self._peers.get(number)
@@ -480,7 +477,7 @@ class TcpStoreServer:
             self._proceed(peer)
 
     def _proceed(self, peer: _Peer) -> None:
-        """Handle what has arrived of it, as far as it is its turn and there is room."""
+        """Perform what a client has asked for, as far as it is its turn and there is room."""
         self._waiting.pop(peer, None)
         self._dirty.add(peer)
         end, now = peer.end, monotonic()
@@ -506,13 +503,13 @@ class TcpStoreServer:
             self._count(peer)
 
     def _leave_news(self, client: int, number: int, watched: Watched) -> None:
-        """By whatever thread has changed what this client watches."""
+        """Called by whatever thread has changed what this client watches."""
         self._news.append((client, number, watched))
         if threading.current_thread() is not self._thread:
             self._rouse()
 
     def _tell(self) -> None:
-        """Who watches is told of the changes of this turn, and of those by this process's own."""
+        """Tell watchers of the changes of this turn, and of those by clients in this process."""
         if not self._shared.is_settled:
             with self._shared.lock:
                 news = self._shared.settle()
@@ -530,7 +527,7 @@ class TcpStoreServer:
                 frame = listing_frame(0, watched.version, watched.entries, False)
                 fields, value = to_json(frame.fields), frame.value
             fits = len(fields) + len(value) <= self._limits.frame_bytes - HEADER_ROOM
-            # Who has not taken what it was sent already is told that there is something to list.
+            # A client that has not taken what it was sent only learns that it can list.
             room = not self._is_crowded() and len(peer.end.unsent) <= self._limits.unsent_bytes
             if watched is shown and fits and room:
                 peer.end.unsent += pack("listing", id, fields, value)
@@ -543,10 +540,11 @@ class TcpStoreServer:
     # -- clients of torch's store -------------------------------------------------------------
 
     def _pass_on(self, peer: _Peer) -> None:
-        """A client of torch's store is not answered: it takes what it gets for torch's words.
+        """Join a client of torch's store to that store. We do not answer it: it would take our
+        words for torch's.
 
-        A static job has one port that all of its nodes and scripts know. Ours is served there;
-        torch's own of the generation is elsewhere, and who comes for that is joined to it.
+        A static job has one port that all of its nodes and scripts know. Our store is served
+        there, and torch's store of the generation elsewhere.
         """
         if not self._limits.torch_links and not self._told_of_torchs:
             self._told_of_torchs = True
@@ -639,7 +637,7 @@ class TcpStoreServer:
         self._dirty.add(peer)
 
     def _count(self, peer: _Peer) -> None:
-        """Keep the account of what the buffers take, and who takes it, the first one first."""
+        """Keep the account of what the buffers hold, and for which clients, in their order."""
         held, listed = peer.end.held_bytes, peer.end.listed_bytes
         if held == peer.held and listed == peer.listed:
             return
@@ -652,10 +650,10 @@ class TcpStoreServer:
             self._behind.pop(peer, None)
 
     def _cut_off(self, now: float) -> None:
-        """End the connections of those who hold bytes here for too long."""
+        """Cut clients whose bytes have lain here for too long, the largest first."""
         self._next_look = now + LOOK_SECONDS
         limits = self._limits
-        # Where it is crowded, not the least is made room: those who wait are to get on.
+        # Where it is crowded, more than the least room is made, so that waiting clients get on.
         enough = limits.held_bytes // 2 if self._is_crowded() else limits.held_bytes
         for peer in sorted(self._behind, key=lambda peer: peer.held + peer.listed, reverse=True):
             waited = peer.waited(now)
@@ -673,7 +671,7 @@ class TcpStoreServer:
     # -- ends ---------------------------------------------------------------------------------
 
     def _linger(self, peer: _Peer) -> None:
-        """It was refused, and has some time to read why."""
+        """Give a refused client some time to read why."""
         self._leave(peer)
         peer.deadline = monotonic() + min(LINGER_SECONDS, self._limits.handshake_seconds)
         heapq.heappush(self._deadlines, (peer.deadline, peer.number))
