@@ -157,7 +157,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         store, find_address = tcp, partial(address_towards, tcp)
 
     def front() -> TorchFront | None:
-        """Where nodes of a static job have their workers meet, if that is here just now."""
+        """Where the nodes of a static job have their workers meet, if that is here just now."""
         served = store.server if isinstance(store, MovingStore) else server
         return None if place is None else place.front_of(served)
 
@@ -169,7 +169,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
-        find_front=front,
+        find_front=front if config.rdzv_backend == "static" else None,
         open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
     return Meeting(handler, store, server, config.run_id, node.id)

@@ -119,7 +119,7 @@ class Serving:
     def __init__(
         self,
         open_store: Callable[[str], BootstrapStore],
-        find_front: Callable[[], Front | None],
+        find_front: Callable[[], Front | None] | None,
     ) -> None:
         self.endpoint = ""
         self.error: Exception | None = None
@@ -141,7 +141,7 @@ class Serving:
         return monotonic() - began
 
     def _open(self, address: str) -> None:
-        front = self._find_front()
+        front = None if self._find_front is None else self._find_front()
         address = address if front is None else "127.0.0.1"
         try:
             store = self._open_store(address)

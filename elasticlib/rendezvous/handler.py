@@ -527,7 +527,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         backend: str = "tcp",
         open_bootstrap: Callable[[str], BootstrapStore] = open_torch_store,
         find_address: Callable[[], str] | None = None,
-        find_front: Callable[[], Front | None] = lambda: None,
+        find_front: Callable[[], Front | None] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._run_id = run_id
