@@ -105,6 +105,13 @@ class ListsNoMoreThanAPage(MemoryStore):
         return Listing(super().list(prefix).entries[:500], super().list("").version)
 
 
+class ListsTheNewestFirst(MemoryStore):
+    def list(self, prefix: str) -> Listing:
+        found = super().list(prefix)
+        entries = sorted(found.entries, key=lambda entry: -entry.version)
+        return Listing(tuple(entries), found.version)
+
+
 class DeletesEverything(MemoryStore):
     def delete(self, key: str, *, expected: int | None = None) -> bool:
         return super().delete(key, expected=None if expected else expected) or True
@@ -140,6 +147,7 @@ FAULTS = [
     (ListsInPieces, "test_a_list_is_of_one_moment"),
     (ListsPageByPage, "test_a_list_has_no_longest_and_is_of_one_moment"),
     (ListsNoMoreThanAPage, "test_a_list_has_no_longest_and_is_of_one_moment"),
+    (ListsTheNewestFirst, "test_any_history_agrees_with_a_dictionary"),
     (DeletesEverything, "test_delete_says_whether_it_removed_anything"),
     (DeletesEverything, "test_any_history_agrees_with_a_dictionary"),
     (UsesVersionsAgain, "test_versions_grow_and_are_never_used_again"),
