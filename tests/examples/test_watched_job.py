@@ -39,7 +39,7 @@ def gone(pid: int) -> bool:
 def pids(job: WatchedJob) -> list[int]:
     status = job.status()
     assert status is not None
-    told = [node.standing for node in status.nodes if node.standing is not None]
+    told = [node.status for node in status.nodes if node.status is not None]
     workers = [int(worker.name.removeprefix("pid ")) for one in told for worker in one.workers]
     return [*workers, *(one.pid for one in told)]
 
@@ -99,7 +99,7 @@ def test_a_job_that_is_left_open_goes_with_its_python(tmp_path: Path) -> None:
         f"job = WatchedJob(script={PROGRAM!r})\n"
         "job.start_node('first', 1)\n"
         "job.until_step(1)\n"
-        "print(job.status().nodes[0].standing.pid, job.folder)\n"
+        "print(job.status().nodes[0].status.pid, job.folder)\n"
     )
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
