@@ -48,7 +48,7 @@ help:
 	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
 	@echo "make test-newest   what touches torch, on the newest one, in an environment of its own"
 	@echo "make test-busy  test and test-processes beside three processes that are always busy"
-	@echo "make release-check  soak, busy machines, 10,000 seeds and nodes, the other Pythons: hours"
+	@echo "make release-check  soak, busy machines, 10,000 seeds and nodes, what is marked release: hours"
 	@echo "make test-pythons  sets up and runs the demo on each Python that is at hand"
 	@echo "make resolve-pythons  the same, but pip alone looks for what the other Pythons need"
 	@echo "make lint       ruff: rules and format"
@@ -83,7 +83,7 @@ test-processes: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m processes
 
 test-long: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m long
+	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "long and not release"
 	@$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "hypothesis and $(DAY)" --hypothesis-profile many
 
 BUSY ?= 3
@@ -116,7 +116,7 @@ $(STAMP_INTEGRATIONS): setup.cfg pyproject.toml $(INTEGRATIONS)/constraints.txt
 	@touch $@
 
 test-integrations: $(STAMP_INTEGRATIONS)
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 3 $(BY_FILE) -m "not release" $(INTEGRATIONS)
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest -q -n 4 $(BY_FILE) -m "not release" $(INTEGRATIONS)
 
 $(STAMP_NEWEST): setup.cfg pyproject.toml constraints.txt $(NEWEST)/constraints.txt
 	@echo "setting up $(VENV_NEWEST)"
@@ -172,7 +172,7 @@ SEED ?= 0
 
 soak: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m soak --faults $(FAULTS) --seed $(SEED) \
-		$(if $(CAMPAIGN),--campaign $(CAMPAIGN)) $(if $(UNDER),--under $(UNDER)) --out build/soak
+		$(if $(CAMPAIGN),--campaign $(CAMPAIGN)) --out build/soak
 
 clean:
 	@rm -rf docs/notebooks docs/reference/made

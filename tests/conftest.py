@@ -115,21 +115,29 @@ FIRST = (
     "test_store_contract.py",
     "test_logical_workers.py",
     "test_shuffle.py",
-    "test_plugs.py",
-    "test_frameworks.py",
     "test_kubernetes.py",
+    "test_frameworks.py",
     "test_ray.py",
+    "test_plugs.py",
     "test_slurm.py",
+    "test_imagenet.py",
+    "test_start_page.py",
+    "test_examples_page.py",
 )
 """Files that take the longest; each file is one process's, and what begins last should be short."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         target = target_of(item)
         if target is not None:
             item.add_marker(target)
+    if not config.option.markexpr and not any("::" in arg for arg in config.args):
+        # Of a folder or file that is named, what takes minutes is run only if it is asked for.
+        late = [item for item in items if item.get_closest_marker("release")]
+        config.hook.pytest_deselected(items=late)
+        items[:] = [item for item in items if not item.get_closest_marker("release")]
     order = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
 

@@ -92,7 +92,8 @@ def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["recovery", "startup"])
+# The numbers are those of a release, and the command that takes them all is tests/bench's.
+@pytest.mark.parametrize("name", [pytest.param("recovery", marks=pytest.mark.release), "startup"])
 def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> None:
     once = {
         "recovery": ("--parts", "restart", "--rounds", "1", "--kills", "1"),

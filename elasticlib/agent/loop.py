@@ -266,13 +266,9 @@ class ElasticAgent:
 
     def _turn(self) -> None:
         self._turns()
-        if self._stopping is not None:
-            self._look_at_stop(self._stopping)
-        elif self._watch is not None:
-            self._look_for_hang(self._watch)
+        self._look()
         if self._now.state is State.ENDED:
             return
-        self._report.look()
         try:
             attempt, news = self._inbox.get(timeout=self._pause())
         except queue.Empty:
@@ -290,19 +286,20 @@ class ElasticAgent:
             due = max(0.0, self._watch.due - now)
         return min(HEARD_SECONDS, due)
 
-    def _look_at_stop(self, stopping: policy.Stopping) -> None:
-        call = None
-        if stopping.asking:
-            call = self.workers.earliest_stop(now=bool(stopping.needs))
-        running = self.workers.running().values()
-        self._stopping, commands = stopping.look(self._clock(), running, call)
-        self._carry_out(commands)
-
-    def _look_for_hang(self, watch: hang.HangWatch) -> None:
-        now = self._clock()
-        if watch.found is not None or now >= watch.due:
+    def _look(self) -> None:
+        """Have the machine that is at work look at the time, and at the workers."""
+        commands: Iterable[Command] = ()
+        stopping, watch, now = self._stopping, self._watch, self._clock()
+        if stopping is not None:
+            call = None
+            if stopping.asking:
+                call = self.workers.earliest_stop(now=bool(stopping.needs))
+            running = self.workers.running().values()
+            self._stopping, commands = stopping.look(self._clock(), running, call)
+        elif watch is not None and (watch.found is not None or now >= watch.due):
             self._watch, commands = watch.look(now, self.workers.beats())
-            self._carry_out(commands)
+        self._carry_out(commands)
+        self._report.look()
 
     def _react(self, event: Event) -> None:
         before = self._now.state
@@ -384,7 +381,7 @@ class ElasticAgent:
             first=self._started == 1,
             min_uptime=self._options.min_uptime,
         )
-        alone = unsaved and stopping is not None and stopping.undecided
+        alone = unsaved and stopping is not None and stopping.agreeing
         return policy.WorkerEnded(exit_, kind, unsaved, alone)
 
     def _heed(self, number: int) -> Event:
@@ -539,13 +536,16 @@ class ElasticAgent:
             log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
         return self._notified
 
-    def _end_group(self, command: policy.Terminate | policy.Kill) -> None:
+    def _stop_at(self, command: policy.StopAt) -> None:
+        if command.call is None:
+            self.workers.notify(command.notice)
+        else:
+            self.workers.stop_at(command.call, command.notice)
+
+    def _end_workers(self, command: policy.EndWorkers) -> None:
         if command.why:
             log.warning("%s", command.why)
-        if isinstance(command, policy.Kill):
-            self.workers.kill()
-        else:
-            self.workers.terminate()
+        (self.workers.kill if command.force else self.workers.terminate)()
 
     def _group_stopped(self, command: policy.GroupStopped) -> None:
         self._stopping = None
@@ -577,10 +577,8 @@ _ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
     policy.ReportDone: lambda agent, _: agent._report_done(),
     policy.Post: lambda agent, post: agent._board.do(post),
     policy.Gather: lambda agent, gather: agent._board.do(gather),
-    policy.Notify: lambda agent, asked: agent.workers.notify(asked.notice),
-    policy.StopAt: lambda agent, asked: agent.workers.stop_at(asked.call, asked.notice),
-    policy.Terminate: ElasticAgent._end_group,
-    policy.Kill: ElasticAgent._end_group,
+    policy.StopAt: ElasticAgent._stop_at,
+    policy.EndWorkers: ElasticAgent._end_workers,
     policy.GroupStopped: ElasticAgent._group_stopped,
     hang.DumpStacks: lambda agent, _: agent._dump_stacks(),
     policy.Hung: ElasticAgent._hung,

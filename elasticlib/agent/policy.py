@@ -226,32 +226,20 @@ class Gather(Command):
 
 
 @attrs.frozen
-class Notify(Command):
-    """Give the workers another notice in place of the one that they have."""
-
-    notice: Notice
-
-
-@attrs.frozen
 class StopAt(Command):
-    """Have all workers stop at this call."""
+    """Have all workers stop at this call; None: give them this notice in place of the one that they
+    have."""
 
-    call: int
+    call: int | None
     notice: Notice
 
 
 @attrs.frozen
-class Terminate(Command):
-    """Ask all workers to stop; `why` is for the log, and empty where nothing need be said."""
+class EndWorkers(Command):
+    """Ask all workers to stop, or end them by force; `why` is for the log, if that need be told."""
 
     why: str = ""
-
-
-@attrs.frozen
-class Kill(Command):
-    """End all workers by force; `why` is for the log."""
-
-    why: str
+    force: bool = False
 
 
 Step = tuple[Supervision, tuple[Command, ...]]
@@ -322,13 +310,16 @@ def _running_changed(now: Supervision, event: Changed) -> Step:
     return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
 
 
-def _running_ends(now: Supervision, event: SignalArrived | Broke) -> Step:
-    return _end(now, event), (StopWorkers(),)
+def _ends(stop: type[StopWorkers | StopSooner]) -> Callable[..., Step]:
+    """This node's run ends, once its workers have been stopped like this."""
 
+    def ends(now: Supervision, event: SignalArrived | Broke | DrainAsked) -> Step:
+        if not isinstance(event, DrainAsked):
+            return _end(now, event), (stop(),)
+        # The others hear of it before our workers stop, so that all stop at one step.
+        return _end(now, event), (ReportDraining(event.name), stop(event.why))
 
-def _running_drain(now: Supervision, event: DrainAsked) -> Step:
-    # The others hear of it before our workers stop, so that all stop at one step.
-    return _end(now, event), (ReportDraining(event.name), StopWorkers(event.why))
+    return ends
 
 
 # While they are being stopped.
@@ -345,14 +336,6 @@ def _stopping_ended(now: Supervision, event: WorkerEnded) -> Step:
 
 def _stopping_changed(now: Supervision, event: Changed) -> Step:
     return (_end(now, event) if event.change.kind.final else now), ()
-
-
-def _stopping_ends(now: Supervision, event: SignalArrived | Broke) -> Step:
-    return _end(now, event), (StopSooner(),)
-
-
-def _stopping_drain(now: Supervision, event: DrainAsked) -> Step:
-    return _end(now, event), (ReportDraining(event.name), StopSooner(event.why))
 
 
 def _hurry(now: Supervision, _event: SignalArrived) -> Step:
@@ -372,22 +355,15 @@ def _stopped(now: Supervision, event: GroupStopped) -> Step:
 # When all of ours have succeeded.
 
 
-def _finished_changed(_now: Supervision, event: Changed) -> Step:
-    change = event.change
+def _finished_changed(_now: Supervision, event: Changed | Broke) -> Step:
+    change = event.change if isinstance(event, Changed) else Change(ChangeKind.LOST, event.reason)
     if not change.kind.final:
         return Supervision(State.JOINING), (Join(),)
+    outcome = end_of_job(change)
     if change.kind is ChangeKind.LOST:
-        return _finish_unknown(change.reason)
-    return Supervision(State.ENDED, outcome=end_of_job(change)), ()
-
-
-def _finished_broke(_now: Supervision, event: Broke) -> Step:
-    return _finish_unknown(event.reason)
-
-
-def _finish_unknown(reason: str) -> Step:
-    said = f"this node's workers succeeded; the others' end is unknown: {reason}"
-    return Supervision(State.ENDED, outcome=Outcome(WorkerState.SUCCEEDED, said)), ()
+        said = f"this node's workers succeeded; the others' end is unknown: {change.reason}"
+        outcome = Outcome(WorkerState.SUCCEEDED, said)
+    return Supervision(State.ENDED, outcome=outcome), ()
 
 
 _S = State
@@ -401,18 +377,18 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.RUNNING, WorkerEnded): _worker_ended,
     (_S.RUNNING, Hung): _failed,
     (_S.RUNNING, Changed): _running_changed,
-    (_S.RUNNING, SignalArrived): _running_ends,
-    (_S.RUNNING, Broke): _running_ends,
-    (_S.RUNNING, DrainAsked): _running_drain,
+    (_S.RUNNING, SignalArrived): _ends(StopWorkers),
+    (_S.RUNNING, Broke): _ends(StopWorkers),
+    (_S.RUNNING, DrainAsked): _ends(StopWorkers),
     (_S.STOPPING, WorkerEnded): _stopping_ended,
     (_S.STOPPING, GroupStopped): _stopped,
     (_S.STOPPING, Changed): _stopping_changed,
-    (_S.STOPPING, SignalArrived): _stopping_ends,
-    (_S.STOPPING, Broke): _stopping_ends,
-    (_S.STOPPING, DrainAsked): _stopping_drain,
+    (_S.STOPPING, SignalArrived): _ends(StopSooner),
+    (_S.STOPPING, Broke): _ends(StopSooner),
+    (_S.STOPPING, DrainAsked): _ends(StopSooner),
     (_S.FINISHED, Changed): _finished_changed,
     (_S.FINISHED, SignalArrived): _finish,
-    (_S.FINISHED, Broke): _finished_broke,
+    (_S.FINISHED, Broke): _finished_changed,
     (_S.FINISHED, DrainAsked): _finish,
     (_S.ENDING, WorkerEnded): _stopping_ended,
     (_S.ENDING, GroupStopped): _stopped,
@@ -568,14 +544,14 @@ class Stopping:
         return self.notice is not None and self.rung is Rung.NOTICE
 
     @property
-    def undecided(self) -> bool:
+    def agreeing(self) -> bool:
         """Whether they have a notice and are to agree at which call to stop, and have not yet."""
-        return self.noticing and self.agrees and self.outcome is None
+        return self.agrees and self.notice is not None and self.outcome is None
 
     @property
     def asking(self) -> bool:
         """Whether it is still to be found out at which call the workers here can stop."""
-        return self._may_agree and self.said is None
+        return self.agreeing and self.said is None
 
     def left(self, now: float) -> float:
         """Seconds until the next rung."""
@@ -586,7 +562,7 @@ class Stopping:
         if notice is None:
             plain = self.ladder.noticed(0.0)
             stopping = attrs.evolve(self, ladder=plain, since=now, rung=Rung.TERM)
-            return stopping, (Terminate(), *self._tell(NO_CALL))
+            return stopping, (EndWorkers(), *self._tell(NO_CALL))
         stopping = attrs.evolve(
             self,
             ladder=self.ladder.noticed(notice.seconds),
@@ -616,7 +592,7 @@ class Stopping:
             notice=notice,
             deadline=min(self.deadline, now + notice.seconds),
         )
-        return stopping, (Notify(notice),)
+        return stopping, (StopAt(None, notice),)
 
     def hurry(self, now: float) -> Stopping:
         """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL."""
@@ -638,7 +614,7 @@ class Stopping:
         return stopping, (*agreeing, *climbing)
 
     def _agree(self, now: float, call: int | None) -> Climb:
-        if self.notice is None or not self._may_agree:
+        if self.notice is None or not self.agreeing:
             return self, ()
         lost = now >= self.deadline or (self.nodes > 1 and not self.reachable)
         said = self.said
@@ -665,17 +641,13 @@ class Stopping:
             why = "told to save and still there"
             if self.outcome == NO_CALL:
                 why = "the workers cannot all stop at one step"
-            commands.append(Terminate(f"{why}, sending SIGTERM: {running}"))
+            commands.append(EndWorkers(f"{why}, sending SIGTERM: {running}"))
         if self.rung < Rung.KILL <= rung:
             waited = "in a hurry" if self.hurried else f"after {self.ladder.grace:g} s"
-            commands.append(Kill(f"still there {waited}, killing: {running}"))
+            commands.append(EndWorkers(f"still there {waited}, killing: {running}", force=True))
         if rung is Rung.GIVE_UP:
             commands.append(GroupStopped(left=running))
         return attrs.evolve(self, rung=rung), tuple(commands)
-
-    @property
-    def _may_agree(self) -> bool:
-        return self.agrees and self.notice is not None and self.outcome is None
 
     @property
     def _with_others(self) -> bool:

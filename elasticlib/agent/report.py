@@ -61,12 +61,6 @@ def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
     )
 
 
-def cause_without_exit(reason: str, host: str, generation: int) -> Cause:
-    """What is told where a node could not start its workers, or they hang."""
-    sentence = shorten(reason, LONGEST_LINE)
-    return Cause(host, generation, -1, -1, pid=0, returncode=0, signal="", sentence=sentence)
-
-
 def post_cause(cause: Cause) -> Post:
     """Whoever comes later has followed, and says so at the end of its run."""
     return Post(CAUSE, FIRST, encode(attrs.asdict(cause)), first=True)
@@ -117,7 +111,7 @@ class Report:
         self._host = host
         self._workers = workers
         self._journal = journal
-        self._guard = Guard(journal, aside=journal is not None and not journal.prompt)
+        self._guard = Guard(journal)
         self._clock = clock
         self._steps: StepWatch | None = None
         self._idle_since = self._began_at = self._stopping_at = clock()
@@ -229,7 +223,10 @@ class Report:
 
     def ended_without(self, reason: str) -> Cause:
         """The workers could not all be started, or hang: no exit will tell of it."""
-        self._without_exit = cause_without_exit(reason, self._host, self._generation)
+        said, numbers = shorten(reason, LONGEST_LINE), (self._generation, -1, -1)
+        self._without_exit = Cause(
+            self._host, *numbers, pid=0, returncode=0, signal="", sentence=said
+        )
         return self._without_exit
 
     def hung(self, event: policy.Hung) -> Cause:
@@ -313,7 +310,8 @@ class Report:
     def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
         if self._journal is not None:
             tell, generation = self._journal.tell, self._generation
-            self._guard.call(partial(tell, kind, generation=generation, rank=rank, **facts))
+            told = partial(tell, kind, generation=generation, rank=rank, **facts)
+            self._guard.call(told, prompt=self._journal.prompt)
 
 
 def _in_short(cause: Cause) -> dict[str, object]:

@@ -44,7 +44,7 @@ class SnapshotKeeper(Memory):
 
     Args:
         era: the folder for one start of the workers, by its number; see
-            `elasticlib.workers.folders`.
+            `elasticlib.workers.session`.
         replicas: how many other nodes keep each snapshot.
         secret: what the nodes of the job prove to know, if anything.
         address: of this node, where others reach it; found out if it is empty.

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
 from ..held_folder import is_held
 from ..workers.cpu import CGROUPS, MEMBERSHIP, groups
-from ..workers.folders import SHARED_MEMORY
+from ..workers.session import SHARED_MEMORY
 from .checks import Finding, writable
 from .versions import versions
 

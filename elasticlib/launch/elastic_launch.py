@@ -22,7 +22,6 @@ from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
-from ..metrics import is_taken
 from ..observe.journal import View
 from ..rendezvous.interface import RendezvousHandler
 from ..signals import as_signal
@@ -222,8 +221,7 @@ def _views(
     config: LaunchConfig, entrypoint: Entrypoint, handler: RendezvousHandler
 ) -> Iterator[View]:
     """Who hears of what happens, beside the node's own journal."""
-    if is_taken():
-        yield PutMetrics(config.role)
+    yield PutMetrics(config.role)
     if config.event_log_handler == "console":
         yield TorchsEvents(entrypoint, config.role, handler)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from ..metrics import put_metric
+from ..metrics import is_taken, put_metric
 from ..observe.event import Event
 from ..observe.journal import View
 
@@ -20,6 +20,11 @@ class PutMetrics(View):
         self._role = role
         self._restarts = 0
         self._left = self._most = 0
+
+    @property
+    def prompt(self) -> bool:
+        """A program's own handler may wait; where there is none, nothing does."""
+        return not is_taken()
 
     def hear(self, event: Event) -> None:
         if event.kind == "generation.began":

@@ -48,7 +48,12 @@ class Journal(abc.ABC):
 
 
 class View(abc.ABC):
-    """Hears the events of a node, in a thread of its own; one that raises hears no more."""
+    """Hears the events of a node, by the same rules."""
+
+    @property
+    def prompt(self) -> bool:
+        """Whether `hear` does not wait just now."""
+        return False
 
     @abc.abstractmethod
     def hear(self, event: Event) -> None:
@@ -56,24 +61,25 @@ class View(abc.ABC):
 
 
 class Guard:
-    """Makes calls of something that is not ours, of which who makes them feels nothing.
+    """Makes calls of a part of which who makes them feels nothing; it is told of once if it raises,
+    and is called no more."""
 
-    aside: in a thread of its own, as it may wait.
-    """
-
-    def __init__(self, part: object, *, aside: bool = True) -> None:
+    def __init__(self, part: object) -> None:
         self._name = type(part).__name__
         self._broken = False
-        self._aside = Aside("agent-view", self._broke) if aside else None
+        self._aside = Aside("agent-view", self._broke)
 
-    def call(self, work: Callable[[], object]) -> None:
-        if self._aside is not None:
+    def call(self, work: Callable[[], object], *, prompt: bool) -> None:
+        """prompt: now, else in a thread of its own, as it may wait."""
+        if self._broken:
+            return
+        if not prompt:
             self._aside.call(work)
-        elif not self._broken:
-            try:
-                work()
-            except Exception as error:
-                self._broke(error)
+            return
+        try:
+            work()
+        except Exception as error:
+            self._broke(error)
 
     def _broke(self, error: BaseException) -> None:
         self._broken = True
@@ -82,7 +88,7 @@ class Guard:
 
     def settle(self) -> None:
         """Nothing more will be called; returns when all has been, or after some seconds."""
-        if self._aside is not None and not self._aside.close(CLOSE_SECONDS):
+        if not self._aside.close(CLOSE_SECONDS):
             log.warning("%s has not heard all within %g s", self._name, CLOSE_SECONDS)
 
 
@@ -118,6 +124,7 @@ class NodeJournal(Journal):
         self.found_by = found_by
         self._run = run
         self._node = node
+        self._fold = Guard(self.story)
         self._views = [(view, Guard(view)) for view in views]
         self._clock = clock
         self._file = Aside("journal", _broke, waiting=waiting)
@@ -136,9 +143,9 @@ class NodeJournal(Journal):
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         event = Event(kind, self._run, self._node, generation, wall(), self._clock(), rank, facts)
-        self.story.fold(event)
+        self._fold.call(partial(self.story.fold, event), prompt=True)
         for view, guard in self._views:
-            guard.call(partial(view.hear, event))
+            guard.call(partial(view.hear, event), prompt=view.prompt)
         if self.path and not self._file.call(partial(self._write, event)):
             self._dropped += 1
 

@@ -320,9 +320,8 @@ def _gather(view: View, document: Document) -> Decision:
     newcomers = here - members
     if newcomers and len(ordered) < limits.max_nodes and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
-    chosen = ordered[: limits.max_nodes]
-    reason = f"generation {document.generation + 1} of {len(chosen)} nodes: {document.cause}"
-    return Decision(reason, write=settle(document, chosen, charged=charged, nonce=view.nonce))
+    reason = f"generation {document.generation + 1} of {len(ordered)} nodes: {document.cause}"
+    return Decision(reason, write=settle(document, ordered, charged=charged, nonce=view.nonce))
 
 
 def _missing_ranks(here: Iterable[Node], limits: Limits) -> str:

@@ -163,10 +163,6 @@ class Loop:
         self.post(Event(joins=True))
         return join
 
-    def has_replaced(self, join: Join) -> bool:
-        """Whether that call will be given nothing more."""
-        return self._join is not join
-
     def wait(self, known: Callable[[], object], seconds: float) -> None:
         """For something to be known, as long as the node has not left."""
         self._start()
@@ -200,15 +196,14 @@ class Loop:
     def refusal(self) -> Exception:
         return self._error or RendezvousClosed("this node has left the rendezvous")
 
-    @property
-    def state(self) -> State | None:
-        """The job's, as it was last read."""
-        return None if self.node.seen is None else self.node.seen.state
-
-    def overdue(self, join: Join) -> RendezvousTimeout | None:
-        """The join timeout, once that has passed: it runs while no generation stands, so that a
-        spare waits for as long as one does."""
+    def overdue(self, join: Join) -> Exception | None:
+        """What ends this call: that another took its place, or the join timeout, once that has
+        passed. It runs while no generation stands, so that a spare waits for as long as one does.
+        """
         node, limit = self.node, self._timing.join
+        with self._known:
+            if self._join is not join:
+                return RendezvousClosed("another call of next_rendezvous took its place")
         if join.given:
             return None
         if not node.intent.joining:
@@ -263,8 +258,7 @@ class Loop:
             self._look_at = now = self._clock()
             pause = node.missed(error, now)
         join = self._join
-        late = None if join is None or not join.taken_up else self.overdue(join)
-        if join is not None and late is not None:
+        if join is not None and join.taken_up and (late := self.overdue(join)) is not None:
             self._end_join(join, late)
         return pause
 
@@ -390,7 +384,7 @@ class Loop:
             self._bring_in(join)
         with self._known:
             # What has ended stays so, even if a store has forgotten it meanwhile.
-            change = node.intent.change(self.state) or self.change
+            change = node.intent.change(self.node.state) or self.change
             is_news, self.change = change != self.change, change
             self._known.notify_all()
             if join is None or not join.given or join is not self._join:
@@ -404,9 +398,9 @@ class Loop:
         """Take this node a step further into the generation that has settled."""
         node = self.node
         if node.intent.joining:
-            final = node.intent.final_change(self.state)
+            final = node.intent.final_change(self.node.state)
             if final is not None:
-                late = final if node.intent.held else _to_a_latecomer(final, self.state)
+                late = final if node.intent.held else _to_a_latecomer(final, self.node.state)
                 self._end_join(join, ClosedBecause(late))
                 return
             seat = node.enter()
@@ -415,7 +409,7 @@ class Loop:
             join.since = self._clock()
             if seat.rank == 0:
                 self._serve()
-        if node.intent.change(self.state) is not None:
+        if node.intent.change(self.node.state) is not None:
             # The generation ended before its workers began.
             self._seek(join)
             self.post(Event())
@@ -577,9 +571,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 outcome = outcomes.get(timeout=OVERDUE_SECONDS)
             except queue.Empty:
                 # The store may be keeping the thread that would put it.
-                outcome = self._loop.overdue(join)
-                if self._loop.has_replaced(join) and outcomes.empty():
-                    outcome = RendezvousClosed("another call of next_rendezvous took its place")
+                late = self._loop.overdue(join)
+                outcome = late if outcomes.empty() else None
             if isinstance(outcome, Exception):
                 raise outcome
             if isinstance(outcome, RendezvousInfo):
@@ -609,12 +602,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
         # As far as the store has answered within a lease.
         loop = self._loop
         loop.wait(lambda: loop.node.seen, self._timing.lease)
-        return loop.stopping or loop.node.intent.final_change(loop.state) is not None
+        return loop.stopping or loop.node.intent.final_change(loop.node.state) is not None
 
     def set_closed(self) -> None:
         loop = self._loop
         loop.post(Event(closing=f"closed by {loop.node.intent.node.host}"))
-        loop.wait(lambda: loop.state is not None and loop.state.phase.terminal, self._timing.close)
+        loop.wait(
+            lambda: loop.node.state is not None and loop.node.state.phase.terminal,
+            self._timing.close,
+        )
 
     def num_nodes_waiting(self) -> int:
         node, now = self._loop.node, self._clock()

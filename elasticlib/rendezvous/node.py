@@ -154,6 +154,11 @@ class LocalNode:
         self._shared, self._shared_at = Note(), float("-inf")
         self._reminded, self._reminded_at = "", float("-inf")
 
+    @property
+    def state(self) -> State | None:
+        """The job's, as it was last read."""
+        return None if self.seen is None else self.seen.state
+
     def enter(self) -> Seat | None:
         """Our seat, where a generation has settled in which we have one and have not been yet:
         from now on we may run workers of it."""
@@ -188,7 +193,7 @@ class LocalNode:
             log.warning("the agent's loop turns again, and this node speaks again")
             self.read(now)
             self._still = False
-        record = self.intent.record(None if self.seen is None else self.seen.state)
+        record = self.intent.record(self.state)
         if record is None:
             self.withdraw()
         else:
@@ -531,7 +536,7 @@ class LocalNode:
 
     def _finds_nothing(self) -> bool:
         """Whether no generation of the job is in the store."""
-        return self.seen is None or not self.seen.stage[0]
+        return self.state is None or not self.state.membership
 
     def _is_further(self, other: Store, earlier: bool) -> bool:
         """Whether the job is further at another store than it is here; or, where neither has it,
@@ -540,8 +545,8 @@ class LocalNode:
         there = None if entry is None else decode_state(entry.value)
         if there is None or not there.membership:
             return self._finds_nothing() and earlier
-        here = None if self.seen is None else self.seen.state
-        if here is None or not here.membership:
+        here = self.state
+        if here is None or self._finds_nothing():
             return True
         return there.incarnation == here.incarnation and there.generation > here.generation
 

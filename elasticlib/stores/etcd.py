@@ -18,6 +18,7 @@ import select
 import socket
 import ssl
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
@@ -40,10 +41,9 @@ from ..errors import (
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import check_lease, lost_lease
-from .sockets import close_in_children, dial, keep_honest, renew_in_children
+from .sockets import close_in_children, keep_honest, renew_in_children
 
 ETCD_PORT = 2379
-
 LONGEST_TTL = 9_000_000_000
 """Seconds; etcd grants no more."""
 MOST_STEPS = 16
@@ -88,18 +88,17 @@ def read_members(endpoints: str | Sequence[str], *, secure: bool = False) -> tup
         ConfigError: none at all, no endpoint, or http where it is to be secure.
     """
     members: dict[Member, None] = {}
-    for text in endpoints.split(",") if isinstance(endpoints, str) else endpoints:
-        protocol, mark, rest = text.strip().rpartition("://")
+    for one in endpoints.split(",") if isinstance(endpoints, str) else endpoints:
+        protocol, mark, rest = one.strip().rpartition("://")
         protocol = protocol if mark else "https" if secure else "http"
         if protocol not in ("http", "https"):
-            raise ConfigError(f"etcd: an endpoint is reached by http or https, got {text!r}")
+            raise ConfigError(f"etcd: an endpoint is reached by http or https, got {one!r}")
         if secure and protocol == "http":
-            raise ConfigError(
-                f"etcd: a CA or certificate is for https, and the endpoint is {text!r}"
-            )
+            why = f"a CA or certificate is for https, and the endpoint is {one!r}"
+            raise ConfigError(f"etcd: {why}")
         host, port = split_endpoint(rest.rstrip("/"), ETCD_PORT)
         if port == 0:
-            raise ConfigError(f"etcd: an endpoint has a port 1..65535, got {text!r}")
+            raise ConfigError(f"etcd: an endpoint has a port 1..65535, got {one!r}")
         members[Member(protocol, host, port)] = None
     if not members:
         raise ConfigError("etcd: at least one endpoint HOST:PORT is needed, got none")
@@ -193,11 +192,11 @@ class _Connection(HTTPConnection):
             self.close()  # nothing was asked: what is there to read is its end
         name = self.member.address
         try:
-            self.sock = dial(self.host, self.port, seconds)
+            self.timeout = seconds
+            self.connect()
             if self._tls is not None:
-                secured = self._tls.wrap_socket(self.sock, server_hostname=self.host)
-                self.sock = close_in_children(secured)
-            keep_honest(self.sock, silent)
+                self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+            keep_honest(close_in_children(self.sock), silent)
         except ssl.SSLCertVerificationError as error:
             why = f"{name} shows a certificate that is not trusted: {error}"
             raise StoreRefused(why) from error
@@ -253,23 +252,17 @@ class _Connection(HTTPConnection):
         return StoreRefused(f"{self.member.address} answers, but not as an etcd: {shown!r}")
 
 
+@attrs.define(eq=False)
 class _Gateway:
     """All connections of one store. timeout: seconds for one request, over all members tried."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        timeout: float,
-        tls: ssl.SSLContext | None,
-        sign_in: Request | None,
-    ) -> None:
-        self.timeout = timeout
-        self._members = members
-        self._tls = tls
-        self._sign_in = sign_in
-        self._token: str | None = None
-        self._idle: dict[Member, list[_Connection]] = {member: [] for member in members}
-        self._closed = False
+    members: Sequence[Member]
+    timeout: float
+    _tls: ssl.SSLContext | None
+    _sign_in: Request | None
+    _token: str | None = attrs.field(default=None, init=False, repr=False)
+    _idle: dict[Member, list[_Connection]] = attrs.field(factory=lambda: defaultdict(list))
+    _closed: bool = False
 
     def ask(self, request: Request, timeout: float | None = None) -> Fields:
         """The answer of the first member that is reached, within the gateway's own timeout."""
@@ -300,7 +293,7 @@ class _Gateway:
         timeout: float,
         take: Callable[[_Connection, HTTPResponse], Found],
     ) -> tuple[_Connection, Found]:
-        deadline, members = monotonic() + timeout, self._members
+        deadline, members = monotonic() + timeout, self.members
         failures: list[BaseException] = []
         for tried, member in enumerate(members):
             left = max(deadline - monotonic(), 0.01)
@@ -322,7 +315,7 @@ class _Gateway:
                     raise
                 failures.append(error)
             else:
-                self._members = (*members[tried:], *members[:tried])
+                self.members = (*members[tried:], *members[:tried])
                 return connection, found
         why = "; ".join(map(str, failures))
         if any(isinstance(error, StoreTimeout) for error in failures):
@@ -492,8 +485,7 @@ class EtcdStore(Store):
         return self._write(key, bytes(value), expected, ttl, f"compare and set {key!r}")
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        removal = {"request_delete_range": self._one(check_key(key))}
-        answer = self._swap(key, expected, {"success": [removal]}, f"delete {key!r}")
+        answer = self._change("delete_range", check_key(key), expected, {}, f"delete {key!r}")
         gone = any("deleted" in result for result in _results(answer, "response_delete_range"))
         if gone:
             self._wrote(key, _revision(answer), 0)
@@ -524,8 +516,7 @@ class EtcdStore(Store):
         deadline = monotonic() + min(max(timeout, 0.0), threading.TIMEOUT_MAX)
         span = self._span(prefix)
         # An etcd without any change is at revision 1.
-        after = max(after, 1)
-        while (seen := self._look(span, prefix, after)) is not None:
+        while (seen := self._look(span, prefix, max(after, 1))) is not None:
             left = deadline - monotonic()
             if left <= 0:
                 return False
@@ -600,15 +591,13 @@ class EtcdStore(Store):
     def _write(
         self, key: str, value: bytes, expected: int | None, ttl: float | None, what: str
     ) -> CompareSet:
-        body = {**self._one(check_key(key)), "value": _base64(value)}
+        check_key(key)
         check_ttl(ttl)
-        otherwise = [{"request_range": self._one(key)}]
         for attempt in range(1, ATTEMPTS + 1):
             lease = 0 if ttl is None else self._grant(key, ttl)
-            put = {**body, "lease": str(lease)} if lease else body
-            branches = {"success": [{"request_put": put}], "failure": otherwise}
+            fields = {"value": _base64(value), "lease": str(lease)}
             try:
-                answer = self._swap(key, expected, branches, what)
+                answer = self._change("put", key, expected, fields, what)
                 break
             except LeaseEnded:
                 # We stood still for longer than it lasts, and nothing is written: with another.
@@ -658,11 +647,22 @@ class EtcdStore(Store):
             raise self._closed_error()
         return self._gateway.ask(Request(path, body, what, repeatable))
 
-    def _swap(self, key: str, expected: int | None, branches: Fields, what: str) -> Fields:
-        """Do what succeeds if the key is at version `expected`, or that is None."""
+    def _change(
+        self, operation: str, key: str, expected: int | None, more: Fields, what: str
+    ) -> Fields:
+        """What a transaction says that puts, or deletes, if the key is at version `expected`, and
+        else tells what is there; any version will do for None."""
+        one = self._one(key)
+        body = {**one, **more}
+        if expected is None:  # without a transaction, which takes longer
+            said = self._ask(f"kv/{operation.replace('_', '')}", body, what)
+            return {**said, "succeeded": True, "responses": [{f"response_{operation}": said}]}
         condition = {"target": "MOD", "result": "EQUAL", "mod_revision": str(expected)}
-        compare = [] if expected is None else [{**self._one(key), **condition}]
-        return self._ask("kv/txn", {"compare": compare, **branches}, what)
+        branches = {
+            "success": [{f"request_{operation}": body}],
+            "failure": [{"request_range": one}],
+        }
+        return self._ask("kv/txn", {"compare": [{**one, **condition}], **branches}, what)
 
     def _find(self, key: str) -> Fields:
         return self._ask("kv/range", self._one(key), f"get {key!r}", repeatable=True)
@@ -674,9 +674,8 @@ class EtcdStore(Store):
         try:
             key = base64.b64decode(found["key"]).decode().removeprefix(self._prefix)
         except UnicodeDecodeError:
-            raise StoreRefused(
-                f"{self.address} has a key that is no text: {found['key']}"
-            ) from None
+            why = f"{self.address} has a key that is no text: {found['key']}"
+            raise StoreRefused(why) from None
         return Entry(key, base64.b64decode(found.get("value", "")), int(found["mod_revision"]))
 
     def _one(self, key: str) -> Fields:

@@ -318,7 +318,7 @@ class FileStore(Store):
         """Be another client, without a lock that a thread may hold; a closed one stays closed."""
         self._folder, self._made = _Folder(self._path), False
         self._owner = secrets.token_hex(8)
-        self._owned: dict[str, int] = {}
+        self._has_leased = False
         before, self._closed = self._closed, threading.Event()
         if before.is_set():
             self._closed.set()
@@ -352,7 +352,6 @@ class FileStore(Store):
             if current is None or expected not in (None, current.entry.version):
                 return False
             folder.remove(current.entry)
-            self._owned.pop(key, None)
             return True
 
     def refresh(self, key: str, version: int) -> None:
@@ -386,14 +385,12 @@ class FileStore(Store):
         if self._closed.is_set():
             return
         self._closed.set()
-        if not self._owned:
+        if not self._has_leased:
             return
         with self._folder.reached(), self._folder.locked(self._timeout):
-            for key, version in sorted(self._owned.items()):
-                record = self._folder.get(key)
-                if record is not None and record.entry.version == version:
+            for record in self._folder.records(""):
+                if record.owner == self._owner:
                     self._folder.remove(record.entry)
-            self._owned.clear()
 
     @contextmanager
     def _open(self, _: str = "") -> Iterator[_Folder]:
@@ -420,10 +417,9 @@ class FileStore(Store):
         entry = Entry(key, value, self._folder.claim(key))
         if ttl is None:
             self._folder.put(Record(entry))
-            self._owned.pop(key, None)
         else:
+            self._has_leased = True
             self._folder.put(Record(entry, self._owner, float(ttl)))
-            self._owned[key] = entry.version
         return entry
 
     def _end_silent_leases(self) -> None:

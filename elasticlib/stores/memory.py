@@ -24,7 +24,8 @@ from .sockets import renew_in_children
 
 @attrs.define(eq=False)
 class Shared:
-    """A keyspace of which one thread at a time, that holds `lock`, has its turn.
+    """A keyspace of which one thread at a time, that holds `lock`, has its turn, and who waits for
+    the others' turns.
 
     is_served: whether a server ends the leases that are over. rouse: tells it that there may be one
     sooner than it thought. ended: why nothing is done any more.
@@ -35,12 +36,8 @@ class Shared:
     is_served: bool = False
     rouse: Callable[[], None] = lambda: None
     ended: str = ""
-    lock: threading.RLock = attrs.field(factory=threading.RLock)
+    lock: threading.Condition = attrs.field(factory=threading.Condition)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
-    changed: threading.Condition = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.changed = threading.Condition(self.lock)
 
     @property
     def is_settled(self) -> bool:
@@ -51,14 +48,14 @@ class Shared:
         """After each turn: whoever waits wakes; and whom the caller is to tell, without the lock,
         what."""
         if not self.is_settled:
-            self.changed.notify_all()
+            self.lock.notify_all()
         return self.space.news()
 
     def end(self, why: str) -> Sequence[tuple[Watch, Watched]]:
         """Do nothing any more; whom the caller is to tell."""
         with self.lock:
             self.ended = why
-            self.changed.notify_all()
+            self.lock.notify_all()
             return [(watch, False) for watch in self.space.forget_watches()]
 
 
@@ -142,7 +139,7 @@ class MemoryStore(Store):
                     return False
                 look = None if shared.is_served else space.clock.until_due(shared.clock())
                 # Releases the lock; other clients change the space meanwhile.
-                shared.changed.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
+                shared.lock.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
                 self._begin()
         return True
 
@@ -162,7 +159,7 @@ class MemoryStore(Store):
         with self._shared.lock:
             self._closed = True
             unheard = self._shared.space.depart(self._owner)
-            self._shared.changed.notify_all()
+            self._shared.lock.notify_all()
             news = self._shared.settle()
         for watch, watched in (*((watch, False) for watch in unheard), *news):
             watch.tell(watched)

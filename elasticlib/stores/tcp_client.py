@@ -63,6 +63,9 @@ class TcpStore(Store):
         connect_timeout: seconds to go on trying to connect; `timeout` unless given.
         secret: what the server must prove to know, as this client does; it is never sent. What
             follows the proof is neither encrypted nor signed.
+
+    label: this client's own name, as the server knows it. local_address: this machine's literal
+    address towards the store; None before the first connection.
     """
 
     def __init__(
@@ -97,17 +100,12 @@ class TcpStore(Store):
         if was_closed:
             self._closed.set()
         self._link: _Link | None = None
-        self._local_address: str | None = None
+        self.local_address: str | None = None
 
     @property
     def address(self) -> str:
         """`host:port` as given, IPv6 in brackets."""
         return join_endpoint(self._host, self._port)
-
-    @property
-    def local_address(self) -> str | None:
-        """This machine's literal address towards the store; None before the first connection."""
-        return self._local_address
 
     def connect(self, timeout: float | None = None) -> None:
         """Connect now, if there is no connection; every operation does so by itself.
@@ -117,31 +115,33 @@ class TcpStore(Store):
         self._live_link(timeout)
 
     def get(self, key: str) -> Entry | None:
-        return read_entry(key, self._request("get", {"key": check_key(key)})[0])
+        return read_entry(key, self._live_link().request("get", {"key": check_key(key)})[0])
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": None}
-        (written,) = self._request("write", fields, bytes(value))
+        (written,) = self._live_link().request("write", fields, bytes(value))
         return Entry(key, bytes(value), written.fields["version"])
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSet:
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": int(expected)}
-        (outcome,) = self._request("write", fields, bytes(value))
+        (outcome,) = self._live_link().request("write", fields, bytes(value))
         if outcome.fields["yes"]:
             return CompareSet(True, Entry(key, bytes(value), outcome.fields["version"]))
         return CompareSet(False, read_entry(key, outcome))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        (answer,) = self._request("delete", {"key": check_key(key), "expected": expected})
+        (answer,) = self._live_link().request(
+            "delete", {"key": check_key(key), "expected": expected}
+        )
         return bool(answer.fields["yes"])
 
     def refresh(self, key: str, version: int) -> None:
-        self._request("refresh", {"key": check_key(key), "version": version})
+        self._live_link().request("refresh", {"key": check_key(key), "version": version})
 
     def list(self, prefix: str) -> Listing:
-        pages = self._request("list", {"prefix": prefix})
+        pages = self._live_link().request("list", {"prefix": prefix})
         try:
             return read_listing(pages)
         except StoreRefused as error:
@@ -188,9 +188,6 @@ class TcpStore(Store):
         if link is not None:
             link.close("this store is closed")
 
-    def _request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Sequence[Frame]:
-        return self._live_link().request(op, fields, value)
-
     # -- connecting ---------------------------------------------------------------------------
 
     def _live_link(self, patience: float | None = None) -> _Link:
@@ -209,7 +206,7 @@ class TcpStore(Store):
             self._link = link = self._open_until(deadline, patience)
             if old is not None:
                 old.close("the connection was replaced")
-            self._local_address = address_of(link.connection.getsockname())
+            self.local_address = address_of(link.connection.getsockname())
             if self._closed.is_set():  # while we connected
                 link.close("this store is closed")
             return link
@@ -308,7 +305,7 @@ class _Link:
         """Whether requests can still be made."""
         return self._ended is None
 
-    def request(self, op: str, fields: dict[str, Any], value: bytes) -> Sequence[Frame]:
+    def request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Sequence[Frame]:
         """All frames of the answer to one request."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         number = self.ask(op, fields, answers.put, value)
@@ -379,7 +376,7 @@ class _Link:
             data = self.connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 self._end(StoreUnavailable(f"{self._name} ended the connection"))
-            for frame in self._protocol.receive(data):
+            for frame in self._protocol.feed(data):
                 self._deliver(frame)
         except BlockingIOError:
             return True

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -187,17 +186,12 @@ class FrameReader:
         self.max_bytes = max_bytes
         self.unread = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are complete now; StoreRefused for bytes that are none of ours."""
-        self.add(data)
-        return list(iter(self.take, None))
-
-    def add(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
         """More bytes, for `take`."""
         self.unread += data
 
     def take(self) -> Frame | None:
-        """The next frame; None while it is not complete. StoreRefused as `feed`."""
+        """The next frame; None while it is not complete. StoreRefused if it is none of ours."""
         if len(self.unread) < _LENGTH.size:
             return None
         (total,) = _LENGTH.unpack_from(self.unread)
@@ -209,6 +203,11 @@ class FrameReader:
         body = bytes(self.unread[_LENGTH.size : end])
         del self.unread[:end]
         return _decode(body)
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """More bytes, and the frames that are complete now."""
+        self.receive(data)
+        return list(iter(self.take, None))
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -287,19 +286,20 @@ def _bytes_in_a_page(entry: Entry) -> int:
 # -- the server's end --------------------------------------------------------------------------
 
 
-def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[Frame | None, Frame, str]:
+def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[bytes, Frame, str]:
     """Is sent what a client says, and yields what to answer; ends with the client's label."""
-    hello = _due((yield None), "hello", "a connection begins with hello")
+    hello = _due((yield b""), "hello", "a connection begins with hello")
     spoken, label = hello.fields["protocol"], hello.fields["client"]
     if spoken != PROTOCOL:
         raise StoreRefused(f"speaks protocol {PROTOCOL}, not {spoken}")
     if len(label) > LABEL_CHARACTERS:
         raise StoreRefused(f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}")
     if secret is not None:
-        said = yield Frame("challenge", hello.id, {"nonce": nonce})
+        said = yield encode(Frame("challenge", hello.id, {"nonce": nonce}))
         asked = _due(said, "nonce", "a nonce was due from this client")
         exchange = Exchange(nonce, asked.fields["nonce"], hello.fields["job"])
-        said = yield Frame("proof", asked.id, {"proof": prove(secret, Role.SERVER, exchange)})
+        own = prove(secret, Role.SERVER, exchange)
+        said = yield encode(Frame("proof", asked.id, {"proof": own}))
         response = _due(said, "response", "a response was due from this client")
         if not proves(response.fields["proof"], secret, Role.CLIENT, exchange):
             raise StoreRefused(f"has another secret than this client: {HOW}")
@@ -334,7 +334,7 @@ def _perform(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
 
 def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     fields, value = request.fields, request.value
-    key, ttl, expected = check_key(fields["key"]), check_ttl(fields["ttl"]), fields["expected"]
+    key, ttl, expected = fields["key"], check_ttl(fields["ttl"]), fields["expected"]
     lease = None if ttl is None else Lease(client, float(ttl))
     if expected is None:
         return answer(request.id, True, space.put(key, value, lease, now).version)
@@ -354,7 +354,7 @@ def _watch(
         mine(told)
 
 
-class ServerEnd:
+class ServerEnd(FrameReader):
     """What one client sends becomes requests, one at a time, and answers become bytes for it.
 
     Until the client is in, nothing but the handshake is listened to; where there is a secret, a
@@ -374,6 +374,7 @@ class ServerEnd:
     """
 
     def __init__(self, job: str, secret: bytes | None, nonce: str, frame_bytes: int) -> None:
+        super().__init__(min(frame_bytes, HANDSHAKE_BYTES))
         self.label = ""
         self.is_in = False
         self.refused = False
@@ -383,37 +384,27 @@ class ServerEnd:
         self.listed_bytes = 0
         self._job = job
         self._frame_bytes = frame_bytes
-        self._reader = FrameReader(min(frame_bytes, HANDSHAKE_BYTES))
         self._admission = _admission(job, secret, nonce)
         next(self._admission)
         self._listed = 0, 0
-        self._rest: deque[Entry] = deque()
+        self._rest: tuple[Entry, ...] = ()
 
     # -- what arrives -------------------------------------------------------------------------
 
     @property
-    def unread(self) -> bytearray:
-        """What has arrived and is no whole frame, or behind the request that is not handled."""
-        return self._reader.unread
-
-    @property
     def has_half_a_frame(self) -> bool:
-        return self.request is None and bool(self._reader.unread)
+        return self.request is None and bool(self.unread)
 
     @property
     def held_bytes(self) -> int:
         """What lies in both directions."""
-        size = len(self.unsent) + len(self._reader.unread)
+        size = len(self.unsent) + len(self.unread)
         return size if self.request is None else size + len(self.request.value)
-
-    def receive(self, data: bytes) -> None:
-        """More bytes, for `next_request`."""
-        self._reader.add(data)
 
     def next_request(self) -> Frame | None:
         """The first request that is not handled, once it is complete."""
         try:
-            while self.request is None and (frame := self._reader.take()) is not None:
+            while self.request is None and (frame := self.take()) is not None:
                 if not self.is_in:
                     self._admit(frame)
                 else:
@@ -445,21 +436,18 @@ class ServerEnd:
         """Say why, and read nothing more."""
         self.is_in, self.refused = False, True
         self.request = None
-        self._reader = FrameReader()
+        self.unread = bytearray()
         self.send(error_frame(number, error))
 
     def _admit(self, frame: Frame) -> None:
         try:
-            reply = self._admission.send(frame)
+            self.unsent += self._admission.send(frame)
         except StopIteration as done:
             self.label, self.is_in = done.value, True
-            self._reader.max_bytes = self._frame_bytes
-            reply = Frame("welcome", 0, {"protocol": PROTOCOL, "job": self._job})
+            self.max_bytes = self._frame_bytes
+            self.send(Frame("welcome", 0, {"protocol": PROTOCOL, "job": self._job}))
         except StoreRefused as error:
             self.refuse(error, frame.id)
-            return
-        if reply is not None:
-            self.send(reply)
 
     # -- what goes out ------------------------------------------------------------------------
 
@@ -474,28 +462,28 @@ class ServerEnd:
 
     def _begin_listing(self, number: int, listing: Listing) -> None:
         self._listed = number, listing.version
-        self._rest = deque(listing.entries)
+        self._rest = listing.entries
         self.listed_bytes = sum(map(_bytes_in_a_page, listing.entries))
         self.add_page()
 
     def add_page(self) -> None:
         """Put the next page of the listing behind what is to be sent; there is at least one."""
-        page: list[Entry] = []
+        entries, at = self._rest, 0
         room = min(PAGE_BYTES, self._frame_bytes - HEADER_ROOM)
-        while self._rest:
-            size = _bytes_in_a_page(self._rest[0])
-            if page and size > room:
-                break
-            page.append(self._rest.popleft())
-            room -= size
+        if self.listed_bytes <= room:
+            at, self.listed_bytes = len(entries), 0
+        while at < len(entries) and (not at or room >= _bytes_in_a_page(entries[at])):
+            room -= (size := _bytes_in_a_page(entries[at]))
             self.listed_bytes -= size
+            at += 1
+        page, self._rest = entries[:at], entries[at:]
         self.send(listing_frame(*self._listed, page, bool(self._rest)))
 
 
 # -- the client's end --------------------------------------------------------------------------
 
 
-class ClientEnd:
+class ClientEnd(FrameReader):
     """How a client is let in, and makes sure that it is where it wanted to be; from then on
     requests become bytes, and what arrives becomes answers.
 
@@ -511,10 +499,10 @@ class ClientEnd:
     """
 
     def __init__(self, name: str, job: str, label: str, secret: bytes | None, nonce: str) -> None:
+        super().__init__(WELCOME_BYTES)
         self.is_in = False
         self._name = name
         self._numbers = itertools.count(1)
-        self._reader = FrameReader(WELCOME_BYTES)
         greeting = Frame("hello", 0, {"protocol": PROTOCOL, "job": job, "client": label})
         self._entry = self._enter(encode(greeting), job, secret, nonce)
         self.hello = next(self._entry)
@@ -525,11 +513,11 @@ class ClientEnd:
         Raises:
             StoreRefused: it is no store of ours, says no to us, or does not know our secret.
         """
-        self._reader.add(data)
+        self.receive(data)
         said = b""
         while not self.is_in:
             try:
-                frame = self._reader.take()
+                frame = self.take()
             except StoreRefused as error:
                 raise self._not_ours(str(error)) from None
             if frame is None:
@@ -538,7 +526,7 @@ class ClientEnd:
                 said += self._entry.send(frame)
             except StopIteration:
                 self.is_in = True
-                self._reader.max_bytes = MAX_FRAME_BYTES
+                self.max_bytes = MAX_FRAME_BYTES
         return said
 
     def _enter(
@@ -592,7 +580,3 @@ class ClientEnd:
         check_fields(op, fields)
         number = next(self._numbers)
         return number, encode(Frame(op, number, fields, value))
-
-    def receive(self, data: bytes) -> list[Frame]:
-        """The answers, or pages of answers, that are complete now; StoreRefused as `feed`."""
-        return self._reader.feed(data)

@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -126,15 +126,17 @@ def _listen_at(host: str, port: int) -> socket.socket:
 class _Peer:
     """A client's connection.
 
-    deadline: when it is cut, if it is not in by then or was refused. awaits: whether the selector
-    waits to read and to write. dropped: bytes that came after it was refused. held, listed: of its
-    end, in the server's account. goal: once so many bytes are sent and so many requests performed,
-    nothing is left of what lay here at `behind_since`.
+    tell: leaves news of what it watches, under the number of its watch. deadline: when it is cut,
+    if it is not in by then or was refused. awaits: whether the selector waits to read and to write.
+    dropped: bytes that came after it was refused. held, listed: of its end, in the server's
+    account. goal: once so many bytes are sent and so many requests performed, nothing is left of
+    what lay here at `behind_since`.
     """
 
     number: int
     connection: socket.socket
     end: ServerEnd
+    tell: Callable[[int, Watched], None]
     deadline: float
     awaits: tuple[bool, bool] = True, False
     dropped: int = 0
@@ -292,12 +294,15 @@ class TcpStoreServer:
         self._stopping.set()
         self._rouse()
         if not self.wait_closed(self._limits.close_seconds):
-            frame = sys._current_frames().get(self._thread.ident or 0)
+            stands = "nowhere, as it has ended"
+            if (frame := sys._current_frames().get(self._thread.ident or 0)) is not None:
+                code = frame.f_code
+                stands = f"in {code.co_filename}, line {frame.f_lineno}, {code.co_name}"
             log.error(
-                "the store's server at %s has not ended within %g s; it stands in %s",
+                "the store's server at %s has not ended within %g s; it stands %s",
                 self.address,
                 self._limits.close_seconds,
-                frame and f"{frame.f_code.co_filename}, line {frame.f_lineno}",
+                stands,
             )
 
     def __enter__(self) -> TcpStoreServer:
@@ -426,9 +431,10 @@ class TcpStoreServer:
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
         end = ServerEnd(self.job, self._secret, nonce, limits.frame_bytes)
         deadline = monotonic() + limits.handshake_seconds
-        peer = _Peer(next(self._shared.owners), connection, end, deadline)
-        self._peers[peer.number] = peer
-        heapq.heappush(self._deadlines, (deadline, peer.number))
+        number = next(self._shared.owners)
+        peer = _Peer(number, connection, end, partial(self._leave_news, number), deadline)
+        self._peers[number] = peer
+        heapq.heappush(self._deadlines, (deadline, number))
         self._selector.register(connection, selectors.EVENT_READ, peer)
         # At the limit, who is not in yet makes way; where all others are, the newcomer does.
         if len(self._peers) > self._most:
@@ -489,7 +495,7 @@ class TcpStoreServer:
                 self._wait_for_room(peer)
                 break
             with self._shared.lock:
-                end.perform(self._space, peer.number, now, partial(self._leave_news, peer.number))
+                end.perform(self._space, peer.number, now, peer.tell)
             if len(end.unsent) >= FLUSH_BYTES and not self._flush_one(peer):
                 return
         else:
@@ -617,8 +623,8 @@ class TcpStoreServer:
         if end.refused:
             return True
         # Of one listing at a time the rest waits here, and of all together not too much.
-        is_full = bool(end.listed_bytes) or self._listed > self._limits.store.total_bytes
-        if is_full and request is not None and request.op == "list":
+        is_full = end.listed_bytes or self._listed > self._limits.store.total_bytes
+        if request is not None and request.op == "list" and is_full:
             return False
         if not self._is_crowded():
             return len(end.unsent) <= self._limits.unsent_bytes

@@ -142,8 +142,16 @@ class Channel:
         """The first step is about to be made, and the first call after it."""
         self._seconds[_STARTED_AT] = now
 
-    def tell_step(self, step: int, now: float) -> None:
+    def tell_step(
+        self, step: int, now: float, loss: float | None = None, samples: float | None = None
+    ) -> None:
+        """samples: besides those of earlier steps."""
         words, seconds = self._words, self._seconds
+        if loss is not None:
+            seconds[_LOSS] = loss
+            words[_LOSSES] = 1
+        if samples is not None:
+            seconds[_SAMPLES] += samples
         count = words[_STEPS]
         if count:
             seconds[_DURATIONS + count % RECENT] = now - seconds[_STEPPED_AT]
@@ -158,14 +166,6 @@ class Channel:
         self._words[_SAVED] = step
         self._seconds[_ALIVE_AT] = now
         self._words[_SAVES] += 1
-
-    def tell_loss(self, loss: float) -> None:
-        self._seconds[_LOSS] = loss
-        self._words[_LOSSES] = 1
-
-    def tell_samples(self, samples: float) -> None:
-        """Besides those of earlier calls."""
-        self._seconds[_SAMPLES] += samples
 
     def tell_snapshot(self, step: int, now: float = 0.0) -> None:
         self._words[_SNAPSHOT] = step

@@ -111,13 +111,10 @@ class Context:
             samples: how many this worker has trained on in this step, or tokens, or whatever its
                 throughput is to be counted in; all workers the same.
         """
-        channel = self._channel
-        if channel is not None:
+        if self._channel is not None:
             if loss is not None:
-                channel.tell_loss(loss)
-            if samples is not None:
-                channel.tell_samples(samples)
-            channel.tell_step(step, monotonic())
+                loss = float(loss)  # before the time is looked at: it may be waited for
+            self._channel.tell_step(step, monotonic(), loss, samples)
 
     def saved(self, step: int) -> None:
         """Say that a checkpoint of this step is safe."""

@@ -28,14 +28,13 @@ from .channel import VARIABLE as CHANNEL
 from .channel import Channels
 from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
 from .exit import UNKNOWN, WorkerExit
-from .folders import RunFolder, SharedFolder
 from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
 from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
 from .run_program import read_result, write_payload
-from .session import Guardian, signals_blocked
+from .session import Guardian, RunFolder, SharedFolder, signals_blocked
 from .spec import (
     COLD,
     SNAPSHOTS,
@@ -169,12 +168,11 @@ class Launcher:
         self._guardian.add(server.pid)
         return server
 
-    def await_prepared(self, *, newest: bool = False) -> None:
-        """Until the first fork server (to start cold would take as long), or the newest, is there
-        or cannot be; for any thread. `close` ends it."""
-        server = self._server if newest else self._first
-        if server is not None:
-            server.wait(FIRST_SECONDS)
+    def await_prepared(self) -> None:
+        """Until the first fork server is there (to start cold would take as long) or cannot be; for
+        any thread. `close` ends it."""
+        if self._first is not None:
+            self._first.wait(FIRST_SECONDS)
 
     def start(
         self,

@@ -1,4 +1,4 @@
-"""What is left of a worker's session, and its end; and the guardian, which ends it in our place.
+"""What goes with an agent, however that ends: the sessions of its workers, and its folders.
 
 Each worker leads a session of its own, so whatever it started and did not move out of there is
 known by that session's number; nothing outside it is ever signalled. The guardian is a small
@@ -17,12 +17,16 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from ..errors import describe
+from ..held_folder import FolderLock, try_to_hold
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -321,3 +325,141 @@ def _listed_in(file: int) -> dict[str, int]:
             else:
                 found.pop(name, None)
     return found
+
+
+# -- the folders that go with an agent -------------------------------------------------------------
+
+
+class RunFolder:
+    """`<log_dir>/<run_id>_<random>`, made when first asked for, and in it a folder for each worker
+    of each attempt. It stays where somebody asked for it or for the output in it; else it is
+    temporary, holds no more than one attempt, and goes with the agent, however that ends.
+    """
+
+    def __init__(self, guardian: Guardian, log_dir: str | None, run_id: str, *, kept: bool) -> None:
+        self._guardian = guardian
+        # The workers are told of it, and may go elsewhere.
+        self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
+        self._run_id = run_id
+        self.kept = kept
+        self._path: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        if self._path is None:
+            if self._log_dir is not None:
+                os.makedirs(self._log_dir, exist_ok=True)
+            safe = self._run_id.replace(os.sep, "_")
+            made = tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
+            self._path = Path(made)
+            if not self.kept:
+                self._guardian.add(made)
+        return self._path
+
+    @property
+    def kept_path(self) -> Path | None:
+        """The folder, where there is one that stays."""
+        return self._path if self.kept else None
+
+    def of(self, attempt: int, local_rank: int) -> Path:
+        """The folder of one worker. Raises OSError."""
+        folder = self.path / f"attempt_{attempt}" / str(local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def forget(self, but: int) -> None:
+        """Remove what earlier attempts left in a folder that is not for people to look at."""
+        if not self.kept:
+            for path in self.path.glob("attempt_*"):
+                if path.name != f"attempt_{but}":
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """The run is over."""
+        if self._path is not None and not self.kept:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._guardian.remove(str(self._path))
+            self._path = None
+
+
+SHARED_MEMORY = "/dev/shm"
+PREFIX = "elasticlib-memory-"
+
+
+class SharedFolder:
+    """A folder in memory that workers are told of and that outlives them: it goes with their agent,
+    even if that is killed. There is none before it is asked for.
+
+    Each start of the workers has a folder of its own in it, numbered as they come: an era. Where it
+    is removed meanwhile, as by a system that clears up after its users, it is made anew.
+    """
+
+    def __init__(self, guardian: Guardian) -> None:
+        self._guardian = guardian
+        self._path: Path | None = None
+        self._inode = 0
+        self._lock: FolderLock | None = None
+
+    def era(self, number: int) -> Path:
+        """The folder of this start of the workers. Raises OSError."""
+        made = self._path
+        if made is None or _inode_of(made) != self._inode:
+            made = self._make(made)
+        folder = made / str(number)
+        if not folder.exists():
+            for earlier in made.iterdir():
+                with contextlib.suppress(OSError):
+                    earlier.rmdir()  # those in which there is something stay
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def remove(self) -> None:
+        """Leave nothing behind; harmless if there is nothing."""
+        path, self._path = self._path, None
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            self._let_go()
+            self._guardian.remove(str(path))
+
+    def _make(self, path: Path | None) -> Path:
+        """At this path, where it was before, unless somebody else is there."""
+        if path is not None:
+            log.warning(
+                "%s was removed while this job runs, and with it the snapshots in memory: it is "
+                "made anew (logind does so when its user logs out, without RemoveIPC=no)",
+                path,
+            )
+            with contextlib.suppress(OSError):  # workers may make it anew as well
+                path.mkdir(0o700)
+            if not _inode_of(path):
+                self._guardian.remove(str(path))
+                path = None
+        path = path or _made_in_memory()
+        self._let_go()
+        self._path, self._inode, self._lock = path, _inode_of(path), try_to_hold(path)
+        self._guardian.add(str(path))
+        return path
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
+
+def _made_in_memory() -> Path:
+    usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    try:
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None))
+    except OSError:
+        # Shared memory may be full, of what DataLoaders keep there.
+        return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def _inode_of(folder: Path) -> int:
+    """0 where there is no folder, or somebody else's."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return 0
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return found.st_ino if own else 0

@@ -10,15 +10,13 @@ from elasticlib.agent.policy import (
     ANY_CALL,
     Climb,
     Command,
+    EndWorkers,
     Gather,
     GroupStopped,
-    Kill,
     Need,
-    Notify,
     Post,
     StopAt,
     Stopping,
-    Terminate,
     decode_need,
     post_need,
 )
@@ -55,7 +53,7 @@ class Side:
 
     @property
     def stops_at(self) -> StopAt:
-        (found,) = [command for command in self.did if isinstance(command, StopAt)]
+        (found,) = [c for c in self.did if isinstance(c, StopAt) and c.call is not None]
         return found
 
 
@@ -72,12 +70,12 @@ def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
     one.begin(Notice(DRAIN, 30.0))
     other.begin(Notice(RESIZE, 60.0))
     one.look(call=5)
-    assert one.stopping.undecided, "the other has not spoken"
+    assert one.stopping.agreeing, "the other has not spoken"
     other.look(call=9)
     for side in sides:
         side.look()
         assert side.stops_at == StopAt(9, Notice(DRAIN, 30.0))
-        assert not side.stopping.undecided
+        assert not side.stopping.agreeing
 
 
 def test_a_node_that_waits_for_a_save_hears_when_the_others_have_saved(
@@ -118,11 +116,11 @@ def test_a_node_that_stops_for_another_reason_says_so_at_once(sides: tuple[Side,
     one, other = sides
     one.begin(Notice(DRAIN, 600.0))
     other.begin(None)
-    assert other.did[0] == Terminate()
+    assert other.did[0] == EndWorkers()
     assert other.posts["1"] == post_need(1, Need(None)).value
     one.look(call=5)
     one.look()
-    (asked,) = [command for command in one.did if isinstance(command, Terminate)]
+    (asked,) = [command for command in one.did if isinstance(command, EndWorkers)]
     assert asked.why.startswith("the workers cannot all stop at one step")
 
 
@@ -134,7 +132,7 @@ def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
     one.look(call=5)
     one.stopping = one.stopping.heard(None)
     one.look()
-    assert isinstance(one.did[-1], Terminate)
+    assert isinstance(one.did[-1], EndWorkers)
 
 
 def test_a_node_whose_workers_are_gone_has_spoken(sides: tuple[Side, Side]) -> None:
@@ -160,7 +158,7 @@ def test_a_drain_that_comes_before_a_resize_is_agreed_on_is_what_all_hear_of(
     one.now = 5.0
     one.look()
     one.sooner(Notice(DRAIN, 600.0))
-    assert one.did[-1] == Notify(Notice(DRAIN, 55.0))
+    assert one.did[-1] == StopAt(None, Notice(DRAIN, 55.0))
     one.look(call=5)
     for side in sides:
         side.look()
@@ -174,7 +172,7 @@ def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
     assert side.stopping.left(side.now) == pytest.approx(10.0)
     side.sooner(None)
     side.look()
-    (asked,) = [command for command in side.did if isinstance(command, Terminate)]
+    (asked,) = [command for command in side.did if isinstance(command, EndWorkers)]
     assert "told to save and still there" in asked.why
     side.sooner(Notice(DRAIN, 10.0))
     side.look()
@@ -192,7 +190,9 @@ def test_the_ladder_is_climbed_by_the_time_alone() -> None:
         climbed += [(side.now, type(command)) for command in side.did[before:]]
         if GroupStopped in (kind for _, kind in climbed):
             break
-    assert climbed == [(5.0, Terminate), (35.0, Kill), (45.0, GroupStopped)]
+    assert climbed == [(5.0, EndWorkers), (35.0, EndWorkers), (45.0, GroupStopped)]
+    forced = [command.force for command in side.did if isinstance(command, EndWorkers)]
+    assert forced == [False, True]
     assert side.did[-1] == GroupStopped(left="pid 1")
 
 
@@ -202,7 +202,10 @@ def test_who_is_in_a_hurry_goes_a_rung_on_each_time() -> None:
     side.stopping = side.stopping.hurry(1.0)
     side.now = 1.0
     side.look()
-    assert side.did == [Terminate(), Kill("still there in a hurry, killing: pid 1")]
+    assert side.did == [
+        EndWorkers(),
+        EndWorkers("still there in a hurry, killing: pid 1", force=True),
+    ]
     side.stopping = side.stopping.hurry(1.0)
     assert side.stopping.left(1.0) == pytest.approx(10.0), "there is no rung after that"
     side.look(running=())

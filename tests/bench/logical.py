@@ -12,19 +12,16 @@ sizes show whose weights differ.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
 import torch
-import torch._dynamo  # which an optimizer would import in every fork
 import torch.distributed as dist
 from figures import Row, Samples, run, said
 from torch import nn
@@ -32,6 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticlib import LogicalWorkers
 from elasticlib.logical.shares import share
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from ranks import Ranks
 
 BYTES_SENT = 200
 """Where `tcpi_bytes_sent` stands in Linux's struct tcp_info."""
@@ -67,13 +67,9 @@ def model_of(width: int) -> nn.Module:
 
 @attrs.frozen
 class Settings:
-    """folder: where rank 0 leaves what was measured."""
-
-    world: int
     rounds: int
     width: int
     batch: int
-    folder: Path
 
 
 class Trainer:
@@ -132,8 +128,8 @@ def kinds(args: Settings) -> dict[str, Step]:
     return found
 
 
-def take(args: Settings) -> None:
-    """On every rank; rank 0 leaves seconds and bytes of each kind and round in a file."""
+def take(args: Settings) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """On every rank: seconds and bytes of each kind and round."""
     steps = kinds(args)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     sent: dict[str, list[float]] = {name: [] for name in steps}
@@ -146,80 +142,45 @@ def take(args: Settings) -> None:
             if number >= 2:
                 seconds[name].append(time.perf_counter() - began)
                 sent[name].append(bytes_sent() - before)
-    if dist.get_rank() == 0:
-        args.folder.joinpath("measured").write_text(json.dumps([seconds, sent]))
+    return seconds, sent
 
 
-def rows_of(args: Settings) -> Iterator[Row]:
-    seconds, sent = json.loads(args.folder.joinpath("measured").read_text())
-    for count in counts(args.world):
-        name = f"{count} logical workers"
-        what = f"a step of {name} on {args.world} ranks"
-        mine = Samples("s", seconds[name])
-        parts = count // args.world if count % args.world == 0 else 1
-        for base in dict.fromkeys((1, parts)):
-            beside = ddp(base)
-            theirs = Samples("s", seconds[beside])
-            yield Row(f"step.{count}.{base}", what, mine, theirs, beside, paired=True)
-        both = [Samples("bytes", sent[of]) for of in (name, "DDP")]
-        yield Row(f"bytes.{count}", f"bytes sent in {what}", *both, "DDP")
-
-
-def trained(args: Settings) -> None:
-    """A few steps of both kinds; rank 0 leaves what the weights come to."""
-    for name in TRAINED:
-        trainer = Trainer(args)
-        step = trainer.ddp(1) if name == "DDP" else trainer.logical(8)
-        for number in range(5):
-            step(number)
-        digest = hashlib.sha256()
-        for parameter in trainer.model.parameters():
-            digest.update(bytes(parameter.detach().flatten().view(torch.uint8).tolist()))
-        if dist.get_rank() == 0:
-            with args.folder.joinpath(name).open("a") as file:
-                file.write(digest.hexdigest() + "\n")
-
-
-def in_ranks(world: int, body: Callable[[Settings], None], args: Settings) -> None:
-    """Each rank a fork, with a thread of its own alone."""
-    sys.stdout.flush()
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                torch.set_num_threads(1)
-                store = dist.FileStore(str(Path(folder) / "meeting"), world)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-                body(args)
-                sys.stdout.flush()
-                os._exit(0)
-            children.append(pid)
-        ended = [os.waitpid(pid, 0)[1] for pid in children]
-    if any(ended):
-        raise SystemExit(f"ranks ended with {ended}")
-
-
-def whose_weights_differ(args: Settings) -> Iterator[str]:
-    worlds = (1, 2, 3, 4, 5)
-    for world in worlds:
-        in_ranks(world, trained, args)
-    for name in TRAINED:
-        ends = len(set(args.folder.joinpath(name).read_text().split()))
-        same = "the same" if ends == 1 else f"of {ends} kinds"
-        yield f"Weights after 5 steps of {name} at world sizes {worlds[0]} to {worlds[-1]}: {same}."
+def trained(args: Settings, name: str) -> str:
+    """What the weights come to after a few steps of this kind."""
+    trainer = Trainer(args)
+    step = trainer.ddp(1) if name == "DDP" else trainer.logical(8)
+    for number in range(5):
+        step(number)
+    digest = hashlib.sha256()
+    for parameter in trainer.model.parameters():
+        digest.update(bytes(parameter.detach().flatten().view(torch.uint8).tolist()))
+    return digest.hexdigest()
 
 
 def measure(
     *, world: int = 2, rounds: int = 15, width: int = 512, batch: int = 64
 ) -> Iterator[Row | str]:
-    with tempfile.TemporaryDirectory() as folder:
-        args = Settings(world, rounds, width, batch, Path(folder))
-        in_ranks(world, take, args)
-        yield from rows_of(args)
-        size = sum(p.numel() * p.element_size() for p in model_of(width).parameters())
-        yield f"The gradient has {said(size, 'bytes')}; the batch {batch} samples."
-        yield from whose_weights_differ(attrs.evolve(args, width=32, batch=40))
+    ranks = Ranks()
+    # Of rank 0.
+    seconds, sent = ranks.run(take, world, Settings(rounds, width, batch))[0]
+    for count in counts(world):
+        name = f"{count} logical workers"
+        what = f"a step of {name} on {world} ranks"
+        mine = Samples("s", seconds[name])
+        parts = count // world if count % world == 0 else 1
+        for base in dict.fromkeys((1, parts)):
+            theirs = Samples("s", seconds[ddp(base)])
+            yield Row(f"step.{count}.{base}", what, mine, theirs, ddp(base), paired=True)
+        both = [Samples("bytes", sent[of]) for of in (name, "DDP")]
+        yield Row(f"bytes.{count}", f"bytes sent in {what}", *both, "DDP")
+    size = sum(p.numel() * p.element_size() for p in model_of(width).parameters())
+    yield f"The gradient has {said(size, 'bytes')}; the batch {batch} samples."
+    small, worlds = Settings(5, 32, 40), (1, 2, 3, 4, 5)
+    for name in TRAINED:
+        ends = len({ranks.run(trained, some, small, name)[0] for some in worlds})
+        same = "the same" if ends == 1 else f"of {ends} kinds"
+        yield f"Weights after 5 steps of {name} at world sizes {worlds[0]} to {worlds[-1]}: {same}."
+    ranks.close()
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def test_killed_in_the_middle_of_a_commit_the_old_or_the_new_state_is_there(
     killed_at(boundaries(scene, folder) // 2, die_in_the_middle, scene, folder)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("fault", [die, die_in_the_middle])
 def test_killed_at_any_write_the_old_or_the_new_state_is_there(

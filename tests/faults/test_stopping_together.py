@@ -134,7 +134,8 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
         assert re.search(told, node.text), node.text
         (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")
         assert re.search(r"Current thread|Thread 0x.*\n  File .*context_worker", stacks.read_text())
-    assert sum("the stacks of rank" in node.text for node in nodes) == 1
+    # Two that find the hang before they hear of each other each take their own for the slowest.
+    assert any("the stacks of rank" in node.text for node in nodes)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     check_silences(job)

@@ -74,7 +74,7 @@ class Pods:
         self.volume = cluster.job.folder / "volume"
         self.pace = self.volume / "slowly"
         self.volume.mkdir()
-        self.pace.touch()
+        self.pace.write_text("0.3")
 
     def start(self, container: Container, *more: str) -> Pod:
         """A pod with these words behind its command; only it itself knows of its address yet."""

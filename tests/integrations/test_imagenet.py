@@ -86,15 +86,14 @@ def test_a_run_that_lost_a_worker_has_used_each_image_once_and_ends_with_the_sam
     job: Job, shapes: Path
 ) -> None:
     calm, storm = Run(job, "calm", shapes), Run(job, "storm", shapes)
-    undisturbed = calm.start(2)
-    assert undisturbed.exit_code() == 0, undisturbed.text
-    node = storm.start(2)
+    undisturbed, node = calm.start(2), storm.start(2)
     # Four steps past a snapshot's, so that some are done again.
     node.says(rf"epoch 1 step {STEPS_AN_EPOCH + 3} ")
     victim = workers_of(node.pid)[1]
     loading = children(victim)
     os.kill(victim, signal.SIGKILL)
     assert node.exit_code() == 0, node.text
+    assert undisturbed.exit_code() == 0, undisturbed.text
     assert loading, "it had a loader worker, of which nothing may be left: see the fixture"
     assert "generation 2 " in node.text
     for run, ended in ((calm, undisturbed), (storm, node)):

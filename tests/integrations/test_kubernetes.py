@@ -28,7 +28,7 @@ from elasticlib.examples.trace import survey
 
 pytestmark = pytest.mark.timeout(240)
 
-SAMPLES = 4000  # at 16 a step, and no faster than 0.15 s each, longer than what is done to them
+SAMPLES = 2000  # at 16 a step, and no faster than 0.3 s each, longer than what is done to them
 DRAINED = 75
 
 

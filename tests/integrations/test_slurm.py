@@ -160,13 +160,24 @@ def test_ranks_are_slurms_under_the_static_rendezvous(submit: Any) -> None:
     batch.finish()
 
 
-def test_before_its_time_is_over_a_job_saves_at_one_step_and_is_requeued_once(
-    submit: Any, slurm: Slurm
+@pytest.mark.parametrize(
+    "signalled",
+    # Slurm's own signal takes a minute, and is Slurm's own affair; the page's script asks for it.
+    ["by scancel", pytest.param("before its time is over", marks=pytest.mark.release)],
+)
+def test_a_job_that_is_signalled_saves_at_one_step_and_is_requeued_once(
+    submit: Any, slurm: Slurm, signalled: str
 ) -> None:
-    # Slurm looks every half minute, and may send the signal up to a minute early.
-    batch = submit("requeue", "--time=00:02:00", "--signal=USR1@60")
-    batch.settled(2)
-    until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
+    assert re.search(r"^#SBATCH --signal=USR1@", SCRIPTS["requeue"], re.MULTILINE)
+    if signalled == "by scancel":
+        batch = submit("requeue")
+        batch.settled(2)
+        slurm.tell("scancel", "--signal=USR1", batch.id)
+    else:
+        # Slurm looks every half minute, and may send the signal up to a minute early.
+        batch = submit("requeue", "--time=00:02:00", "--signal=USR1@60")
+        batch.settled(2)
+        until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
     batch.check_drained_and_goes_on()
     assert batch.said.count("requeued as") == 1, batch.said
     assert slurm.field(batch.id, "ExitCode") == "0:0"

@@ -20,7 +20,7 @@ from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.logs_specs import open_logs_specs
-from elasticlib.workers.output_plan import StreamChoice, Streams
+from elasticlib.workers.output import StreamChoice, Streams
 
 SPECS = '''
 import os

@@ -1,8 +1,10 @@
 """The example, which takes its time over each step for as long as a file is there.
 
-`paced_training.py FILE ...`: so that a job is still training when a test has started new nodes.
+`paced_training.py FILE ...`: so that a job is still training when a test has started new nodes. The
+file may say how many seconds.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -15,8 +17,8 @@ finish_step = train_text.finish_step
 
 
 def finish_slowly(*args, **more):
-    if pace.exists():
-        time.sleep(SECONDS)
+    with contextlib.suppress(FileNotFoundError):
+        time.sleep(float(pace.read_text() or SECONDS))
     return finish_step(*args, **more)
 
 

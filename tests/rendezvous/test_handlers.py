@@ -88,6 +88,8 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
         future.result(20)
     assert "the store has not answered" not in caplog.text
     assert handlers[0].report_failure("exit code 1")
+    # A node that joins before it has heard of the failure leaves its generation, by itself.
+    assert all(handler.wait_for_change(20) for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosed):
             future.result(20)
@@ -187,6 +189,18 @@ def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster
     assert change.kind is ChangeKind.SURPLUS
 
 
+def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
+    handler = cluster.node("a", Limits(2, 2))
+    first = cluster.join(handler)
+    key = Keys("run").node("a-1")
+    until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
+    second = cluster.join(handler)
+    with pytest.raises(RendezvousClosed, match="another call of next_rendezvous took its place"):
+        first.result(20)
+    cluster.join(cluster.node("b", Limits(2, 2)))
+    assert second.result(20).world_size == 2
+
+
 def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2))
     waiting = cluster.join(handler)
@@ -246,7 +260,8 @@ def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Clus
     first, second = (cluster.node(name, Limits(1, 2, last_call=60.0), patient) for name in "ab")
     for future in [cluster.join(handler) for handler in (first, second)]:
         assert future.result(60.0).world_size == 2
-    assert FailsToWatch.watches
+    # After each change that a wait has told of, watching is tried again.
+    assert FailsToWatch.watches > 2
     assert second.shutdown()
     assert change(first).reason == "b left"
 

@@ -24,7 +24,6 @@ from .proof import TAG, left, undisturbed, wrong_with
 from .report import Rates, as_json, as_markdown
 from .stage import Stage, now
 from .storm import storm
-from .under_torchrun import Trial
 
 INSIDE = "SOAK_INSIDE"
 DEAR = ("store", "hang", "stopped", "partition", "full", "corrupt")
@@ -45,8 +44,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="kinds to draw from, with commas between")
     parser.add_argument("--cheap", action="store_true", help=f"none of {', '.join(DEAR)}")
     parser.add_argument("--out", type=Path, default=Path("soak"), help="a folder for what is found")
-    parser.add_argument("--under", choices=("elasticrun", "torchrun"), default="elasticrun")
-    parser.add_argument("--minutes", type=float, default=10.0, help="at most, under torchrun")
     parser.add_argument("--keep", action="store_true", help="keep the job's own folder")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -79,8 +76,6 @@ def run(args: argparse.Namespace, campaign: Campaign) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "campaign.jsonl").write_text(write(campaign))
     try:
-        if args.under == "torchrun":
-            return play_under_torchrun(args.folder, campaign, args.out, 60 * args.minutes)
         return play(args.folder, campaign, args.out, own_memory=INSIDE in os.environ)
     except SoakFailed as error:
         print(f"soak: FAILED: {error}", file=sys.stderr)
@@ -116,20 +111,6 @@ def play(folder: Path, campaign: Campaign, out: Path, *, own_memory: bool) -> in
     print(as_markdown(found))
     print("something was lost" if wrong else "nothing was lost")
     return 1 if wrong else 0
-
-
-def play_under_torchrun(folder: Path, campaign: Campaign, out: Path, seconds: float) -> int:
-    """As far as it gets, in so many seconds at most; exit code 0 however far that is."""
-    began = now()
-
-    def say(text: str) -> None:
-        print(f"{now() - began:7.1f} s {text}", flush=True)
-
-    told = Trial(folder, say).play(campaign, seconds).as_json()
-    (out / "torchrun.json").write_text(json.dumps(told, indent=1) + "\n")
-    faults = [life["faults"] for life in told["lives"]]
-    print(f"started {len(faults)} times, for {faults} faults; recoveries {told['all']}")
-    return 0
 
 
 def begin(args: argparse.Namespace, campaign: Campaign, arguments: list[str], room: bool) -> int:

@@ -14,13 +14,13 @@ import attrs
 RANKS = 16
 _ASKED, _GENERATION, _RANK, _WHAT, _WHERE, _NUMBER, _LIMIT = range(7)
 _SLOTS, _WIDTH = 16, 8
-_OF, _WORLD, _NODE, _PID, _BEGUN, _DONE, _STEPS = range(7)
+_OF, _WORLD, _NODE, _PID, _BEGUN, _DONE = range(6)
 SIZE = 4096
 
 
 @attrs.frozen
 class Rank:
-    """begun, done: steps; steps: how many this worker has begun."""
+    """begun, done: steps."""
 
     generation: int
     world: int
@@ -28,7 +28,6 @@ class Rank:
     pid: int
     begun: int
     done: int
-    steps: int
 
 
 @attrs.frozen
@@ -88,7 +87,7 @@ class Board:
 
     def _rank(self, rank: int) -> Rank:
         at = self._at(rank)
-        return Rank(*(self._words[at + place] for place in range(7)))
+        return Rank(*(self._words[at + place] for place in range(6)))
 
     @staticmethod
     def _at(rank: int) -> int:
@@ -103,7 +102,7 @@ class Board:
         self._words[at + _OF] = 0
         for place, value in ((_WORLD, world), (_NODE, node), (_PID, os.getpid())):
             self._words[at + place] = value
-        self._words[at + _STEPS] = self._words[at + _DONE] = 0
+        self._words[at + _DONE] = 0
 
     def may(self, step: int) -> bool:
         """Whether the job may begin this step; where the soak has not said, it may any."""
@@ -112,7 +111,6 @@ class Board:
     def begin(self, step: int) -> None:
         at = self._at(self._own)
         self._words[at + _BEGUN] = step
-        self._words[at + _STEPS] += 1
         self._words[at + _OF] = self._generation
 
     def finish(self, step: int) -> None:

@@ -22,7 +22,7 @@ import jobs
 
 from elasticlib.observe.event import Event, decode
 
-from .proxy import Proxies, Proxy
+from .proxy import Proxy
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
 TESTS = str(Path(__file__).parent.parent)
@@ -147,7 +147,6 @@ class Nodes:
     def __init__(self, folder: Path, steps: int) -> None:
         self._folder, self._steps = folder, steps
         self.store = StoreProcess(folder / "store.log")
-        self._proxies = Proxies(lambda: ("127.0.0.1", self.store.port))
         self.present: list[NodeProcess] = []
         self.waiting: list[NodeProcess] = []
         self.started = 0
@@ -171,7 +170,7 @@ class Nodes:
             if size == 3 and any(n.size == 3 for n in (*self.present, *self.waiting)):
                 size = 1
             self.started += 1
-            proxy = self._proxies.open()
+            proxy = Proxy(lambda: ("127.0.0.1", self.store.port))
             node = NodeProcess(self.started, size, self._folder, proxy, self._steps)
             self.waiting.append(node)
 
@@ -214,4 +213,3 @@ class Nodes:
         self.store.kill()
         for node in (*self.waiting, *self.present):
             node.proxy.close()
-        self._proxies.close()

@@ -65,7 +65,6 @@ def as_json(
         "struck": sum(struck.values()),
         "by_kind": {kind: _times(found, struck) for kind, found in _by_kind(played).items()},
         "all": _times(played, struck),
-        "footprint": told.samples,
         "wrong": list(wrong),
         "asides": list(asides),
         "versions": {"torch": version("torch"), "python": platform.python_version()},

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -49,7 +47,6 @@ class Told:
 
     played: list[Played] = attrs.field(factory=list)
     wrong: list[str] = attrs.field(factory=list)
-    samples: list[dict[str, Any]] = attrs.field(factory=list)
     restarts: int = 0
     _charged: int = 0
 
@@ -80,11 +77,8 @@ def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Pat
             file.write(json.dumps(attrs.asdict(played)) + "\n")
             file.flush()
             say(_sentence(played))
-            if number % 25 == 1:
-                told.samples.append(_footprint(stage, number))
     say(f"all faults are played at step {stage.board_step()} of {stage.steps}")
     _end(stage)
-    told.samples.append(_footprint(stage, len(campaign.faults)))
     return told
 
 
@@ -179,35 +173,6 @@ def _sentence(played: Played) -> str:
         f"{played.number:5} step {played.step:6} world {played.world} {played.kind:9} {cost:>7}"
         f"  {played.shown[:100]}{again}"
     )
-
-
-def _footprint(stage: Stage, number: int) -> dict[str, Any]:
-    """What the soak and the job take up now."""
-    files = sum(len(names) for _, _, names in os.walk(stage.folder))
-    oldest = stage.nodes.present[0].process.pid if stage.nodes.present else 0
-    return {
-        "fault": number,
-        "files": files,
-        "soak_mb": _rss(os.getpid()),
-        "agent_mb": _rss(oldest),
-        "store_mb": _rss(stage.nodes.store.process.pid),
-        "agent_files": _open_files(oldest),
-    }
-
-
-def _rss(pid: int) -> float:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0.0
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
-
-
-def _open_files(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return 0
 
 
 def _end(stage: Stage) -> None:

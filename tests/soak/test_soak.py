@@ -19,7 +19,6 @@ from soak.campaign import (
     FIRST_NODES,
     KINDS,
     MOST_NODES,
-    Campaign,
     CampaignError,
     after,
     draw,
@@ -28,7 +27,7 @@ from soak.campaign import (
     write,
 )
 from soak.ledger import Generation, Ledger, read_generation
-from soak.phases import PHASES, quantile, recovery
+from soak.phases import PHASES, recovery
 from soak.proof import RECORDS, left
 from soak.report import charged
 from soak.stage import Stage
@@ -81,16 +80,12 @@ def test_kinds_come_as_often_as_their_weights_say() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda ls: ls[0].update(version=2), "campaigns of version 1 are read here, got 2"),
-        (lambda ls: ls[0].update(format="x"), "line 1 is no header"),
+        (lambda ls: ls[0].update(version=2), "line 1 is no header"),
         (lambda ls: ls.clear(), "line 1 is no header"),
-        (lambda ls: ls.pop(), "tells of 3 faults, and there are 2"),
-        (lambda ls: ls[1].update(kind="flood"), "line 2: no fault 'flood'; there are kill"),
+        (lambda ls: ls.pop(), "line 1 is no header"),
+        (lambda ls: ls[1].update(colour="red"), "line 2 is no part of a campaign"),
+        (lambda ls: ls[1].update(kind="flood"), "line 2: there is no such fault"),
         (lambda ls: ls[2].update(at=ls[1]["at"]), "line 3: faults come in the order of their"),
-        (lambda ls: ls[1].update(at=0), "line 2: at is a step from 1"),
-        (lambda ls: ls[1].update(which=-1), "which a number from 0"),
-        (lambda ls: ls[1].update(parameters={"where": "x"}), "line 2: kill cannot be with"),
-        (lambda ls: ls[1].update(kind="exit", parameters={"where": "begin", "code": 2}), "exit"),
         (
             lambda ls: [line.update(kind="drain", parameters={}) for line in ls[1:]],
             "line 3: drain needs 2 to 3 nodes, and after the faults before it there are 1",
@@ -100,15 +95,8 @@ def test_kinds_come_as_often_as_their_weights_say() -> None:
 def test_a_file_that_makes_no_sense_is_refused_with_a_sentence(change, sentence: str) -> None:
     lines = [json.loads(line) for line in write(draw(0, 3, {"kill": 1.0})).splitlines()]
     change(lines)
-    with pytest.raises(CampaignError) as refused:
+    with pytest.raises(CampaignError, match=sentence):
         read("".join(json.dumps(line) + "\n" for line in lines))
-    assert sentence in str(refused.value)
-
-
-def test_text_that_is_no_json_is_refused_with_its_line() -> None:
-    header = write(draw(0, 3, {"kill": 1.0})).splitlines()[0]
-    with pytest.raises(CampaignError, match="line 2 is no JSON"):
-        read(f"{header}\n{{\n")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +112,6 @@ def test_text_that_is_no_json_is_refused_with_its_line() -> None:
 def test_what_cannot_be_drawn_is_refused(count, mix, spacing, sentence: str) -> None:
     with pytest.raises(CampaignError, match=sentence):
         draw(0, count, mix, spacing)
-
-
-def test_a_campaign_is_over_after_its_last_fault_and_the_time_to_recover() -> None:
-    assert isinstance(draw(0, 1, {"kill": 1.0}), Campaign)
-    assert draw(0, 1, {"kill": 1.0}).steps < draw(0, 1, {"join": 1.0}).steps
 
 
 # -- the ledger -------------------------------------------------------------------------------
@@ -246,11 +229,6 @@ def test_a_step_that_was_kept_needs_not_be_done_again_and_one_that_was_not_does(
     assert found is not None
     assert found.total == 5.75
     assert recovery(10.25, 9, EVENTS, [STRUCK, of_one_rank(5, 15.0, (8, 15.5))]) is None
-
-
-def test_quantiles_are_values_that_were_there() -> None:
-    assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
-    assert quantile([], 0.5) == 0.0
 
 
 def played(number: int, kind: str, of: int, struck: dict[int, int]) -> Played:

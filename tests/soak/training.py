@@ -134,7 +134,7 @@ class Loop:
         self.began = time.monotonic()
         join_process_group()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        generation = int(os.environ.get("ELASTICLIB_GENERATION", "0")) or agreed_number()
+        generation = int(os.environ.get("ELASTICLIB_GENERATION", "1"))
         self.lines = Lines(folder / ("calm" if calm else "trace"), generation, self.rank)
         self.lines.write(began=self.began, world=self.world, node=os.environ.get("SOAK_NODE", "0"))
         self.board = Board(folder / "board", create=calm)
@@ -215,13 +215,6 @@ class Loop:
             manager.save(self.training.step, self.training.state)
         except CheckpointError as error:
             self.lines.write(save_failed=str(error), step=self.training.step)
-
-
-def agreed_number() -> int:
-    """In place of a generation where a launcher tells of none: of rank 0's clock."""
-    told = torch.tensor([int(time.monotonic() * 1000)])
-    dist.broadcast(told, 0)
-    return int(told)
 
 
 def main() -> None:

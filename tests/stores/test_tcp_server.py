@@ -197,6 +197,23 @@ def test_it_serves_ipv6_and_its_port_is_free_again_at_once() -> None:
         assert again.port == server.port
 
 
+def test_whoever_waits_for_its_end_is_told_of_it_or_that_it_serves_on() -> None:
+    server = TcpStoreServer("127.0.0.1", 0)
+    assert server.wait_closed(0.0)
+    with server:
+        assert not server.wait_closed(0.01)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.wait_closed, 60.0)
+            server.close()
+            assert waiting.result() is True
+
+
+def test_a_client_in_the_process_of_a_server_that_was_not_started_is_refused() -> None:
+    server = TcpStoreServer("127.0.0.1", 29400)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:29400 is to be started before"):
+        server.client()
+
+
 def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None:
     with TcpStore(server.host, server.port) as store, ThreadPoolExecutor(1) as pool:
         version = store.set("key", b"").version

@@ -19,9 +19,8 @@ from elasticlib.clock import monotonic
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
-from elasticlib.workers.folders import SharedFolder
 from elasticlib.workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
-from elasticlib.workers.session import Guardian
+from elasticlib.workers.session import Guardian, SharedFolder
 
 
 @pytest.fixture
