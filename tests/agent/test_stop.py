@@ -143,6 +143,11 @@ def test_a_node_whose_workers_are_gone_has_spoken(sides: tuple[Side, Side]) -> N
     assert one.did[-1] == GroupStopped()
 
 
+def test_a_node_whose_time_is_over_leaves_the_others_none() -> None:
+    said = post_need(0, Need(1, DRAIN, -3.0)).value
+    assert decode_need(said) == Need(1, DRAIN, 0.0)
+
+
 def test_a_drain_that_comes_before_a_resize_is_agreed_on_is_what_all_hear_of(
     sides: tuple[Side, Side],
 ) -> None:
