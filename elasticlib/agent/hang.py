@@ -248,11 +248,17 @@ class HangWatch:
     def _judge(self, found: Silence, now: float) -> Step:
         if self.stacks is None or (len(self.said) < self.others and now < self.until):
             return self, ()
-        pulses = [*self.pulses, *(pulse for said in self.said for pulse in said)]
-        last, reason = slowest(pulses), describe_hang(pulses, found.limit)
-        shown = [
+        return self, (Hung(describe_hang(self._known, found.limit), self.since, self.evidence()),)
+
+    def evidence(self) -> str:
+        """Where the slowest worker that is known of stands, if it is one of ours that wrote so."""
+        last = slowest(self._known)
+        return "".join(
             f"the stacks of rank {last.rank}, the slowest:\n{text}"
-            for local, text in self.stacks.items()
+            for local, text in (self.stacks or {}).items()
             if last is not None and self.ranks[local] == last.rank
-        ]
-        return self, (Hung(reason, self.since, "".join(shown)),)
+        )
+
+    @property
+    def _known(self) -> list[Pulse]:
+        return [*self.pulses, *(pulse for said in self.said for pulse in said)]

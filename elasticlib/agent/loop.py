@@ -307,6 +307,9 @@ class ElasticAgent:
         if self._now.state is not before:
             if before in (State.RUNNING, State.FINISHED):
                 self._report.idle(event)
+            if self._watch is not None and not isinstance(event, policy.Hung):
+                # Another node may have found the same hang first.
+                self._report.show(self._watch.evidence())
             self._watch = None
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         self._carry_out(commands)

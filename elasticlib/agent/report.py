@@ -231,9 +231,13 @@ class Report:
 
     def hung(self, event: policy.Hung) -> Cause:
         """Workers hang; what is known of it, and the cause to be told."""
-        if event.stacks:
-            log.warning("%s", "\n".join(event.stacks.splitlines()[: STACK_LINES + 1]))
+        self.show(event.stacks)
         return self.ended_without(event.reason)
+
+    def show(self, stacks: str) -> None:
+        """The first lines of them, if there are any."""
+        if stacks:
+            log.warning("%s", "\n".join(stacks.splitlines()[: STACK_LINES + 1]))
 
     def failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)

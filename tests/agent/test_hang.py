@@ -166,6 +166,16 @@ def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
 
 
+def test_who_is_stopped_before_it_could_judge_still_shows_where_its_slowest_worker_stands() -> None:
+    watched = Watched(others=1)
+    assert watched.watch.evidence() == ""
+    watched.look_until(200.0)
+    assert watched.watch.evidence() == ""
+    watched.dumped(200.0, {0: "in a loop", 1: "in a wait"})
+    assert watched.look(201.0) == [], "the other node has not said what it knows"
+    assert watched.watch.evidence() == "the stacks of rank 0, the slowest:\nin a loop"
+
+
 def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_long() -> None:
     watched = Watched(others=1)
     watched.watch = watched.watch.heard({"1": OTHER})
