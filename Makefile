@@ -149,7 +149,7 @@ notebooks: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python docs/making/redraw.py
-	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -b html docs build/docs
+	@$(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees -b html docs build/docs
 	@echo "build/docs/index.html"
 
 bench: $(STAMP)
