@@ -9,6 +9,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -233,6 +234,12 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -
         return 0
     written = lines[body[0].lineno - 1 : node.end_lineno]
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in written)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    twice = [name for name, times in names.items() if times > 1]
+    assert_none(twice, "pytest imports a file of tests by its name, so each has one of its own.")
 
 
 def test_a_module_says_what_rule_it_keeps() -> None:
