@@ -92,11 +92,11 @@ class Join:
     given: bool = False
 
 
-_BEGUN: weakref.WeakValueDictionary[tuple[int, str, str], Loop] = weakref.WeakValueDictionary()
+_BEGUN: weakref.WeakValueDictionary[tuple[int, str, str], NodeLoop] = weakref.WeakValueDictionary()
 """The last of this process to begin for each store, job and node id."""
 
 
-class Loop:
+class NodeLoop:
     """The thread that turns one node until it is stopped. It knows nothing of the handler, or that
     would never be dropped.
 
@@ -536,7 +536,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._timing = timing or Timing()
         self._clock = clock
         self._asked_at = float("-inf")
-        self._loop = Loop(
+        self._loop = NodeLoop(
             LocalNode(store, run_id, node, limits, self._timing),
             partial(Serving, open_bootstrap, find_front),
             find_address,

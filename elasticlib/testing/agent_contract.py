@@ -124,6 +124,7 @@ class AgentContract:
 
         def start_and_fail(group: WorkerGroup, ended: Callable[[int], None]) -> None:
             start(group, ended)
+            job.stage.until_up(group.generation, WORKERS)
             raise WorkerStartError("there is no room for one more")
 
         node.agent.start = start_and_fail  # type: ignore[method-assign]
