@@ -233,10 +233,11 @@ class Job:
     def logs(self) -> str:
         return "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
 
-    def events(self) -> list[list[Event]]:
-        """What each agent has told, the one that began first in front; every line of it."""
+    def events(self, run: str = "") -> list[list[Event]]:
+        """What each agent of the run with this id, or of the newest, has told, the one that began
+        first in front; every line of it."""
         found = []
-        for path in find_runs(folder=self.temporary / runs_folder().name):
+        for path in find_runs(run, folder=self.temporary / runs_folder().name):
             lines = path.read_bytes().splitlines()
             events = [decode(line) for line in lines]
             for event in events:

@@ -117,7 +117,7 @@ def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
     place = ("--standalone", "--nproc-per-node", "2", *PATIENT)
     undisturbed = job.start("calm", *LAUNCH, *place, *calm.script)
     dice = random.Random(1)
-    node = job.start("storm", *LAUNCH, *place, *storm.script)
+    node = job.start("storm", *LAUNCH, "--rdzv-id", "storm", *place, *storm.script)
     step = generation = 0
     for _ in range(6):
         generation = storm.comes_to(step + dice.randint(1, 20), generation)
@@ -225,8 +225,8 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
 
 
 def sources(job: Job) -> set[str]:
-    """Whence the nodes of the newest run say that they took up a state."""
-    told = [event for events in job.events() for event in events if event.kind == "restored"]
+    """Whence the nodes of the disturbed run say that they took up a state."""
+    told = [event for events in job.events("storm") for event in events if event.kind == "restored"]
     return {event.facts["source"] for event in told}
 
 
