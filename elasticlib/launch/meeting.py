@@ -18,13 +18,12 @@ from ..rendezvous.document import Node, Phase, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.layout import Keys, StoredJob
-from ..stores.failover import MovingStore
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import TCP_BACKENDS, LaunchConfig
-from .tcp_place import TcpMeetingPlace, TorchFront, address_towards, outward_address
+from .tcp_place import TcpMeetingPlace, TorchFront, address_towards, outward_address, served_here
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -44,8 +43,8 @@ class Meeting:
 
     @property
     def server(self) -> TcpStoreServer | None:
-        """What this node serves just now, which may have moved here."""
-        return self.store.server if isinstance(self.store, MovingStore) else self.own_server
+        """What this node serves just now."""
+        return served_here(self.store, self.own_server)
 
     @property
     def serves_at(self) -> str:
@@ -135,7 +134,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
-    place: TcpMeetingPlace | None = None
+    find_front: Callable[[], TorchFront | None] | None = None
     node = _node(config, config.local_addr or "")
     warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
@@ -155,11 +154,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         place = TcpMeetingPlace(config, secret)
         server, tcp = place.open()
         store, find_address = tcp, partial(address_towards, tcp)
-
-    def front() -> TorchFront | None:
-        """Where the nodes of a static job have their workers meet, if that is here just now."""
-        served = store.server if isinstance(store, MovingStore) else server
-        return None if place is None else place.front_of(served)
+        find_front = place.front_finder(server, tcp)
 
     handler = DynamicRendezvousHandler(
         store,
@@ -169,7 +164,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         timing=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
-        find_front=front if config.rdzv_backend == "static" else None,
+        find_front=find_front,
         open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
     return Meeting(handler, store, server, config.run_id, node.id)

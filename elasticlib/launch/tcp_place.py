@@ -12,7 +12,7 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -20,6 +20,7 @@ import attrs
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
 from ..stores.failover import MovingStore, Place
+from ..stores.interface import Store
 from ..stores.memory import HostedStore
 from ..stores.sockets import address_of
 from ..stores.tcp_client import TcpStore
@@ -59,6 +60,11 @@ class TorchFront:
 
     def lead_nowhere(self) -> None:
         self._server.lead_torch_to(None)
+
+
+def served_here(store: Store | None, own: TcpStoreServer | None) -> TcpStoreServer | None:
+    """The server of this store, if that is in this process just now: it may have moved here."""
+    return store.server if isinstance(store, MovingStore) else own
 
 
 class TcpMeetingPlace:
@@ -111,11 +117,19 @@ class TcpMeetingPlace:
         # serves there, that is for whoever started the two of them to look after.)
         return None, MovingStore(places, patience=patience)
 
-    def front_of(self, server: TcpStoreServer | None) -> TorchFront | None:
-        """Where workers meet, if this node serves the one port that all of a job know."""
-        if server is None or not self._links:
-            return None
-        return TorchFront(self._own_address or server.host, server.port, server)
+    def front_finder(
+        self, server: TcpStoreServer | None, store: Store
+    ) -> Callable[[], TorchFront | None] | None:
+        """What finds where workers meet, if this node serves the one port that all of a job know
+        just now; None where the job is not static, and has no such port."""
+
+        def find() -> TorchFront | None:
+            served = served_here(store, server)
+            if served is None:
+                return None
+            return TorchFront(self._own_address or served.host, served.port, served)
+
+        return find if self._links else None
 
     @property
     def _must(self) -> bool | None:

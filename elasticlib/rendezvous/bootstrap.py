@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -101,6 +102,8 @@ def import_torch() -> None:
         with contextlib.suppress(Exception):
             import torch.distributed  # noqa: F401
 
+    if "torch.distributed" in sys.modules:
+        return
     thread = helper(work, "rendezvous-import")
     thread.start()
     atexit.register(thread.join, IMPORT_SECONDS)
