@@ -17,9 +17,9 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from ..foreign import read_object
 from .json_fields import read_fields
 
-FORMAT = 2
-"""1 has the same fields, and packs of format 1: a version that reads no others leaves those of 2
-alone, and takes none older in their place."""
+FORMAT = 3
+"""1 and 2 have the same fields, and packs of those formats: a version that reads no others leaves
+those of 3 alone, and takes none older in their place."""
 
 NAME = "manifest.json"
 MAX_STEP = MAX_BYTES = 2**63 - 1
