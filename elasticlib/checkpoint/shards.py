@@ -7,7 +7,6 @@ what makes sure that it only ever goes back to the same place of the same cut.
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, StateMismatch
-from .containers import Way, changed, inside, is_stateful
+from .state import Walk, Way, holder_of
+from .state import is_sharded_kind as is_sharded_kind
 
 _NOTE = "elasticlib.DTensor"
 
@@ -35,18 +35,45 @@ def localize(state: object) -> tuple[Any, bool]:
     Raises:
         CheckpointError: a DTensor is a partial sum, which is nobody's state.
     """
+    localizing = _Localizing()
+    return localizing.walk(state), localizing.cut
+
+
+class _Localizing(Walk):
     cut = False
 
-    def change(_way: Way, value: Any) -> Any:
-        nonlocal cut
-        if is_stateful(value):
-            return changed(value.state_dict(), change)
+    def leaf(self, way: Way, value: Any) -> Any:
         if is_sharded_kind(value):
-            cut = cut or not all(place.is_replicate() for place in value.placements)
+            self.cut = self.cut or not all(place.is_replicate() for place in value.placements)
             return _noted(value)
+        holder = None if isinstance(value, torch.Tensor) else holder_of(value)
+        return value if holder is None else self.walk(holder.give(), way)
+
+
+class _Looking(Walk):
+    """All that a state holds; of objects with a state, what they give as theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def leaf(self, way: Way, value: Any) -> Any:
+        holder = None if isinstance(value, torch.Tensor) else holder_of(value)
+        self.found.append(value)
+        if holder is not None:
+            self.walk(holder.give(), way)
         return value
 
-    return changed(state, change), cut
+    def node(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> Any:
+        del way, parts
+        self.found.append(value)
+        return value
+
+
+def _inside(value: object) -> list[Any]:
+    looking = _Looking()
+    looking.walk(value)
+    return looking.found
 
 
 def check_cuts(value: object, cuts: Mapping[str, torch.Tensor]) -> None:
@@ -56,7 +83,7 @@ def check_cuts(value: object, cuts: Mapping[str, torch.Tensor]) -> None:
         StateMismatch: the state has no DTensor that is cut up like one of `value`, or this rank
             has another place in it now.
     """
-    for note in (found[_NOTE] for found in inside(value) if is_noted(found)):
+    for note in (found[_NOTE] for found in _inside(value) if is_noted(found)):
         like = cuts.get(note["cut"])
         if like is None:
             raise StateMismatch(f"it holds a tensor cut up as {note['cut']}; now none is")
@@ -74,13 +101,21 @@ def rebuild(value: Any, cuts: Mapping[str, torch.Tensor]) -> Any:
         cuts: `cuts_of` the state that it goes back into.
     """
 
-    def change(_way: Way, part: Any) -> Any:
-        if not is_noted(part):
-            return part
-        note, like = part[_NOTE], cuts[part[_NOTE]["cut"]]
+    return _Rebuilding(cuts).walk(value)
+
+
+class _Rebuilding(Walk):
+    def __init__(self, cuts: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._cuts = cuts
+
+    def node(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> Any:
+        if not is_noted(value):
+            return super().node(way, value, parts)
+        note, like = value[_NOTE], self._cuts[value[_NOTE]["cut"]]
         tensor: Any = like
         return type(tensor).from_local(
-            part["local"].to(like.device),
+            value["local"].to(like.device),
             tensor.device_mesh,
             tensor.placements,
             run_check=False,
@@ -88,18 +123,16 @@ def rebuild(value: Any, cuts: Mapping[str, torch.Tensor]) -> Any:
             stride=tuple(note["stride"]),
         )
 
-    return changed(value, change)
-
 
 def cuts_of(state: object) -> dict[str, torch.Tensor]:
     """For each way in which a DTensor of `state` is cut up, one that is."""
-    found = (part for part in inside(state) if is_sharded_kind(part))
+    found = (part for part in _inside(state) if is_sharded_kind(part))
     return {cut_of(part): part for part in found}
 
 
 def has_notes(value: object) -> bool:
     """Whether `rebuild` would change anything in `value`."""
-    return any(map(is_noted, inside(value)))
+    return any(map(is_noted, _inside(value)))
 
 
 def is_noted(value: object) -> bool:
@@ -126,13 +159,6 @@ def shape_of(value: Any) -> str:
     elif is_sharded_kind(value):
         shape, cut = tuple(value.shape), f" cut up as {cut_of(value)}"
     return f"a tensor of {shape} {str(plain.dtype).removeprefix('torch.')}{cut}"
-
-
-def is_sharded_kind(value: object) -> bool:
-    """Whether `value` is a DTensor. Where nobody imported that class, which costs most of a
-    second, there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def _noted(tensor: Any) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .folder import CheckpointFolder, Found
-from .fresh import parameters_in
-from .gather import values_of
 from .interface import Unreadable
 from .manifest import Manifest
 from .pack import unpack
 from .pack_head import HEAD_BYTES, size_of
 from .prune import Health
+from .state import parameters_in, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
