@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
@@ -85,8 +86,18 @@ class Committer:
             self._claimed = True
             self._clear_up(self._clear)
 
-    def save(self, step: int, data: memoryview) -> None:
+    def save(
+        self,
+        step: int,
+        data: memoryview,
+        *,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        world: int = 0,
+    ) -> None:
         """Write and commit a checkpoint that is one pack, having claimed the folder.
+
+        Args:
+            metrics, world: see `Manifest`.
 
         Raises:
             CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
@@ -95,7 +106,8 @@ class Committer:
         self._count += 1
         name = fences.data_name("state", self.writer.token, self._count)
         try:
-            self.commit(step, (self.write(step, name, data),))
+            file = self.write(step, name, data)
+            self.commit(step, (file,), metrics=metrics, world=world)
         except BaseException:
             self.abandon(step, [name])
             raise
@@ -112,8 +124,19 @@ class Committer:
             self._place.write(f"{folder}/{name}", data)
             return DataFile(name, len(data), summing.result())
 
-    def commit(self, step: int, files: tuple[DataFile, ...], parts: int = 0) -> None:
+    def commit(
+        self,
+        step: int,
+        files: tuple[DataFile, ...],
+        parts: int = 0,
+        *,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        world: int = 0,
+    ) -> None:
         """Make them count, in place of what there was of this step; then delete what is too old.
+
+        Args:
+            parts, metrics, world: see `Manifest`.
 
         Raises:
             CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
@@ -129,6 +152,8 @@ class Committer:
             generation=writer.generation,
             writer=writer.token,
             saved_at=wall(),
+            metrics=manifests.check_metrics(metrics),
+            world=world,
         )
         with self._at_work(f"could not commit {folder}"), self._place.locked():
             fence = self._fence()
@@ -255,8 +280,9 @@ class Committer:
         return unread
 
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
-        rows = []
+        rows, metrics = [], {}
         for one in self._folder.found():
+            metrics[one.step] = one.manifest.metrics if one.manifest else {}
             # What a link leads to is not ours to delete: it stays as what nobody could look at.
             linked = self._place.is_linked(manifests.folder_of(one.step))
             if one.unread or linked or one.step in unread:
@@ -266,7 +292,7 @@ class Committer:
             else:
                 health = self._folder.health(one.manifest)
             rows.append((one.step, health))
-        return select(rows, self._retention, just)
+        return select(rows, self._retention, just, metrics)
 
     def _delete(self, step: int, live: str = "") -> None:
         """One step, but for what `live` writes of it anew."""
