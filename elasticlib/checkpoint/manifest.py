@@ -16,8 +16,7 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from ..foreign import read_object
-from .json_fields import read_fields
+from ..foreign import read_fields, read_object
 
 FORMAT = 3
 """1 has packs of format 1, and 2 those of format 2; metrics and world are of 3. A version that
