@@ -14,7 +14,6 @@ from .interface import DirectSource, Held, Unreadable
 from .manifest import Manifest
 from .prune import Health
 from .put import fit, put
-from .shelf import Shelf
 
 
 class DiskSource(DirectSource):
@@ -80,7 +79,7 @@ class DiskSource(DirectSource):
     def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
         """A sharded one, on however many ranks."""
         self._manifest(held)
-        found = Shelf(self._folder).load(held.step, like=state)
+        found = self._folder.load(held.step, like=state)
         fit(state, found, strict=strict)
         put(state, found, {})
 

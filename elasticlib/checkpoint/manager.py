@@ -37,7 +37,6 @@ from .place import Place
 from .prune import Retention, Selection
 from .put import check_names
 from .remote import RemotePlace
-from .shelf import Shelf
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -93,7 +92,7 @@ class CheckpointManager:
         self._group = group
         self._here = here
         self.restored: Restored | None = None
-        self._opened: Shelf | None = None
+        self._opened: CheckpointFolder | None = None
         self._kept: JobMemory | None = None
         self._committer: Committer | None = None
         self._parts: PartSaver | None = None
@@ -194,7 +193,7 @@ class CheckpointManager:
             deadline = monotonic() + timeout
             pending = self._outcomes.wait(deadline)
             if pending is not None:
-                self._shelf().wait_for(pending.step, deadline)
+                self._reader().wait_for(pending.step, deadline)
 
     def close(self) -> None:
         """Wait as `wait` does, and give everything back. Closing twice is harmless."""
@@ -256,7 +255,7 @@ class CheckpointManager:
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(
-            self._shelf().folder, self._claim_to_go_on, rank=place.rank, world_size=place.world_size
+            self._reader(), self._claim_to_go_on, rank=place.rank, world_size=place.world_size
         )
         sources = [disk] if kept.source is None else [kept.source, disk]
         names = check_names(state)
@@ -292,7 +291,7 @@ class CheckpointManager:
             FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
             CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
         """
-        return self._shelf().load(step, like=like, map_location=map_location)
+        return self._reader().load(step, like=like, map_location=map_location)
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, every byte of which this manager has written or
@@ -301,11 +300,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: a newer one cannot be read.
         """
-        return self._shelf().latest()
+        return self._reader().latest()
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
-        return self._shelf().steps()
+        return self._reader().steps()
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
@@ -313,12 +312,12 @@ class CheckpointManager:
         Raises:
             FileNotFoundError: there is no such checkpoint.
         """
-        return self._shelf().verify(step)
+        return self._reader().verify(step)
 
     @property
     def passed_over(self) -> dict[int, str]:
         """Why the last `latest` or `load` went past newer checkpoints, by step."""
-        return dict(self._shelf().passed_over)
+        return dict(self._reader().passed_over)
 
     def prune(self) -> Selection:
         """Delete what `keep_last` and `keep_every` do not keep, if this rank writes.
@@ -384,7 +383,7 @@ class CheckpointManager:
 
     @property
     def _name(self) -> str:
-        return self._shelf().folder.place.name
+        return self._reader().place.name
 
     def _place_in_job(self) -> Here:
         if self._here is None:
@@ -393,7 +392,7 @@ class CheckpointManager:
 
     def _memory(self) -> JobMemory:
         if self._kept is None:
-            place = self._shelf().folder.place
+            place = self._reader().place
             # Of a place of the caller's own an agent knows nothing.
             known = isinstance(place, LocalPlace | RemotePlace)
             folder = place.name if known else ""
@@ -407,15 +406,15 @@ class CheckpointManager:
             )
         return self._kept
 
-    def _shelf(self) -> Shelf:
+    def _reader(self) -> CheckpointFolder:
         if self._opened is None:
-            self._opened = Shelf(CheckpointFolder(open_place(self._folder)))
+            self._opened = CheckpointFolder(open_place(self._folder))
         return self._opened
 
     def _commits(self) -> Committer:
         if self._committer is None:
             writer = self._place_in_job().writer()
-            self._committer = Committer(self._shelf().folder, writer, self._retention)
+            self._committer = Committer(self._reader(), writer, self._retention)
         return self._committer
 
     def _must_be_open(self) -> None:

@@ -59,7 +59,7 @@ def test_a_state_of_format_1_is_loaded_and_restored(tmp_path: Path) -> None:
         manager.wait()
         check(manager.load())
     manifest = (tmp_path / "c" / "step-0000000008" / "manifest.json").read_bytes()
-    assert manifest.startswith(b'{"format":2,')
+    assert manifest.startswith(b'{"format":3,')
     assert decode(manifest).step == 8
 
 
