@@ -23,7 +23,7 @@ from . import memory
 from .interface import Held, Source
 from .memory import NEWS, Slots
 from .pack import fill, lay_out
-from .pack_head import size_of
+from .pack_head import HEAD_BYTES, size_of
 from .sealing import Sealing, torch_sum
 from .shards import has_notes
 from .slot import Found, Record, given_up, outlived, that_count
@@ -197,7 +197,7 @@ class SnapshotMemory(Source):
             flaw = memory.flaw(self._memory, found, lambda: summed)
             if flaw:
                 raise CheckpointCorrupt(flaw)
-        if size_of(memoryview(copy)[:64])[0] != found.record.size:
+        if size_of(memoryview(copy)[:HEAD_BYTES])[0] != found.record.size:
             raise CheckpointCorrupt(f"the snapshot {_name(found)} is no pack of its size")
         return copy
 
