@@ -331,7 +331,7 @@ except Exception as error: print(type(error).__name__, error)
 state = {{"w": torch.ones(2).t(), "l": [1, {{2}}, torch.float16]}}
 manager.save(2, state)
 manager.wait()
-print(manager.restore(state), manager.load()["l"])
+print(manager.restore(state).step, manager.load()["l"])
 manager.close()
 """
 
