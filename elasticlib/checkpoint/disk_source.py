@@ -82,7 +82,7 @@ class DiskSource(DirectSource):
         self._manifest(held)
         found = self._folder.load(held.step, like=state)
         fit(state, found, strict=strict)
-        put(state, found, {})
+        put(state, found)
 
     def _manifest(self, held: Held) -> Manifest:
         found = self._folder.look(held.step)
