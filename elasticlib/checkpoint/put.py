@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, StateMismatch, describe
 from .outline import is_array, is_leaf
-from .shards import local_of, rebuild, shape_of
 from .state import (
     Holder,
     Way,
@@ -22,13 +21,12 @@ from .state import (
     holder_of,
     is_mapping,
     is_sequence,
+    is_sharded_kind,
     parts_of,
     spoken,
     with_parts,
 )
 from .storages import Copies, bits_of, form_of, unexpanded
-
-Cuts: TypeAlias = Mapping[str, torch.Tensor]
 
 
 def check_names(state: object) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None
         surplus = [name for name in found if name not in state]
         if missing or surplus:
             raise StateMismatch(_about_names(missing, surplus))
-    plan = _Plan({})
+    plan = _Plan()
     for name in state:
         if name in found:
             plan.make(state[name], found[name], (name,))
@@ -64,19 +62,18 @@ def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None
         raise StateMismatch("; ".join(plan.unfit[:3]) + more)
 
 
-def put(state: MutableMapping[str, Any], found: Mapping[str, Any], cuts: Cuts) -> None:
+def put(state: MutableMapping[str, Any], found: Mapping[str, Any]) -> None:
     """Put `found` into `state`, in place; both are known to `fit`. See `restore_from`.
 
     Args:
         state: what is changed.
-        found: what was read.
-        cuts: `shards.cuts_of` the state, if `found` has notes of DTensors.
+        found: what was read. Its DTensors are this state's own, and no memory of others'.
 
     Raises:
         CheckpointError: an object refused its state, or failed. What stands before it in `state`
             has been changed by then.
     """
-    plan = _Plan(cuts)
+    plan = _Plan()
     steps = {name: plan.make(state[name], found[name], (name,)) for name in state if name in found}
     with torch.no_grad():
         for name, step in steps.items():
@@ -84,9 +81,16 @@ def put(state: MutableMapping[str, Any], found: Mapping[str, Any], cuts: Cuts) -
 
 
 def owned(value: Any, copies: Copies | None = None) -> Any:
-    """A copy that shares no memory with the pack that `value` was read from."""
+    """A copy that shares no memory with the pack that `value` was read from, which has no
+    DTensors."""
     made = Copies() if copies is None else copies
-    return changed(value, lambda _, part: made.of(part) if isinstance(part, torch.Tensor) else part)
+
+    def copy(_way: Way, part: object) -> object:
+        if isinstance(part, torch.Tensor) and not is_sharded_kind(part):
+            return made.of(part)
+        return part
+
+    return changed(value, copy)
 
 
 def _about_names(missing: list[str], surplus: list[str]) -> str:
@@ -104,9 +108,8 @@ class _Plan:
     What several things in the state share, they share again.
     """
 
-    def __init__(self, cuts: Cuts) -> None:
+    def __init__(self) -> None:
         self.unfit: list[str] = []
-        self._cuts = cuts
         self._copies = Copies()
 
     def make(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
@@ -126,7 +129,7 @@ class _Plan:
         return partial(self._own, new)
 
     def _own(self, new: Any) -> Any:
-        return rebuild(owned(new, self._copies), self._cuts)
+        return owned(new, self._copies)
 
     def _into_tensor(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         if shape_of(old) != shape_of(new):
@@ -185,12 +188,26 @@ class _Plan:
         mine = new if isinstance(old, torch.nn.Module) else owned(new, self._copies)
         try:
             with torch.enable_grad():
-                holder.take(rebuild(mine, self._cuts))
+                holder.take(mine)
         except Exception as error:
             raise CheckpointError(
                 f"{spoken(way)}, a {_name(old)}, could not load its state: {describe(error)}"
             ) from error
         return old
+
+
+def shape_of(value: Any) -> str:
+    """In words, what a tensor must have in common with another to be copied into it."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {_name(value)}"
+    cut = f" sharded as {list(getattr(value, 'placements', ()))}" if is_sharded_kind(value) else ""
+    return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{cut}"
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """What this rank has of a tensor: of a plain one all of it."""
+    found: torch.Tensor = value.to_local() if is_sharded_kind(value) else value
+    return found
 
 
 def _is_alike_where(old: torch.Tensor, new: torch.Tensor) -> bool:

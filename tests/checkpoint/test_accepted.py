@@ -21,7 +21,6 @@ from ranks import Ranks
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.agree import restore_from
 from elasticlib.checkpoint.interface import Unreadable
-from elasticlib.checkpoint.shards import localize
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 from elasticlib.errors import CheckpointError, StateMismatch
@@ -149,7 +148,7 @@ def test_what_is_saved_comes_back_from_a_folder_and_from_memory(tmp_path: Path) 
         manager.wait()
         assert spelled(manager.load()) == want
     memory = worker(tmp_path / "memory")
-    memory.snapshot(1, localize(kept())[0])
+    memory.snapshot(1, kept())
     for restore in (manager_of(tmp_path / "folder").restore, lambda s: restore_from([memory], s)):
         empty: dict[str, Any] = dict.fromkeys(kept())
         restore(empty)
@@ -229,7 +228,7 @@ def test_what_one_of_them_refuses_all_refuse_with_its_place(
     state = {"a": [part]}
     memory = worker(tmp_path / "memory")
     with CheckpointManager(tmp_path / "folder") as manager:
-        for keep in (manager.save, lambda step, s: memory.snapshot(step, localize(s)[0])):
+        for keep in (manager.save, lambda step, s: memory.snapshot(step, s)):
             with pytest.raises(CheckpointError) as refused:
                 keep(1, state)
             assert said.replace("numpy.ma.", "") in str(refused.value).replace("numpy.ma.", "")
@@ -330,7 +329,7 @@ except Exception as error: print(type(error).__name__, error)
 state = {{"w": torch.ones(2).t(), "l": [1, {{2}}, torch.float16]}}
 manager.save(2, state)
 manager.wait()
-print(manager.restore(state), manager.load()["l"])
+print(manager.restore(state).step, manager.load()["l"])
 manager.close()
 """
 

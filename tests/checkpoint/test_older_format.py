@@ -57,7 +57,7 @@ def test_a_state_of_format_1_is_loaded_and_restored(tmp_path: Path) -> None:
         assert manager.verify() == {}
         check(manager.load())
         state: dict[str, Any] = dict.fromkeys(manager.load())
-        assert manager.restore(state) == 7
+        assert manager.restore(state).step == 7
         check(state)
         # And goes on in today's.
         manager.save(8, state)
