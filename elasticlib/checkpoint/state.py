@@ -29,6 +29,7 @@ MAX_PARTS = 1 << 26
 
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _SEQUENCES = (list, tuple, deque)
+_CONTAINERS = {*_MAPPINGS, *_SEQUENCES}
 _NOTHING: dict[Any, Any] = {}
 
 
@@ -112,7 +113,9 @@ class Walk:
         Raises:
             CheckpointError: it contains itself, or is nested too deeply, or too large.
         """
-        if not (is_mapping(value) or is_sequence(value)):
+        kind = type(value)
+        # Nearly all parts of a state are no containers, and there may be many thousands.
+        if kind not in _CONTAINERS and not (issubclass(kind, tuple) and is_named_tuple(kind)):
             return self.leaf(way, value)
         key = id(value)
         if key in self._above:
