@@ -21,12 +21,20 @@ from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
 from .interface import Held, Source
-from .memory import NEWS, Slots
+from .memory import (
+    NEWS,
+    Found,
+    Record,
+    Sealing,
+    Slots,
+    given_up,
+    outlived,
+    that_count,
+    torch_sum,
+)
 from .pack import fill, lay_out
 from .pack_head import size_of
-from .sealing import Sealing, torch_sum
 from .shards import has_notes
-from .slot import Found, Record, given_up, outlived, that_count
 from .told import Told
 
 
