@@ -45,7 +45,6 @@ PURE = (
     "checkpoint/fence.py",
     "checkpoint/prune.py",
     "data/deal.py",
-    "data/permute.py",
     "launch/slurm.py",
     "logical/shares.py",
     "observe/event.py",
