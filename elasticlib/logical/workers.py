@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..data.deal import check_int
 from ..errors import ConfigError, NotReproducible, StateMismatch, present
-from ..whole import whole
 from .conditions import (
     buffers_of,
     check_buffers,
@@ -107,7 +107,7 @@ class LogicalWorkers:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        count, seed = whole("count", count), whole("seed", seed)
+        count, seed = check_int("count", count), check_int("seed", seed)
         if count < 1 or bucket_bytes < 1:
             raise ConfigError(f"need count and bucket_bytes >= 1, got {count} and {bucket_bytes}")
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -151,7 +151,7 @@ class LogicalWorkers:
                 sparse, or another step was not reduced; the message names what and what to do. The
                 weights have not changed.
         """
-        step = whole("step", step)
+        step = check_int("step", step)
         layout = self._begin(step)
         buffers = buffers_of(self.model)
         for index in self.workers:
