@@ -143,9 +143,10 @@ def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes
     assert alone.exit_code() == 0, alone.text
     check_validated(alone)
     assert calm[1].exit_code() == 0, calm[1].text
-    right = calm[0].weights()
-    for name, mine in run.weights().items():
-        torch.testing.assert_close(mine, right[name], rtol=1e-3, atol=1e-4)
+    weights = (one.weights().values() for one in (run, calm[0]))
+    mine, right = (torch.cat([part.flatten() for part in parts]) for parts in weights)
+    # By rounding 0.0008; 0.02 where one of the last batches is left out, and 0.5 of the first.
+    assert (mine - right).norm() < 0.005 * right.norm()
 
 
 def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none_of_it_again(
