@@ -42,7 +42,7 @@ def batches_left() -> Iterator[list[torch.Tensor]]:
 
 
 with CheckpointManager(CHECKPOINTS) as manager:
-    step, stop = manager.restore(state), None
+    step, stop = manager.restore(state).step, None
     for x, y in batches_left():
         optimizer.zero_grad()
         prediction = model(x.to(accelerator.device))

@@ -32,7 +32,7 @@ loader = StatefulDataLoader(data, batch_sampler=batches, num_workers=2)
 state = {"model": net, "optimizer": optimizer, "loader": loader}
 
 with CheckpointManager(CHECKPOINTS) as manager:
-    step, stop = manager.restore(state), None
+    step, stop = manager.restore(state).step, None
     while step < STEPS and not stop:
         for x, y in loader:  # one epoch after the other, by itself
             optimizer.zero_grad()

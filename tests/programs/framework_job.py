@@ -103,7 +103,7 @@ def watch_manager():
 
     def restore_and_tell(self, *args, **rest):
         found = restore(self, *args, **rest)
-        seen.resumed(found)
+        seen.resumed(found.step)
         return found
 
     watch_linear_regression()
