@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,18 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from . import here as heres
 from . import manifest as manifests
-from .agree import Restored, restore_from
+from .agree import restore_from
 from .behind import Behind
 from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
-from .disk_source import DiskSource
+from .disk_source import DiskSource, OneStep
 from .folder import CheckpointFolder, open_place
 from .gather import take_shards, values_of
 from .here import Here
 from .host import HostBuffer
+from .interface import Source
 from .job_memory import JobMemory
-from .outcomes import Outcomes
+from .outcomes import Outcomes, Restored
 from .pack import lay_out
 from .part_saver import PartSaver
 from .place import Place
@@ -65,7 +66,6 @@ class CheckpointManager:
     Attributes:
         stall: seconds that the last `save` or `snapshot` took of the training step.
         durable: seconds from the last finished save's call until it was on the disk; None before.
-        restored: what the last `restore` went on from, and what it passed over; None before.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class CheckpointManager:
         self._shared = shared
         self._group = group
         self._here = here
-        self.restored: Restored | None = None
         self._opened: CheckpointFolder | None = None
         self._kept: JobMemory | None = None
         self._committer: Committer | None = None
@@ -224,27 +223,36 @@ class CheckpointManager:
 
     # -- loading ------------------------------------------------------------------------------
 
-    def restore(self, state: dict[str, Any], *, strict: bool = True) -> int:
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, strict: bool = True
+    ) -> Restored:
         """Bring `state` to the newest one that is whole over all ranks; to be called by all.
 
         Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
-        others, in chunks. What is damaged is passed over by all; `restored` says why. From then
+        others, in chunks. What is damaged is passed over by all; the result says why. From then
         on no earlier generation can commit to the folder. (Where it takes no writes, as it is full
         or may only be read, this is not said there: a warning tells so, and `save` says it first.)
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
                 tensors, as they were saved; all are changed in place, see `agree.restore_from`.
+            step: to restore this one, and no other. Newer ones stay where they are, and are what
+                the next `restore` that names no step goes on from.
             strict: whether names of `state` itself that only one side has are an error.
 
         Returns:
-            The step; 0, and nothing is changed, if there is nothing to go on from.
+            Which step it was, and where it came from. It is false, and nothing was changed, if
+            there is nothing to go on from.
 
         Raises:
-            StateMismatch: what was saved does not fit. CheckpointError: it could not be read or
-                loaded, or somebody newer has the folder; on some rank, and then all of them raise.
+            FileNotFoundError: no rank has anything of `step`; the message names the steps that
+                this rank has. StateMismatch: what was saved does not fit. CheckpointError: it
+                could not be read or loaded, that of `step` is damaged, or somebody newer has the
+                folder; on some rank, and then all of them raise.
         """
         self._must_be_open()
+        if step is not None:
+            manifests.check_step(step)
         began = monotonic()
         heres.worker_context().starting()
         kept, place = self._memory(), self._place_in_job()
@@ -258,14 +266,27 @@ class CheckpointManager:
             self._reader(), self._claim_to_go_on, rank=place.rank, world_size=place.world_size
         )
         sources = [disk] if kept.source is None else [kept.source, disk]
+        asked = sources if step is None else [OneStep(source, step) for source in sources]
         names = check_names(state)
-        found = restore_from(sources, names, self._group, node=kept.node, strict=strict)
-        kept.go_on_from(found.step, found.kind, names)
-        if found.kind:
-            source, seconds = found.source_for(place.rank), monotonic() - began
-            heres.worker_context().restored(found.step, source=source, seconds=seconds)
-        self.restored = found
-        return found.step
+        agreed = restore_from(asked, names, self._group, node=kept.node, strict=strict)
+        found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
+        if step is not None and not found:
+            raise self._not_restored(step, found, sources)
+        kept.go_on_from(found.step, agreed.kind, names)
+        if found:
+            seconds = monotonic() - began
+            heres.worker_context().restored(found.step, source=found.source, seconds=seconds)
+        return found
+
+    def _not_restored(self, step: int, found: Restored, sources: Sequence[Source]) -> Exception:
+        """Why there is no restoring a step that was asked for."""
+        if found.passed_over:
+            return CheckpointError(
+                f"step {step} was asked for, and cannot be restored: {'; '.join(found.passed_over)}"
+            )
+        steps = sorted({held.step for source in sources for held in source.held()})
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is no other either"
+        return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {there}")
 
     def load(
         self,

@@ -42,8 +42,8 @@ class Record:
     name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
     writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
     folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. cut: whether it
-    has notes of DTensors, be it in one part, which only as many ranks can read.
+    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. sharded: whether
+    it is a rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Record:
     folder: str = ""
     shared: bool = True
     launch: str = ""
-    cut: bool = False
+    sharded: bool = False
 
     @property
     def keep(self) -> int:

@@ -66,8 +66,9 @@ def test_restore_says_why_it_went_past_what_cannot_even_be_offered(
             manager.wait()
     damage(tmp_path / "step-0000000002")
     with CheckpointManager(tmp_path) as manager:
-        assert manager.restore({"a": 0}) == 1
-        [why] = manager.restored.passed_over
+        found = manager.restore({"a": 0})
+        assert found.step == 1
+        [why] = found.passed_over
     assert "step-0000000002 is damaged: " in why
     assert why in caplog.text
 

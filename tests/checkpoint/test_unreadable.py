@@ -113,7 +113,7 @@ def test_nothing_older_is_gone_on_from_while_the_newest_cannot_be_read(
                 look()
         assert state["w"].tolist() == [0, 0, 0]
         place.away = names(1)
-        assert manager.restore(state) == manager.latest() == 2
+        assert manager.restore(state).step == manager.latest() == 2
 
 
 def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_path: Path) -> None:
