@@ -27,7 +27,7 @@ from .pack_head import HEAD_BYTES, size_of
 from .place import CHUNK, NotAFile, Place, no_news
 from .prune import Health
 from .remote import RemotePlace
-from .summing import new_memory, read_summed
+from .summing import read_summed, room
 
 if TYPE_CHECKING:
     from .storages import MapLocation
@@ -205,7 +205,7 @@ class CheckpointFolder:
         if reason:
             raise CheckpointCorrupt(f"{what} is damaged: {reason}")
         try:
-            memory = new_memory(max(1, size))
+            memory = room(max(1, size))
         except (OSError, OverflowError) as error:
             # It may be whole: to go on from an older one, on a machine that is too small, loses it.
             raise Unreadable(f"{what} needs {size} bytes of memory: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .pack import Layout, fill
-from .summing import new_memory
+from .summing import room
 
 
 class HostBuffer:
@@ -27,7 +27,7 @@ class HostBuffer:
         """Copy a state here, and wait until it is; its bytes."""
         if self._memory is None or len(self._memory) < layout.size:
             self.close()
-            self._memory = new_memory(layout.size)
+            self._memory = room(layout.size)
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         if not self._locked and any(tensor.is_cuda for tensor in layout.tensors):
             self._lock()

@@ -37,7 +37,7 @@ Fill: TypeAlias = Callable[[int, memoryview, Callable[[memoryview], None]], int]
 none only at the end. See `Place.read_into`."""
 
 
-def new_memory(size: int) -> mmap.mmap:
+def room(size: int) -> mmap.mmap:
     """So many bytes, all zero, that go when nobody refers to them any more."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -66,7 +66,7 @@ def read_summed(
 
     def spare() -> memoryview:
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(new_memory(min(size, SEGMENT)))
+            own.buffer = memoryview(room(min(size, SEGMENT)))
         return own.buffer  # type: ignore[no-any-return]
 
     def segment(number: int) -> tuple[int, int]:

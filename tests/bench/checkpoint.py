@@ -49,7 +49,7 @@ from elasticlib.checkpoint.fence import Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.prune import Retention
 from elasticlib.checkpoint.snapshots import SnapshotMemory
-from elasticlib.checkpoint.summing import new_memory
+from elasticlib.checkpoint.summing import room
 from elasticlib.checkpoint.told import Told
 
 CHUNK = 16 << 20
@@ -244,7 +244,7 @@ def writing(data: memoryview, folder: Path, saves: int) -> None:
 def beside(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
     """The same loop alone, beside a thread that saves, and beside a process that does."""
     size = mib << 20
-    memory = new_memory(size)
+    memory = room(size)
     memory[:] = os.urandom(1 << 20) * mib
     data = memoryview(memory)
     context = multiprocessing.get_context("fork")
