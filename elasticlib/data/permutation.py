@@ -45,6 +45,9 @@ FOLD = 31
 ONE_BY_ONE = 24
 """Up to so many results that must go through again go alone: a pass costs as much as they do."""
 
+FEW = 8
+"""Up to so many places are worked out one by one: torch takes longer to begin than they do."""
+
 TABLED, TABLED_BITS = 1 << 14, 15
 """From so many places on, rounds of halves of at most so many bits, which is up to 2**30 samples,
 are looked up in tables of 1 MB together, instead of being computed: that takes half the time."""
@@ -107,6 +110,8 @@ class Permutation:
         """
         if self.table:
             return torch.tensor(self.table, dtype=torch.int64)[places]
+        if len(places) <= FEW:
+            return torch.tensor([self.walk(place) for place in places.tolist()], dtype=torch.int64)
         numbers = self._once_each(places)
         again = (numbers >= self.length).nonzero().squeeze(1)
         while len(again) > ONE_BY_ONE:
@@ -211,7 +216,7 @@ Order = Callable[[Tensor], Tensor]
 """Places (int64, one-dimensional, not negative) to indices. A place of the epoch's length or more
 stands for a repeat, from the order's start again."""
 
-FIRST, AT_ONCE, LISTED = 1 << 5, 1 << 15, 1 << 11
+FIRST, AT_ONCE, LISTED = FEW, 1 << 15, 1 << 11
 """Places worked out in the first run and in the largest, which with its buffers is a MB.
 Of that, so many are Python's integers at a time, which need five times the memory."""
 
