@@ -17,9 +17,9 @@ from .fence import Writer
 from .folder import CheckpointFolder, open_place
 from .interface import Unreadable
 from .manifest import Manifest
+from .memory import Record
 from .place import Place
 from .prune import Retention
-from .slot import Record
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -50,7 +50,7 @@ def persist(record: Record, pack: memoryview, *, place: Place | None = None) -> 
     folder = CheckpointFolder(open_place(record.folder) if place is None else place)
     if _is_there(folder, record):
         return False
-    if _is_cut(record):
+    if _is_sharded(record):
         raise CheckpointError(
             "of a sharded state only the workers write checkpoints: save when should_stop says so"
         )
@@ -65,8 +65,8 @@ def persist(record: Record, pack: memoryview, *, place: Place | None = None) -> 
         return False
 
 
-def _is_cut(record: Record) -> bool:
-    return record.cut or record.parts > 1
+def _is_sharded(record: Record) -> bool:
+    return record.sharded or record.parts > 1
 
 
 def _is_there(folder: CheckpointFolder, record: Record) -> bool:
@@ -76,7 +76,7 @@ def _is_there(folder: CheckpointFolder, record: Record) -> bool:
             return False
         # Of a state in parts this only decides whether something is lost, and to read all its
         # parts on each node takes longer than a node has that is about to go.
-        if found.manifest and (_is_cut(record) or _is_whole(folder, found.manifest)):
+        if found.manifest and (_is_sharded(record) or _is_whole(folder, found.manifest)):
             return True
     return False
 

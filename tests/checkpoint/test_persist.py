@@ -14,9 +14,9 @@ from managers import manager_at
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.disk import Disk, LocalPlace
+from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import persist
-from elasticlib.checkpoint.slot import Record
 from elasticlib.errors import CheckpointError, CheckpointRefused
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}
@@ -126,7 +126,7 @@ def test_a_part_of_a_sharded_state_is_refused_by_a_sentence(tmp_path: Path) -> N
         persist(record(tmp_path, 7, part=1, parts=2), packed(7))
     # Nor one rank's, all of it, which two ranks could not read.
     with pytest.raises(CheckpointError, match="workers"):
-        persist(record(tmp_path, 7, cut=True), packed(7))
+        persist(record(tmp_path, 7, sharded=True), packed(7))
     # Nothing is lost where the workers have saved it.
     saved(tmp_path, 7)
     assert persist(record(tmp_path, 7, part=1, parts=2), packed(7)) is False
