@@ -20,7 +20,6 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from . import here as heres
 from . import manifest as manifests
-from .agree import Restored, restore_from
 from .behind import Behind
 from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
@@ -37,6 +36,7 @@ from .place import Place
 from .prune import Retention, Selection
 from .put import check_names
 from .remote import RemotePlace
+from .restore import Restored, restore_from
 from .shelf import Shelf
 from .storages import MapLocation
 
@@ -144,7 +144,7 @@ class CheckpointManager:
 
         Args:
             state: as of `save`. Of one that is the same on all ranks the first rank of each node
-                keeps all, of a sharded one every rank its part, for the same number of ranks.
+                keeps all, of a sharded one every rank its part, which serves any number of ranks.
 
         Returns:
             Whether this rank has kept one. No rank does where no agent of ours started it.
@@ -235,7 +235,7 @@ class CheckpointManager:
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
-                tensors, as they were saved; all are changed in place, see `agree.restore_from`.
+                tensors, as they were saved; all are changed in place, see `restore.restore_from`.
             strict: whether names of `state` itself that only one side has are an error.
 
         Returns:
@@ -255,13 +255,11 @@ class CheckpointManager:
                 "group yet: call torch.distributed.init_process_group before"
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
-        disk = DiskSource(
-            self._shelf().folder, self._claim_to_go_on, rank=place.rank, world_size=place.world_size
-        )
+        disk = DiskSource(self._shelf().folder, self._claim_to_go_on)
         sources = [disk] if kept.source is None else [kept.source, disk]
         names = check_names(state)
         found = restore_from(sources, names, self._group, node=kept.node, strict=strict)
-        kept.go_on_from(found.step, found.kind, names)
+        kept.go_on_from(found, names)
         if found.kind:
             source, seconds = found.source_for(place.rank), monotonic() - began
             heres.worker_context().restored(found.step, source=source, seconds=seconds)
