@@ -10,9 +10,8 @@ import json
 
 import attrs
 
-from ..foreign import read_json
+from ..foreign import read_fields, read_json
 from ..stores.secret import is_digits
-from .json_fields import read_fields
 
 
 def takers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from .disk import LocalPlace
 from .folder import CheckpointFolder
 from .interface import DISK, SHARDED_DISK, Held, Source, Unreadable
 from .manifest import Manifest, folder_of
-from .pack_head import HEAD_BYTES, size_of
 from .prune import Health
 
 
@@ -70,9 +69,7 @@ class DiskSource(Source):
             raise CheckpointCorrupt(f"{self._folder.describe(held.step)} is damaged: {flaw}")
 
     def head(self, held: Held, part: int = 0) -> bytes:
-        manifest = self._manifest(held)
-        _, size = size_of(self._folder.first(manifest, part, HEAD_BYTES))
-        return self._folder.first(manifest, part, size)
+        return self._folder.head(self._manifest(held), part)
 
     def release(self) -> None:
         self._read = None

@@ -10,7 +10,7 @@ import logging
 from ..errors import CheckpointError, present
 from .here import Here
 from .interface import MEMORY
-from .restore import Restored
+from .restore import Agreed
 from .snapshots import Snapshot, SnapshotMemory
 from .told import Told, told
 
@@ -51,7 +51,7 @@ class JobMemory:
             return None
         return present(self.source, "the memory for snapshots").snapshot(step, state)
 
-    def go_on_from(self, found: Restored, state: object) -> None:
+    def go_on_from(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
 
         What came from another node's memory is kept in this one's as well: that node may be the

@@ -44,7 +44,7 @@ class Fetched:
 
     state: as it was saved, with this rank's own sharded tensors in it. holder: who had what this
     rank could not read by itself; else itself. received: bytes of tensors that it was sent. moved:
-    see `restore.Restored`.
+    see `restore.Agreed`.
     """
 
     state: Any

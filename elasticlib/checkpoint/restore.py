@@ -34,7 +34,7 @@ _MAX_HELD = 4096
 
 
 @attrs.frozen
-class Restored:
+class Agreed:
     """What all ranks go on from.
 
     step: 0 if there was nothing, and then the state is as it was. kind: what this rank's came
@@ -65,9 +65,10 @@ def restore_from(
     group: dist.ProcessGroup | None = None,
     *,
     node: str = "",
+    step: int | None = None,
     strict: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Restored:
+) -> Agreed:
     """Bring `state` to the newest state that is whole over all ranks, on all of them.
 
     A collective: all ranks of `group` call it with the same arguments but `sources`. Whoever
@@ -91,6 +92,7 @@ def restore_from(
         group: by default the default group; without one, this process alone. One that moves no
             CPU tensors (NCCL) will do if it is of all ranks.
         node: the name of this rank's node, for the shortest way; by default the host's.
+        step: this one and no other, by default the newest.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
         chunk_bytes: what is sent at once; where ranks differ, the least.
@@ -105,7 +107,7 @@ def restore_from(
             slowest rank must have read its pack.
     """
     with peers_of(group, chunk_bytes=chunk_bytes) as peers:
-        return restore_over(peers, sources, state, node=node, strict=strict)
+        return restore_over(peers, sources, state, node=node, step=step, strict=strict)
 
 
 def restore_over(
@@ -114,10 +116,11 @@ def restore_over(
     state: MutableMapping[str, Any],
     *,
     node: str = "",
+    step: int | None = None,
     strict: bool = True,
-) -> Restored:
+) -> Agreed:
     """`restore_from`, over peers of your own."""
-    search = Search(peers, sources, node or socket.gethostname())
+    search = Search(peers, sources, node or socket.gethostname(), step)
     taken = None
     try:
         search.begin()
@@ -127,7 +130,7 @@ def restore_over(
     finally:
         for source in sources:
             source.release()
-    found = taken or Restored(0, "", -1)
+    found = taken or Agreed(0, "", -1)
     passed_over = (*search.told, *search.left_out(found.step))
     if peers.rank == 0:
         for sentence in passed_over:
@@ -145,8 +148,10 @@ class Search:
     taken in its place.
     """
 
-    def __init__(self, peers: Peers, sources: Sequence[Source], node: str) -> None:
-        self.peers, self.sources, self.node = peers, sources, node
+    def __init__(
+        self, peers: Peers, sources: Sequence[Source], node: str, only: int | None = None
+    ) -> None:
+        self.peers, self.sources, self.node, self._only = peers, sources, node, only
         self.nodes: list[str] = []
         self.told: dict[str, None] = {}
         self.read: tuple[Held, memoryview, str] | None = None
@@ -160,8 +165,8 @@ class Search:
         """Tell everybody what is here."""
         rows, error = tried(self._list)
         mine = {"node": self.node, "held": rows, "chunk": self.peers.chunk_bytes}
-        mine["left_out"] = [] if error else _newest(s.left_out() for s in self.sources)
-        mine["unread"] = [] if error else _newest(s.unread() for s in self.sources)
+        mine["left_out"] = [] if error else self._newest(s.left_out() for s in self.sources)
+        mine["unread"] = [] if error else self._newest(s.unread() for s in self.sources)
         words = self.peers.words(mine, error)
         raise_any(words, error, "could not say which states it holds")
         # Both ends of a wire must cut alike, or wait for ever.
@@ -175,9 +180,15 @@ class Search:
     def _list(self) -> list[Any]:
         for source in self.sources:
             for held in source.held():
-                self._reach.setdefault(held, source)
+                if self._only in (None, held.step):
+                    self._reach.setdefault(held, source)
         newest = sorted(self._reach, key=lambda held: -held.step)
         return [attrs.astuple(held) for held in newest[:_MAX_HELD]]
+
+    def _newest(self, found: Iterable[Iterable[tuple[int, str]]]) -> list[tuple[int, str]]:
+        """As many as can be told."""
+        every = (one for some in found for one in some if self._only in (None, one[0]))
+        return [(step, why[:_MAX_WHY]) for step, why in sorted(every)[-_MAX_LEFT_OUT:]]
 
     def left_out(self, step: int) -> list[str]:
         """What is damaged of this step, or of later ones."""
@@ -241,7 +252,7 @@ class Search:
 
 def _restore_parts(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> Restored | None:
+) -> Agreed | None:
     """Bring all ranks to a sharded state; None, on all of them, if it is not whole or damaged, and
     the choice is to be made anew."""
     # It takes its time to import, and most states are not sharded.
@@ -252,12 +263,12 @@ def _restore_parts(
     if found is None:
         return None
     _put_into(search.peers, step, state, found.state)
-    return Restored(step, plan.kind, found.holder, moved=found.moved, received=found.received)
+    return Agreed(step, plan.kind, found.holder, moved=found.moved, received=found.received)
 
 
 def _restore_pack(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> Restored | None:
+) -> Agreed | None:
     """Bring all ranks to a state that is the same on all of them; None, on all of them, if it
     cannot be, and the choice is to be made anew."""
     peers, step, holders = search.peers, plan.state.step, plan.holders[0]
@@ -277,7 +288,7 @@ def _restore_pack(
     holder = peers.rank
     if holder not in holders:
         holder = next(leg.sender for leg in legs(holders, search.nodes) if leg.has(holder))
-    return Restored(step, holders[holder].kind, holder)
+    return Agreed(step, holders[holder].kind, holder)
 
 
 def _fitting(pack: memoryview, state: Mapping[str, Any], *, strict: bool) -> Any:
@@ -379,9 +390,3 @@ def _carried(
                     f" CRC-32 {sent:08x}, {came:08x} came to rank {taker} by rank {giver}"
                 )
     return pack
-
-
-def _newest(found: Iterable[Iterable[tuple[int, str]]]) -> list[tuple[int, str]]:
-    """As many as can be told."""
-    every = sorted(one for some in found for one in some)
-    return [(step, why[:_MAX_WHY]) for step, why in every[-_MAX_LEFT_OUT:]]

@@ -16,8 +16,7 @@ from typing import Any
 import attrs
 
 from ..errors import CheckpointError
-from ..foreign import read_json
-from .json_fields import read_fields
+from ..foreign import read_fields, read_json
 
 RECORD_BYTES = 4096
 """Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""

@@ -330,7 +330,7 @@ except Exception as error: print(type(error).__name__, error)
 state = {{"w": torch.ones(2).t(), "l": [1, {{2}}, torch.float16]}}
 manager.save(2, state)
 manager.wait()
-print(manager.restore(state), manager.load()["l"])
+print(manager.restore(state).step, manager.load()["l"])
 manager.close()
 """
 
@@ -387,16 +387,16 @@ def test_tensors_go_where_map_location_says(tmp_path: Path) -> None:
 def test_a_newer_packs_format_is_no_reason_to_take_an_older_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elasticlib.checkpoint import pack
+    from elasticlib.checkpoint import pack_head
 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"a": 1})
         manager.wait()
         with monkeypatch.context() as newer:
-            newer.setattr(pack, "FORMAT", 3)
+            newer.setattr(pack_head, "FORMAT", 4)
             manager.save(2, {"a": 2})
             manager.wait()
         for read in (manager.load, lambda: manager.restore({"a": 0})):
-            with pytest.raises(CheckpointError, match="format 3"):
+            with pytest.raises(CheckpointError, match="format 4"):
                 read()
     assert issubclass(Unreadable, CheckpointError)

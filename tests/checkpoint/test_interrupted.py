@@ -115,7 +115,7 @@ def by_save(folder: Path, saved: Training, new: Training) -> None:
     with CheckpointManager(folder) as manager:
         manager.save(1, saved.state)
     with CheckpointManager(folder) as manager:
-        assert manager.restore(new.state) == 1
+        assert manager.restore(new.state).step == 1
 
 
 def by_save_and_load(folder: Path, saved: Training, new: Training) -> None:
