@@ -47,7 +47,6 @@ PURE = (
     "checkpoint/manifest.py",
     "checkpoint/prune.py",
     "data/deal.py",
-    "data/permute.py",
     "launch/slurm.py",
     "logical/shares.py",
     "observe/event.py",

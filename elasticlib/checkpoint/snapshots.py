@@ -20,11 +20,19 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
 from .gather import take_shards, values_of
 from .interface import MEMORY, Held, Source
-from .memory import NEWS, Slots
+from .memory import (
+    NEWS,
+    Found,
+    Record,
+    Sealing,
+    Slots,
+    given_up,
+    outlived,
+    that_count,
+    torch_sum,
+)
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
-from .sealing import Sealing, torch_sum
-from .slot import Found, Record, given_up, outlived, that_count
 from .told import Told
 
 
