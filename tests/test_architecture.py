@@ -43,6 +43,7 @@ PURE = (
     "agent/hang.py",
     "checkpoint/choose.py",
     "checkpoint/fence.py",
+    "checkpoint/manifest.py",
     "checkpoint/prune.py",
     "data/deal.py",
     "data/permute.py",

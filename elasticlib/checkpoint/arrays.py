@@ -62,9 +62,10 @@ def bytes_of(array: Any) -> torch.Tensor:
 
 def array_of(elements: torch.Tensor, dtype: str, shape: list[int], order: str) -> Any:
     """The array, in memory of its own."""
-    memory = bytearray(elements.numel())
+    memory = bytearray(elements.nbytes)
     if memory:
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(elements)
+        flat = elements.reshape(-1).view(torch.uint8)
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(flat)
     numpy = _numpy()
     kind = _dtype(dtype)
     if not memory:

@@ -6,10 +6,11 @@ nobody needs any more is deleted manifest first: a checkpoint is there whole, or
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-from collections.abc import Callable, Container
-from functools import partial
+from collections.abc import Callable, Container, Iterator, Mapping
+from types import MappingProxyType
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
@@ -21,7 +22,7 @@ from .interface import Unreadable
 from .manifest import DataFile, Manifest
 from .place import NotAFile, no_news
 from .prune import Health, Retention, Selection, select
-from .summing import Summing
+from .summing import crc32_beside
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -83,10 +84,21 @@ class Committer:
                 raise CheckpointRefused(f"{self._place.name} is not ours to write: {answer.reason}")
             self._place.put(fences.NAME, fences.encode(answer.fence))
             self._claimed = True
-            self._clear_up(self._clear)
+            with self._or_it_stays([]):
+                self._sweep()
 
-    def save(self, step: int, data: memoryview) -> None:
+    def save(
+        self,
+        step: int,
+        data: memoryview,
+        *,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        world: int = 0,
+    ) -> None:
         """Write and commit a checkpoint that is one pack, having claimed the folder.
+
+        Args:
+            metrics, world: see `Manifest`.
 
         Raises:
             CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
@@ -95,7 +107,8 @@ class Committer:
         self._count += 1
         name = fences.data_name("state", self.writer.token, self._count)
         try:
-            self.commit(step, (self.write(step, name, data),))
+            file = self.write(step, name, data)
+            self.commit(step, (file,), metrics=metrics, world=world)
         except BaseException:
             self.abandon(step, [name])
             raise
@@ -107,13 +120,23 @@ class Committer:
             CheckpointError: the disk failed.
         """
         folder = manifests.folder_of(step)
-        with self._at_work(f"could not be written to {folder}"), Summing() as summing:
-            summing.give(data)
-            self._place.write(f"{folder}/{name}", data)
-            return DataFile(name, len(data), summing.result())
+        with self._at_work(f"could not be written to {folder}"):
+            summed = crc32_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
+            return DataFile(name, len(data), summed)
 
-    def commit(self, step: int, files: tuple[DataFile, ...], parts: int = 0) -> None:
+    def commit(
+        self,
+        step: int,
+        files: tuple[DataFile, ...],
+        parts: int = 0,
+        *,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        world: int = 0,
+    ) -> None:
         """Make them count, in place of what there was of this step; then delete what is too old.
+
+        Args:
+            parts, metrics, world: see `Manifest`.
 
         Raises:
             CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
@@ -129,6 +152,8 @@ class Committer:
             generation=writer.generation,
             writer=writer.token,
             saved_at=wall(),
+            metrics=manifests.check_metrics(metrics),
+            world=world,
         )
         with self._at_work(f"could not commit {folder}"), self._place.locked():
             fence = self._fence()
@@ -147,7 +172,8 @@ class Committer:
             self.committed = monotonic()
             self._folder.know(manifest, Health.GOOD)
             if not self._beside:
-                self._clear_up_after(step)
+                with self._or_it_stays([]):
+                    self._sweep(self._select(just=step).deleted)
 
     def abandon(self, step: int, names: list[str]) -> None:
         """Take away files that were not committed after all, as far as the disk lets us."""
@@ -181,10 +207,8 @@ class Committer:
             with self._place.locked():
                 live = self._live_beside()
                 selection = self._select(unread=unread)
-                failed = self._delete_all(selection, live)
-                self._clear_up(lambda: self._clear(live))
-                if failed is not None:
-                    raise failed
+                for error in self._sweep(selection.deleted, live):
+                    raise error
         return selection
 
     def _live_beside(self) -> str:
@@ -207,37 +231,47 @@ class Committer:
         """What `prune` would keep and delete, having looked for the newest whole one."""
         return self._select(unread=self._look_for_good(seen))
 
-    def _clear_up_after(self, step: int) -> None:
-        def clear_up() -> None:
-            failed = self._delete_all(self._select(just=step))
-            self._clear()
-            if failed is not None:
-                raise failed
-
-        self._clear_up(clear_up)
-
-    def _clear_up(self, act: Callable[[], None]) -> None:
-        """As far as it goes: what is another user's, and cannot be deleted, is in nobody's way."""
-        try:
-            act()
-        except (CheckpointError, OSError) as error:
-            self._stays(f"what is not needed could not be deleted: {error}")
-
-    def _stays(self, why: str) -> None:
-        # At each save it is tried again, and said once.
-        if why not in self._told:
-            self._told.add(why)
-            log.warning("%s: %s", self._place.name, why)
-
-    def _delete_all(self, selection: Selection, live: str = "") -> OSError | None:
-        """Delete what was selected; the first that could not be keeps none of the others."""
-        failed = None
-        for step in selection.deleted:
-            try:
-                self._delete(step, live)
-            except OSError as error:
-                failed = failed or error
+    def _sweep(self, doomed: Container[int] = (), live: str = "") -> list[Exception]:
+        """Delete these steps, and what belongs to no checkpoint: nobody but `live` can still commit
+        such files. What failed of `doomed`; all else is done all the same."""
+        failed: list[Exception] = []
+        for name in fences.leftovers(self._place.files(""), (), ""):
+            with self._or_it_stays([]):
+                self._place.remove(name)
+        for folder in self._place.folders():
+            step = manifests.step_of(folder)
+            if step is not None and not self._place.is_linked(folder):
+                with self._or_it_stays(failed if step in doomed else []):
+                    self._sweep_folder(step, live, doomed=step in doomed)
         return failed
+
+    def _sweep_folder(self, step: int, live: str, *, doomed: bool) -> None:
+        folder, named = manifests.folder_of(step), self._named(step)
+        if doomed:
+            self._place.remove(f"{folder}/{manifests.NAME}")
+        elif named is None:
+            return
+        sizes = self._place.files(folder)
+        gone = fences.leftovers(sizes, () if doomed else named or (), live)
+        if doomed and named:
+            gone += [name for name in fences.leftovers(sizes, gone, "") if name in named]
+        for name in gone:
+            self._place.remove(f"{folder}/{name}")
+        if len(gone) == len(sizes):
+            self._place.remove_folder(folder)
+
+    @contextlib.contextmanager
+    def _or_it_stays(self, failed: list[Exception]) -> Iterator[None]:
+        """What cannot be deleted, as it is another user's, is in nobody's way."""
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            failed.append(error)
+            # At each save it is tried again, and said once.
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                what = "what is not needed could not be deleted"
+                log.warning("%s: %s: %s", self._place.name, what, error)
 
     def _is_beside(self, fence: Fence | None) -> bool:
         return self._beside and fences.is_of_generation(fence, self.writer)
@@ -255,8 +289,9 @@ class Committer:
         return unread
 
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
-        rows = []
+        rows, metrics = [], {}
         for one in self._folder.found():
+            metrics[one.step] = one.manifest.metrics if one.manifest else {}
             # What a link leads to is not ours to delete: it stays as what nobody could look at.
             linked = self._place.is_linked(manifests.folder_of(one.step))
             if one.unread or linked or one.step in unread:
@@ -266,36 +301,7 @@ class Committer:
             else:
                 health = self._folder.health(one.manifest)
             rows.append((one.step, health))
-        return select(rows, self._retention, just)
-
-    def _delete(self, step: int, live: str = "") -> None:
-        """One step, but for what `live` writes of it anew."""
-        folder = manifests.folder_of(step)
-        named = self._named(step) or set()
-        self._place.remove(f"{folder}/{manifests.NAME}")
-        sizes = self._place.files(folder)
-        for name in fences.leftovers(sizes, (), ""):
-            if name in named or name in fences.leftovers(sizes, (), live):
-                self._place.remove(f"{folder}/{name}")
-        self._place.remove_folder(folder)
-
-    def _clear(self, live: str = "") -> None:
-        """Delete what belongs to no checkpoint; nobody but `live` can still commit such files."""
-        for name in fences.leftovers(self._place.files(""), (), ""):
-            self._clear_up(partial(self._place.remove, name))
-        for folder in self._place.folders():
-            step = manifests.step_of(folder)
-            if step is not None and not self._place.is_linked(folder):
-                self._clear_up(partial(self._clear_folder, step, live))
-
-    def _clear_folder(self, step: int, live: str) -> None:
-        folder = manifests.folder_of(step)
-        sizes, named = self._place.files(folder), self._named(step)
-        gone = [] if named is None else fences.leftovers(sizes, named, live)
-        for name in gone:
-            self._place.remove(f"{folder}/{name}")
-        if len(gone) == len(sizes):
-            self._place.remove_folder(folder)
+        return select(rows, self._retention, just, metrics)
 
     def _named(self, step: int) -> set[str] | None:
         """The files that a step's manifest names; None if that cannot be read: who knows."""
@@ -317,24 +323,15 @@ class Committer:
             log.warning("%s: %s: nobody is known to have it", self._place.name, error)
             return None
 
-    def _at_work(self, what: str) -> _AtWork:
-        return _AtWork(f"{self._place.name} {what}")
-
-
-class _AtWork:
-    """What the disk answers, as an error of ours that says what was to be done."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
+    @contextlib.contextmanager
+    def _at_work(self, what: str) -> Iterator[None]:
+        """What the disk answers, as an error of ours that says what was to be done."""
+        try:
+            yield
+        except OSError as error:
             kind: type[CheckpointError] = CheckpointError
             if isinstance(error, FileNotFoundError):
                 kind = ClearedAway
             elif error.errno in _NO_WRITES:
                 kind = TakesNoWrites
-            raise kind(f"{self._what}: {error}") from error
+            raise kind(f"{self._place.name} {what}: {error}") from error

@@ -16,14 +16,12 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import filelock
 
 from ..clock import monotonic
-from ..hard_lock import hard_lock
+from ..foreign import opened
 from .names import aside_name
-from .place import CHUNK, MAX_SMALL, NotAFile, Place, no_news
+from .place import CHUNK, MAX_SMALL, PIECE, NotAFile, Place, no_news
+from .summing import READERS
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -64,32 +62,32 @@ class LocalPlace(Place):
     """A folder that the machine's own system calls reach."""
 
     atomic = True
+    readers = READERS
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
         self.name = os.path.abspath(os.fspath(folder))
         self._disk = disk or Disk()
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         self._make(self.name)
         path = os.path.join(self.name, LOCK)
-        # One of its own each time: two of our threads keep each other out, too.
-        lock = hard_lock(path)
-        try:
-            lock.acquire(timeout=LOCK_TIMEOUT)
-        except PermissionError:
-            if not os.path.exists(path):
-                raise
-            # Another user made it. Whoever may read it can lock it, where the file system is local.
-            with _locked_to_read(path):
-                yield
-            return
-        except (filelock.Timeout, NotImplementedError) as error:
-            raise _not_locked(path, error) from None
-        try:
+        with contextlib.ExitStack() as stack:
+            # A handle of its own each time: two of our threads keep each other out, too.
+            try:
+                flags = os.O_RDWR | os.O_CREAT
+                handle = stack.enter_context(opened(path, flags, mode=0o644))
+            except PermissionError:
+                if not os.path.exists(path):
+                    raise
+                # Another user made it. Whoever may read it can lock it, if the disk is local.
+                handle = stack.enter_context(opened(path))
+            deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
+            while not _locks(handle, path):
+                if monotonic() > deadline:
+                    raise _not_locked(path, f"somebody has it for {LOCK_TIMEOUT:g} s")
+                pause.wait(LOCK_POLL)
             yield
-        finally:
-            lock.release()
 
     def folders(self) -> list[str]:
         try:
@@ -131,9 +129,8 @@ class LocalPlace(Place):
     ) -> int:
         done = 0
         with _opened(self._path(name)) as file:
-            file.seek(start)
             while done < len(buffer):
-                count = file.readinto(buffer[done : done + CHUNK])
+                count = os.preadv(file.fileno(), [buffer[done : done + PIECE]], start + done)
                 if not count:
                     break
                 seen(buffer[done : done + count])
@@ -248,25 +245,14 @@ def _opened(path: str) -> io.FileIO:
     return io.FileIO(handle, "rb")
 
 
-@contextmanager
-def _locked_to_read(path: str) -> Iterator[None]:
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _locks(handle: int, path: str) -> bool:
     try:
-        deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
-        while not _locks(handle):
-            if monotonic() > deadline:
-                raise _not_locked(path, f"somebody has it for {LOCK_TIMEOUT:g} s")
-            pause.wait(LOCK_POLL)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _locks(handle: int) -> bool:
-    try:
+        # It ends with its holder, however that ended.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise _not_locked(path, error) from error
     return True
 
 

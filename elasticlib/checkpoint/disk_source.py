@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -10,11 +11,10 @@ import attrs
 from ..errors import CheckpointCorrupt, CheckpointError
 from .choose import DISK, SHARDED_DISK
 from .folder import CheckpointFolder
-from .interface import DirectSource, Held, Unreadable
+from .interface import DirectSource, Held, Source, Unreadable
 from .manifest import Manifest
 from .prune import Health
 from .put import fit, put
-from .shelf import Shelf
 
 
 class DiskSource(DirectSource):
@@ -80,9 +80,9 @@ class DiskSource(DirectSource):
     def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
         """A sharded one, on however many ranks."""
         self._manifest(held)
-        found = Shelf(self._folder).load(held.step, like=state)
+        found = self._folder.load(held.step, like=state)
         fit(state, found, strict=strict)
-        put(state, found, {})
+        put(state, found)
 
     def _manifest(self, held: Held) -> Manifest:
         found = self._folder.look(held.step)
@@ -93,6 +93,37 @@ class DiskSource(DirectSource):
             what = self._folder.describe(held.step)
             raise CheckpointError(f"{what} was replaced or deleted after it was chosen")
         return manifest
+
+
+class OneStep(DirectSource):
+    """What a source has of one step, as if there were no other."""
+
+    def __init__(self, source: Source, step: int) -> None:
+        self._source, self._step = source, step
+
+    def held(self) -> Sequence[Held]:
+        return [held for held in self._source.held() if held.step == self._step]
+
+    def left_out(self) -> Sequence[tuple[int, str]]:
+        return [one for one in self._source.left_out() if one[0] == self._step]
+
+    def unread(self) -> Sequence[tuple[int, str]]:
+        return [one for one in self._source.unread() if one[0] == self._step]
+
+    def read(self, held: Held) -> mmap.mmap | bytearray:
+        return self._source.read(held)
+
+    def check(self, held: Held) -> None:
+        self._direct.check(held)
+
+    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
+        self._direct.load(held, state, strict=strict)
+
+    @property
+    def _direct(self) -> DirectSource:
+        if not isinstance(self._source, DirectSource):
+            raise CheckpointError(f"{type(self._source).__name__} loads nothing by itself")
+        return self._source
 
 
 def _held(manifest: Manifest) -> Held:

@@ -14,8 +14,7 @@ from collections.abc import Container, Mapping
 import attrs
 
 from ..errors import CheckpointCorrupt
-from ..foreign import read_object
-from .json_fields import read_fields
+from ..foreign import read_fields, read_object
 from .names import target_of
 
 FORMAT = 1

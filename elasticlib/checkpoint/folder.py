@@ -6,13 +6,18 @@ damaged is found out before it is used.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import mmap
 import os
-import zlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .disk import LocalPlace
@@ -22,8 +27,15 @@ from .pack_head import HEAD_BYTES, size_of
 from .place import CHUNK, NotAFile, Place, no_news
 from .prune import Health
 from .remote import RemotePlace
-from .room import room
-from .summing import Summing
+from .summing import read_summed, room
+
+if TYPE_CHECKING:
+    from .storages import MapLocation
+
+log = logging.getLogger("elasticlib.checkpoint")
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.1
 
 
 def open_place(folder: str | os.PathLike[str] | Place) -> Place:
@@ -56,11 +68,17 @@ class Found:
 
 
 class CheckpointFolder:
-    """Reads the checkpoints in one place."""
+    """Reads the checkpoints in one place.
+
+    passed_over: why the last `load` or `latest` did not take newer ones, by step.
+    """
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self.passed_over: dict[int, str] = {}
         self._known: dict[int, tuple[Manifest, Health]] = {}
+
+    # -- what there is ------------------------------------------------------------------------
 
     def found(self) -> list[Found]:
         """All that is there, newest first, judged by manifests and sizes alone.
@@ -105,6 +123,26 @@ class CheckpointFolder:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "")
 
+    def steps(self) -> list[int]:
+        """See `CheckpointManager.steps`."""
+        return sorted(found.step for found in self.found() if found.manifest)
+
+    def wait_for(self, step: int, deadline: float) -> None:
+        """Until there is a checkpoint of this step, or `deadline` on our clock. CheckpointError."""
+        pause = threading.Event()
+        while (found := self.look(step)) is None or found.manifest is None:
+            if monotonic() > deadline:
+                raise CheckpointError(
+                    f"there is no {self.describe(step)}, which another rank was to save"
+                )
+            pause.wait(LOOK_SECONDS)
+
+    def describe(self, step: int) -> str:
+        """A checkpoint, for messages."""
+        return f"checkpoint {self.place.name}/{manifests.folder_of(step)}"
+
+    # -- whether it is whole ------------------------------------------------------------------
+
     def know(self, manifest: Manifest, health: Health) -> None:
         """Every byte of this checkpoint was written or checked here, and it is so."""
         self._known[manifest.step] = (manifest, health)
@@ -132,17 +170,10 @@ class CheckpointFolder:
         Raises:
             Unreadable: it cannot be read.
         """
-        for number in range(len(manifest.files)):
-            reason = self._size_flaw(manifest, number)
-            if reason:
-                return reason
-        most = max(file.size for file in manifest.files)
-        with memoryview(bytearray(min(CHUNK, most))) as buffer:
-            for file in manifest.files:
-                reason = self._flaw_of(manifest, file, buffer, seen)
-                if reason:
-                    return reason
-        return None
+        numbers = range(len(manifest.files))
+        sizes = (self._size_flaw(manifest, number) for number in numbers)
+        sums = (self._sum_flaw(manifest, number, None, seen) for number in numbers)
+        return next(filter(None, sizes), None) or next(filter(None, sums), None)
 
     def verified(self, found: Found, seen: Callable[[memoryview], None] = no_news) -> Found:
         """The same with what is found wrong with it when every byte is read."""
@@ -153,6 +184,14 @@ class CheckpointFolder:
         except Unreadable as error:
             return attrs.evolve(found, flaw=str(error.__cause__), unread=True)
 
+    def verify(self, step: int | None = None) -> dict[int, str]:
+        """See `CheckpointManager.verify`."""
+        found = self.found() if step is None else [self._only(step)]
+        flaws = {one.step: self.verified(one).flaw for one in found}
+        return {step: flaw for step, flaw in sorted(flaws.items()) if flaw}
+
+    # -- its bytes ----------------------------------------------------------------------------
+
     def read(
         self, manifest: Manifest, number: int = 0, seen: Callable[[memoryview], None] = no_news
     ) -> mmap.mmap:
@@ -161,55 +200,43 @@ class CheckpointFolder:
         Raises:
             CheckpointCorrupt: it is damaged. Unreadable: it cannot be read.
         """
-        file = manifest.files[number]
-        what = self.describe(manifest.step)
+        what, size = self.describe(manifest.step), manifest.files[number].size
         reason = self._size_flaw(manifest, number)
         if reason:
             raise CheckpointCorrupt(f"{what} is damaged: {reason}")
         try:
-            memory = room(max(1, file.size))
+            memory = room(max(1, size))
         except (OSError, OverflowError) as error:
             # It may be whole: to go on from an older one, on a machine that is too small, loses it.
-            raise Unreadable(f"{what} needs {file.size} bytes of memory: {error}") from error
-        try:
-            with Summing() as summing:
-
-                def each(chunk: memoryview) -> None:
-                    summing.give(chunk)
-                    seen(chunk)
-
-                count = self.place.read_into(_path(manifest, file), memoryview(memory), seen=each)
-        except FileNotFoundError:
-            raise CheckpointCorrupt(f"{what} is damaged: {file.name} is missing") from None
-        except OSError as error:
-            raise Unreadable(f"{what} cannot be read: {error}") from error
-        reason = manifests.sum_flaw(file, summing.result())
-        if count != file.size or reason:
-            reason = reason or f"{file.name} has {count} of {file.size} bytes"
+            raise Unreadable(f"{what} needs {size} bytes of memory: {error}") from error
+        reason = self._sum_flaw(manifest, number, memoryview(memory), seen)
+        if reason:
             raise CheckpointCorrupt(f"{what} is damaged: {reason}")
         return memory
 
-    def first(self, manifest: Manifest, number: int, size: int) -> bytes:
-        """The first bytes of one file, so many at most; not checked.
+    def read_range(
+        self, manifest: Manifest, number: int, start: int, buffer: memoryview
+    ) -> memoryview:
+        """Bytes of one file from `start` on, not checked: so many as `buffer` and the file have.
 
         Raises:
-            CheckpointCorrupt: it is not there. Unreadable: it cannot be read.
+            CheckpointCorrupt: the file is not there. Unreadable: it cannot be read.
         """
         file = manifest.files[number]
-        data = bytearray(min(size, file.size))
+        buffer = buffer[: max(0, file.size - start)]
         try:
-            count = self.place.read_into(_path(manifest, file), memoryview(data))
+            with self._reading(manifest):
+                return buffer[: self.place.read_into(_path(manifest, number), buffer, start=start)]
         except FileNotFoundError:
             what = self.describe(manifest.step)
             raise CheckpointCorrupt(f"{what} is damaged: {file.name} is missing") from None
-        except OSError as error:
-            what = self.describe(manifest.step)
-            raise Unreadable(f"{what} cannot be read: {error}") from error
-        return bytes(data[:count])
 
-    def describe(self, step: int) -> str:
-        """A checkpoint, for messages."""
-        return f"checkpoint {self.place.name}/{manifests.folder_of(step)}"
+    def head(self, manifest: Manifest, number: int = 0) -> bytes:
+        """The first bytes of one file, up to the elements of its pack; see `read_range`."""
+        first = bytes(self.read_range(manifest, number, 0, memoryview(bytearray(HEAD_BYTES))))
+        _, size = size_of(first)
+        most = min(size, manifest.files[number].size)
+        return bytes(self.read_range(manifest, number, 0, memoryview(bytearray(most))))
 
     def _size_flaw(self, manifest: Manifest, number: int) -> str | None:
         """What is wrong with the size of a large file, by its first bytes; None if nothing.
@@ -220,35 +247,130 @@ class CheckpointFolder:
         file = manifest.files[number]
         if file.size <= CHUNK:
             return None
+        first = memoryview(bytearray(HEAD_BYTES))
         try:
-            size, _ = size_of(self.first(manifest, number, HEAD_BYTES))
+            size, _ = size_of(self.read_range(manifest, number, 0, first))
         except CheckpointCorrupt as error:
             return f"{file.name}: {error}"
         return None if size == file.size else f"{file.name} is a pack of {size} bytes"
 
-    def _flaw_of(
+    def _sum_flaw(
         self,
         manifest: Manifest,
-        file: manifests.DataFile,
-        buffer: memoryview,
+        number: int,
+        into: memoryview | None,
         seen: Callable[[memoryview], None],
     ) -> str | None:
-        summed, start = 0, 0
+        """What is wrong with a file, having read every byte of it; None if nothing."""
+        file, path = manifest.files[number], _path(manifest, number)
+
+        def fill(start: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
+            return self.place.read_into(path, buffer, start=start, seen=piece)
+
         try:
-            while start < file.size:
-                want = buffer[: min(CHUNK, file.size - start)]
-                count = self.place.read_into(_path(manifest, file), want, start=start, seen=seen)
-                if not count:
-                    return f"{file.name} has {start} of {file.size} bytes"
-                summed = zlib.crc32(want[:count], summed)
-                start += count
+            with self._reading(manifest):
+                threads = self.place.readers
+                count, summed = read_summed(fill, file.size, into, threads=threads, seen=seen)
         except FileNotFoundError:
             return f"{file.name} is missing"
+        if count != file.size:
+            return f"{file.name} has {count} of {file.size} bytes"
+        return manifests.sum_flaw(file, summed)
+
+    @contextlib.contextmanager
+    def _reading(self, manifest: Manifest) -> Iterator[None]:
+        """Whatever the place answers says nothing of the data, but that a file is not there."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
         except OSError as error:
             what = self.describe(manifest.step)
             raise Unreadable(f"{what} cannot be read: {error}") from error
-        return manifests.sum_flaw(file, summed)
+
+    # -- its state ----------------------------------------------------------------------------
+
+    def load(
+        self, step: int | None, *, like: object = None, map_location: MapLocation = "cpu"
+    ) -> Any:
+        """See `CheckpointManager.load`."""
+        read = partial(self._state, like=like, map_location=map_location)
+        if step is not None:
+            return read(self._whole(self._only(manifests.check_step(step))))
+        return self._newest(read)
+
+    def latest(self) -> int | None:
+        """See `CheckpointManager.latest`."""
+
+        def checked(manifest: Manifest) -> int:
+            flaw = self.check(manifest)
+            if flaw:
+                raise CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {flaw}")
+            return manifest.step
+
+        with contextlib.suppress(FileNotFoundError):
+            return self._newest(checked)
+        return None
+
+    def _newest(self, take: Callable[[Manifest], T]) -> T:
+        """What `take` gives for the newest checkpoint that it does not raise for.
+
+        Raises:
+            FileNotFoundError: there is none. Unreadable: a newer one may be whole, and to take an
+                older one in its place would be a loss.
+        """
+        self.passed_over = {}
+        for found in self.found():
+            try:
+                return take(self._whole(found))
+            except Unreadable:
+                raise
+            except CheckpointError as error:
+                self.passed_over[found.step] = str(error)
+                log.warning("checkpoint passed over: %s", error)
+        raise FileNotFoundError(f"there is no whole checkpoint in {self.place.name}")
+
+    def _only(self, step: int) -> Found:
+        found = self.look(step)
+        if found is None:
+            raise FileNotFoundError(f"there is no {self.describe(step)}")
+        return found
+
+    def _whole(self, found: Found) -> Manifest:
+        if found.manifest is None:
+            kind = Unreadable if found.unread else CheckpointCorrupt
+            raise kind(f"{self.describe(found.step)} {found.trouble}")
+        return found.manifest
+
+    def _state(self, manifest: Manifest, *, like: object, map_location: MapLocation) -> Any:
+        # Torch takes its time to import, and who looks at a folder does not need it.
+        from .pack import unpack
+
+        try:
+            if manifest.parts:
+                return self._sharded_state(manifest, like, map_location)
+            memory = memoryview(self.read(manifest))
+            # The memory is the tensors' own: nobody else has it.
+            state = unpack(memory, map_location=map_location, copy=False)
+        except CheckpointCorrupt:
+            self.know(manifest, Health.BAD)
+            raise
+        self.know(manifest, Health.GOOD)
+        return state
+
+    def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
+        from .fresh import parameters_in
+        from .gather import values_of
+        from .sharded import Parts, load_parts
+
+        parts = Parts(
+            manifest.parts,
+            partial(self.head, manifest),
+            lambda number: memoryview(self.read(manifest, number)),
+        )
+        values = None if like is None else values_of(like)
+        return load_parts(parts, values, parameters=parameters_in(like), map_location=map_location)
 
 
-def _path(manifest: Manifest, file: manifests.DataFile) -> str:
-    return f"{manifests.folder_of(manifest.step)}/{file.name}"
+def _path(manifest: Manifest, number: int) -> str:
+    return f"{manifests.folder_of(manifest.step)}/{manifest.files[number].name}"

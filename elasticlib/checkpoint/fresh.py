@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .containers import Way
-from .shards import is_sharded_kind
+from .gather import is_sharded_kind
 
 Parameters = Mapping[Way, Sequence[torch.Tensor]]
 """Of each optimizer in a state, by its way: in the order in which its state numbers them."""

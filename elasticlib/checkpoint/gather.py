@@ -6,13 +6,20 @@ has its own part of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .containers import Way, changed, is_stateful
-from .shards import is_sharded_kind
+
+
+def is_sharded_kind(value: object) -> bool:
+    """Whether `value` is a DTensor. Where nobody imported that class, which costs most of a
+    second, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def values_of(state: object) -> Any:

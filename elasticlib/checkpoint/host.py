@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .pack import Layout, fill
-from .room import room
+from .summing import room
 
 
 class HostBuffer:

@@ -10,7 +10,6 @@ import logging
 from ..errors import CheckpointError, present
 from .choose import MEMORY
 from .here import Here
-from .shards import localize
 from .snapshots import Snapshot, SnapshotMemory
 from .told import Told, told
 
@@ -32,13 +31,12 @@ class JobMemory:
         self._folder, self._shared = folder, shared
         self._told: Told | None = told()
         self._memory: SnapshotMemory | None = None
-        self._cut = False
 
     @property
     def source(self) -> SnapshotMemory | None:
         """What is in the agent's memory; None without an agent."""
         if self._memory is None and self._told is not None:
-            self._open(cut=False)
+            self._memory = self._opened(self._told)
         return self._memory
 
     @property
@@ -50,11 +48,7 @@ class JobMemory:
         """Keep this rank's part, or all, of the state; None where this rank keeps none."""
         if self._told is None:
             return None
-        plain, cut = localize(state)
-        if self._memory is None or cut != self._cut:
-            self._open(cut=cut)
-        memory = present(self._memory, "the memory for snapshots")
-        return memory.snapshot(step, plain, {"step": step})
+        return present(self.source, "the memory for snapshots").snapshot(step, state)
 
     def go_on_from(self, step: int, kind: str, state: object) -> None:
         """All ranks have agreed on `step`, and have the state: later snapshots count no more.
@@ -79,16 +73,14 @@ class JobMemory:
         if memory is not None:
             memory.close()
 
-    def _open(self, *, cut: bool) -> None:
-        self.close()
-        here, told = self._here, present(self._told, "an agent's memory")
-        self._cut = cut
-        self._memory = SnapshotMemory(
+    def _opened(self, told: Told) -> SnapshotMemory:
+        here = self._here
+        return SnapshotMemory(
             told,
             name=self._name,
-            part=here.rank if cut else 0,
-            parts=here.world_size if cut else 1,
-            writes=cut or self._every or here.local_rank == 0,
+            rank=here.rank,
+            world_size=here.world_size,
+            writes=self._every or here.local_rank == 0,
             folder=self._folder,
             shared=self._shared,
         )

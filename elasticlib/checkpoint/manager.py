@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,24 +20,24 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from . import here as heres
 from . import manifest as manifests
-from .agree import Restored, restore_from
+from .agree import restore_from
 from .behind import Behind
 from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
-from .disk_source import DiskSource
+from .disk_source import DiskSource, OneStep
 from .folder import CheckpointFolder, open_place
 from .gather import take_shards, values_of
 from .here import Here
 from .host import HostBuffer
+from .interface import Source
 from .job_memory import JobMemory
-from .outcomes import Outcomes
+from .outcomes import Outcomes, Restored
 from .pack import lay_out
 from .part_saver import PartSaver
 from .place import Place
 from .prune import Retention, Selection
 from .put import check_names
 from .remote import RemotePlace
-from .shelf import Shelf
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -66,7 +66,6 @@ class CheckpointManager:
     Attributes:
         stall: seconds that the last `save` or `snapshot` took of the training step.
         durable: seconds from the last finished save's call until it was on the disk; None before.
-        restored: what the last `restore` went on from, and what it passed over; None before.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ class CheckpointManager:
         self._shared = shared
         self._group = group
         self._here = here
-        self.restored: Restored | None = None
-        self._opened: Shelf | None = None
+        self._opened: CheckpointFolder | None = None
         self._kept: JobMemory | None = None
         self._committer: Committer | None = None
         self._parts: PartSaver | None = None
@@ -194,7 +192,7 @@ class CheckpointManager:
             deadline = monotonic() + timeout
             pending = self._outcomes.wait(deadline)
             if pending is not None:
-                self._shelf().wait_for(pending.step, deadline)
+                self._reader().wait_for(pending.step, deadline)
 
     def close(self) -> None:
         """Wait as `wait` does, and give everything back. Closing twice is harmless."""
@@ -225,27 +223,36 @@ class CheckpointManager:
 
     # -- loading ------------------------------------------------------------------------------
 
-    def restore(self, state: dict[str, Any], *, strict: bool = True) -> int:
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, strict: bool = True
+    ) -> Restored:
         """Bring `state` to the newest one that is whole over all ranks; to be called by all.
 
         Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
-        others, in chunks. What is damaged is passed over by all; `restored` says why. From then
+        others, in chunks. What is damaged is passed over by all; the result says why. From then
         on no earlier generation can commit to the folder. (Where it takes no writes, as it is full
         or may only be read, this is not said there: a warning tells so, and `save` says it first.)
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
                 tensors, as they were saved; all are changed in place, see `agree.restore_from`.
+            step: to restore this one, and no other. Newer ones stay where they are, and are what
+                the next `restore` that names no step goes on from.
             strict: whether names of `state` itself that only one side has are an error.
 
         Returns:
-            The step; 0, and nothing is changed, if there is nothing to go on from.
+            Which step it was, and where it came from. It is false, and nothing was changed, if
+            there is nothing to go on from.
 
         Raises:
-            StateMismatch: what was saved does not fit. CheckpointError: it could not be read or
-                loaded, or somebody newer has the folder; on some rank, and then all of them raise.
+            FileNotFoundError: no rank has anything of `step`; the message names the steps that
+                this rank has. StateMismatch: what was saved does not fit. CheckpointError: it
+                could not be read or loaded, that of `step` is damaged, or somebody newer has the
+                folder; on some rank, and then all of them raise.
         """
         self._must_be_open()
+        if step is not None:
+            manifests.check_step(step)
         began = monotonic()
         heres.worker_context().starting()
         kept, place = self._memory(), self._place_in_job()
@@ -256,17 +263,30 @@ class CheckpointManager:
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(
-            self._shelf().folder, self._claim_to_go_on, rank=place.rank, world_size=place.world_size
+            self._reader(), self._claim_to_go_on, rank=place.rank, world_size=place.world_size
         )
         sources = [disk] if kept.source is None else [kept.source, disk]
+        asked = sources if step is None else [OneStep(source, step) for source in sources]
         names = check_names(state)
-        found = restore_from(sources, names, self._group, node=kept.node, strict=strict)
-        kept.go_on_from(found.step, found.kind, names)
-        if found.kind:
-            source, seconds = found.source_for(place.rank), monotonic() - began
-            heres.worker_context().restored(found.step, source=source, seconds=seconds)
-        self.restored = found
-        return found.step
+        agreed = restore_from(asked, names, self._group, node=kept.node, strict=strict)
+        found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
+        if step is not None and not found:
+            raise self._not_restored(step, found, sources)
+        kept.go_on_from(found.step, agreed.kind, names)
+        if found:
+            seconds = monotonic() - began
+            heres.worker_context().restored(found.step, source=found.source, seconds=seconds)
+        return found
+
+    def _not_restored(self, step: int, found: Restored, sources: Sequence[Source]) -> Exception:
+        """Why there is no restoring a step that was asked for."""
+        if found.passed_over:
+            return CheckpointError(
+                f"step {step} was asked for, and cannot be restored: {'; '.join(found.passed_over)}"
+            )
+        steps = sorted({held.step for source in sources for held in source.held()})
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is no other either"
+        return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {there}")
 
     def load(
         self,
@@ -292,7 +312,7 @@ class CheckpointManager:
             FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
             CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
         """
-        return self._shelf().load(step, like=like, map_location=map_location)
+        return self._reader().load(step, like=like, map_location=map_location)
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, every byte of which this manager has written or
@@ -301,11 +321,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: a newer one cannot be read.
         """
-        return self._shelf().latest()
+        return self._reader().latest()
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
-        return self._shelf().steps()
+        return self._reader().steps()
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
@@ -313,12 +333,12 @@ class CheckpointManager:
         Raises:
             FileNotFoundError: there is no such checkpoint.
         """
-        return self._shelf().verify(step)
+        return self._reader().verify(step)
 
     @property
     def passed_over(self) -> dict[int, str]:
         """Why the last `latest` or `load` went past newer checkpoints, by step."""
-        return dict(self._shelf().passed_over)
+        return dict(self._reader().passed_over)
 
     def prune(self) -> Selection:
         """Delete what `keep_last` and `keep_every` do not keep, if this rank writes.
@@ -384,7 +404,7 @@ class CheckpointManager:
 
     @property
     def _name(self) -> str:
-        return self._shelf().folder.place.name
+        return self._reader().place.name
 
     def _place_in_job(self) -> Here:
         if self._here is None:
@@ -393,7 +413,7 @@ class CheckpointManager:
 
     def _memory(self) -> JobMemory:
         if self._kept is None:
-            place = self._shelf().folder.place
+            place = self._reader().place
             # Of a place of the caller's own an agent knows nothing.
             known = isinstance(place, LocalPlace | RemotePlace)
             folder = place.name if known else ""
@@ -407,15 +427,15 @@ class CheckpointManager:
             )
         return self._kept
 
-    def _shelf(self) -> Shelf:
+    def _reader(self) -> CheckpointFolder:
         if self._opened is None:
-            self._opened = Shelf(CheckpointFolder(open_place(self._folder)))
+            self._opened = CheckpointFolder(open_place(self._folder))
         return self._opened
 
     def _commits(self) -> Committer:
         if self._committer is None:
             writer = self._place_in_job().writer()
-            self._committer = Committer(self._shelf().folder, writer, self._retention)
+            self._committer = Committer(self._reader(), writer, self._retention)
         return self._committer
 
     def _must_be_open(self) -> None:

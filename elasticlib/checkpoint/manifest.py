@@ -7,19 +7,20 @@ byte of the manifest is summed, too.
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from ..foreign import read_object
-from .json_fields import read_fields
+from ..foreign import read_fields, read_object
 
-FORMAT = 2
-"""1 has the same fields, and packs of format 1: a version that reads no others leaves those of 2
-alone, and takes none older in their place."""
+FORMAT = 3
+"""1 has packs of format 1, and 2 those of format 2; metrics and world are of 3. A version that
+reads no others leaves those of a later one alone, and takes none older in their place."""
 
 NAME = "manifest.json"
 MAX_STEP = MAX_BYTES = 2**63 - 1
@@ -52,7 +53,8 @@ class Manifest:
     step: after which the state was taken. parts: 0 for a state that is the same on all ranks, in
     one file; else so many ranks wrote a file each, in the order of their ranks. run, launch,
     generation, writer: see `fence.Writer`. saved_at: seconds since 1970 by the writer's wall
-    clock, for people.
+    clock, for people. metrics: what the script measured of the state, such as its loss; finite
+    numbers by name. world: the number of ranks that the job had; 0 where it is not known.
     """
 
     step: int
@@ -63,6 +65,8 @@ class Manifest:
     generation: int = 0
     writer: str = ""
     saved_at: float = 0.0
+    metrics: Mapping[str, float] = attrs.Factory(dict)
+    world: int = 0
 
     @property
     def size(self) -> int:
@@ -75,6 +79,23 @@ def check_step(step: object) -> int:
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise CheckpointError(f"a step is an int from 0 to {MAX_STEP}, got {step!r}")
     return step
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as a manifest has them; none are {}. Raises CheckpointError."""
+    found = {}
+    for name, value in dict(metrics or {}).items():
+        try:
+            number = float(value) if hasattr(value, "__float__") else math.nan
+        except (OverflowError, RuntimeError, TypeError, ValueError):
+            number = math.nan
+        if type(name) is not str or not math.isfinite(number):
+            raise CheckpointError(
+                f"metrics[{name!r}] is {value!r:.80}: a metric is a finite number under a name, so "
+                "leave out what was not measured"
+            )
+        found[name] = number
+    return found
 
 
 def folder_of(step: int) -> str:
@@ -121,6 +142,8 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if type(found) is not int or found < 1:
         raise ValueError(f"its format is {found!r:.80}, must be 1 to {FORMAT}")
     surplus = fields.keys() - attrs.fields_dict(Manifest).keys()
+    if found < 3:
+        surplus |= fields.keys() & {"metrics", "world"}
     if found > FORMAT or surplus:
         told = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
         raise OtherFormat(f"its manifest has {told}, this version reads formats 1 to {FORMAT}")
@@ -128,17 +151,27 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if type(rows) is not list:
         raise ValueError(f"files is {rows!r:.80}, must be a list")
     files = tuple(read_fields(DataFile, row) for row in rows)
-    manifest = read_fields(Manifest, fields, files=files)
+    metrics = fields.pop("metrics", {})
+    if type(metrics) is not dict or not all(map(_is_finite, metrics.values())):
+        raise ValueError(f"metrics are {metrics!r:.80}, must be finite numbers by name")
+    manifest = read_fields(Manifest, fields, files=files, metrics=metrics)
     reason = _out_of_range(manifest)
     if reason:
         raise ValueError(reason)
     return manifest
 
 
+def _is_finite(value: object) -> bool:
+    # What is no number in JSON is text here, and an int may be larger than any float.
+    return type(value) is float or (type(value) is int and -MAX_BYTES <= value <= MAX_BYTES)
+
+
 def _out_of_range(manifest: Manifest) -> str | None:
     files, parts = manifest.files, manifest.parts
     if not 0 <= manifest.step <= MAX_STEP or parts < 0 or manifest.generation < 0:
         return f"step {manifest.step}, {parts} parts and generation {manifest.generation}"
+    if manifest.world < 0:
+        return f"it was saved by {manifest.world} ranks"
     if not 0 <= manifest.saved_at < _YEAR_10000:
         return f"it was saved {manifest.saved_at} s after 1970"
     if len(files) != max(1, parts):

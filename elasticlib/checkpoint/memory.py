@@ -34,9 +34,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..errors import CheckpointError
-from ..foreign import opened, read_file, read_json
+from ..foreign import opened, read_fields, read_file, read_json
 from ..threads import helper
-from .json_fields import read_fields
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +78,8 @@ class Record:
     name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
     writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
     folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. cut: whether it
-    is of sharded tensors, be it in one part.
+    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. sharded: whether
+    it is a rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Record:
     folder: str = ""
     shared: bool = True
     launch: str = ""
-    cut: bool = False
+    sharded: bool = False
 
     @property
     def keep(self) -> int:

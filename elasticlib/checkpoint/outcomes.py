@@ -1,7 +1,7 @@
-"""How the saves that one rank makes for others came out, told by the store that the ranks met in.
+"""What became of a manager's calls: of a restore, and of the saves that one rank makes for others.
 
-Nobody waits in a collective, as only some ranks may ask; each save has a number, which is the same
-on all ranks, as all make the same calls.
+The latter is told by the store that the ranks met in. Nobody waits in a collective, as only some
+ranks may ask; each save has a number, which is the same on all ranks, as all make the same calls.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import logging
 import threading
 import zlib
 from collections import Counter, deque
-from typing import Any
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch.distributed as dist
@@ -26,6 +27,69 @@ REMEMBERED = 100
 """So many saves that nobody asked for are remembered; of ten times as many the store tells."""
 
 _numbers: Counter[str] = Counter()
+
+_FROM = {
+    "memory": "from this node's memory",
+    "peer": "from another node's memory",
+    "disk": "from the disk",
+}
+
+
+@attrs.frozen(repr=False)
+class Restored:
+    """What `CheckpointManager.restore` has brought the state to; true if there was anything.
+
+    found: whether there was a state to go on from. If not, nothing was changed.
+    step: after which that state was taken; 0 if there was none.
+    source: where this rank's came from: `memory` of this node, that of a `peer`, or a `disk`;
+        empty if there was none.
+    passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
+
+    It is no number: whoever takes it for its step gets a TypeError that says so.
+    """
+
+    step: int = 0
+    source: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        return bool(self.source)
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to go on from"
+        return "; ".join([said, *(f"passed over: {why}" for why in self.passed_over)])
+
+    def __repr__(self) -> str:
+        return f"<Restored: {self}>"
+
+    if not TYPE_CHECKING:  # a type checker is to find these before they are run
+
+        def _is_no_number(self, *_: object) -> NoReturn:
+            raise TypeError(
+                "what restore() returns is a Restored, not a number: its .step is the step, and "
+                ".found says whether there was any"
+            )
+
+        def __eq__(self, other: object) -> bool:
+            if isinstance(other, Number):
+                self._is_no_number()
+            if not isinstance(other, Restored):
+                return NotImplemented
+            return attrs.astuple(self) == attrs.astuple(other)
+
+        def __hash__(self) -> int:
+            return hash(attrs.astuple(self))
+
+        __lt__ = __le__ = __gt__ = __ge__ = _is_no_number
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _is_no_number
+        __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = (
+            _is_no_number
+        )
+        __int__ = __index__ = __float__ = _is_no_number
 
 
 @attrs.frozen

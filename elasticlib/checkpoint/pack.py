@@ -1,56 +1,93 @@
 """A state as one run of bytes: the same on the disk, in shared memory, and between nodes.
 
-An outline first (JSON, see `tree`), then the memory that tensors lie in (see `storages`), each
-block of it at a multiple of 64 bytes::
+The bytes are a safetensors file (see `pack_head` for its head), so any tool can open a pack. A
+tensor whose elements lie in the order of its indices is an entry under its path in the state, such
+as `model.layers.0.weight`. Memory that several tensors share is written once, so they share it
+again when they are read: it is the entry of the tensor that covers it, if there is one, and else
+an entry of bytes, `PATH.storage`, as is the memory of a tensor that lies otherwise (transposed,
+expanded, conjugated) or has a dtype that safetensors has not. Which tensor is which view of which
+entry stands in the outline: strides, offsets, conjugate and negative bits come back as they were.
+Of a large storage the smallest range is written that covers what the state uses.
 
-    0   8 bytes   b"ELPACK1\\n"
-    8   uint64    size of the whole, in bytes (all numbers little-endian)
-    16  uint64    size of the outline
-    24  uint32    CRC-32 of the outline
-    28  uint32    CRC-32 of the 28 bytes before
-    64            the outline; then zeros up to a multiple of 4096; then the blocks
+safetensors allows no gaps, so entries are sorted by the power of two that divides their size: each
+begins at a multiple of it, up to 64, and so of its elements' size.
 
-The blocks carry no sum of their own here: whoever stores or sends a pack sums it up.
-
-Packs of format 1, which are still read, have no blocks: each tensor's elements stand there in the
-order of its indices, whatever its strides were.
+The entries carry no sum here: whoever stores or sends a pack sums it up.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import torch
+from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt
 from .interface import Unreadable
-from .pack_head import HEAD, HEAD_BYTES, MAGIC, PAGE, SUM, size_of, up
-from .storages import MapLocation, bases_of, blocks_of, dtype_named, placed, tensor_of
-from .tree import Encoder, decode, dumps
+from .pack_head import Entry, Head, read_head, up, write_head
+from .pack_head import read_meta as read_meta
+from .storages import (
+    Form,
+    MapLocation,
+    bare,
+    dtype_named,
+    form_of,
+    is_plain,
+    name_of,
+    placed,
+    unexpanded,
+    viewed,
+)
+from .tree import Encoder, decode
 
-FORMAT = 2
 _ALIGN = 64
+
+_ENTRY_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: str(dtype).removeprefix("torch.") for dtype, name in _ENTRY_DTYPES.items()}
+_ARRAY_DTYPES = {
+    **{"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64"},
+    **{"<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"},
+    **{"<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL"},
+}
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
 class Layout:
     """Where everything goes.
 
-    size: of the pack, in bytes. head: its first bytes, up to the blocks. tensors: what is written
-    of each block, which are the state's own memory, not copies; offsets: where each begins. found:
-    the state's tensors, in the order of their numbers.
+    size: of the pack, in bytes. head: its first bytes, up to the data. tensors: what is written of
+    each entry, in the order of their bytes, which are the state's own memory, not copies; offsets:
+    where each begins. gaps: from where to where zeros are written. found: the state's tensors, in
+    the order in which they stand there.
     """
 
     size: int
     head: bytes
     tensors: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]
+    gaps: tuple[tuple[int, int], ...]
     found: tuple[torch.Tensor, ...]
 
 
@@ -67,29 +104,32 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     """
     encoder = Encoder()
     tree = encoder.encode(state)
-    made = blocks_of(encoder.tensors, encoder.arrays)
-    places: list[int] = []
-    end = 0
-    for source in made.sources:
-        places.append(end)
-        end += up(source.numel() * source.element_size(), _ALIGN)
-    outline = dumps(
-        {
-            "format": FORMAT,
-            "meta": dict(meta or {}),
-            "tree": tree,
-            "blocks": made.blocks,
-            "tensors": made.tensors,
-        }
-    )
-    start = up(HEAD_BYTES + len(outline), PAGE)
-    first = HEAD.pack(MAGIC, start + end, len(outline), zlib.crc32(outline))
-    head = (first + SUM.pack(zlib.crc32(first))).ljust(HEAD_BYTES, b"\0") + outline
+    made = _Blocks(encoder)
+    made.add_all()
+    blocks = sorted(made.blocks, key=lambda block: -_alignment(block.size))
+    places = {block.number: place for place, block in enumerate(blocks)}
+    outline = {
+        "meta": dict(meta or {}),
+        "tree": tree,
+        "blocks": [block.about for block in blocks],
+        "tensors": [_at_place(row, places) for row in made.rows],
+    }
+    names = _names(made.blocks)
+    entries, end = [], 0
+    for block in blocks:
+        begin, end = end, end + block.size
+        entries.append(Entry(names[block.number], block.dtype, block.shape, begin, end))
+    head = write_head(entries, outline, end)
+    gaps = []
+    for block, entry in zip(blocks, entries, strict=True):
+        if block.source.nbytes < block.size:
+            gaps.append((len(head) + entry.begin + block.source.nbytes, len(head) + entry.end))
     return Layout(
-        start + end,
-        head.ljust(start, b"\0"),
-        tuple(made.sources),
-        tuple(start + place for place in places),
+        len(head) + end,
+        head,
+        tuple(block.source for block in blocks),
+        tuple(len(head) + entry.begin for entry in entries),
+        tuple(gaps),
         tuple(encoder.tensors),
     )
 
@@ -105,11 +145,12 @@ def fill(
 
     Args:
         buffer: uint8, of at least `layout.size` elements, contiguous, on the CPU; its memory at a
-            multiple of 64 bytes. What lies behind `layout.size` is left alone, and so are the
-            gaps between tensors.
+            multiple of 64 bytes. What lies behind `layout.size` is left alone.
         wait: until a device has done all that it was told to.
     """
     buffer[: len(layout.head)].copy_(torch.frombuffer(bytearray(layout.head), dtype=torch.uint8))
+    for begin, end in layout.gaps:
+        buffer[begin:end].zero_()
     elsewhere = set()
     for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
         size = tensor.numel() * tensor.element_size()
@@ -123,13 +164,187 @@ def fill(
         wait(device)
 
 
-def read_meta(pack: memoryview | bytes) -> dict[str, Any]:
-    """What `lay_out` was told beside the state; needs the pack's head only.
+def _alignment(size: int) -> int:
+    return min(size & -size, _ALIGN) if size else _ALIGN
 
-    Raises:
-        CheckpointCorrupt: it is no pack, or its head was changed or cut short.
+
+def _at_place(row: Any, places: Mapping[int, int]) -> Any:
+    if type(row) is int:
+        return places[row]
+    name, shape, number, *more = row
+    return [name, shape, places[number], *more]
+
+
+def _names(blocks: Sequence[_Block]) -> dict[int, str]:
+    """A name for each entry, by its number: the path of the tensor that it is, if that is not
+    another's; these choose first."""
+    names: dict[int, str] = {}
+    taken = {"__metadata__"}
+    for block in sorted(blocks, key=lambda block: not block.is_tensor):
+        path = block.path if block.is_tensor else f"{block.path}.storage"
+        # Half a character, which Python can hold, is none in a file that others read.
+        path = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
+        name, count = path, 1
+        while name in taken:
+            count += 1
+            name = f"{path}~{count}"
+        taken.add(name)
+        names[block.number] = name
+    return names
+
+
+@attrs.frozen(eq=False)
+class _Block:
+    """Memory that is written as one entry.
+
+    source: what is written, one tensor. size: of the entry, in bytes. about: as plain JSON, how it
+    lies in memory: 0 if it lies on the CPU as it does in the entry; or a row of the device, as
+    torch names it ("" for memory that is no tensor's, and stays on the CPU), its bytes there, if
+    these are not the entry's, and, if elements have gaps between them there, how they lie.
+    is_tensor: whether the entry's dtype and shape are those of the tensor at `path`.
     """
-    return dict(_outline(pack)["meta"])
+
+    number: int
+    source: torch.Tensor
+    size: int
+    about: Any
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_tensor: bool
+
+
+@attrs.frozen(eq=False)
+class _Member:
+    """A tensor of a storage; begin, end: the bytes of the storage that it lies within."""
+
+    number: int
+    tensor: torch.Tensor
+    form: Form
+    begin: int
+    end: int
+
+    @staticmethod
+    def of(number: int, tensor: torch.Tensor) -> _Member:
+        form = form_of(tensor)
+        begin = int(tensor.storage_offset()) * form.dtype.itemsize if form.extent else 0
+        return _Member(number, tensor, form, begin, begin + form.extent * form.dtype.itemsize)
+
+
+class _Blocks:
+    """The memory that an encoder's tensors lie in.
+
+    rows: for each tensor, by its number: the number of the block that is all of it, with its dtype
+    and shape; or its dtype, shape, and block, its strides and its offset in the block, in elements,
+    and whether it is a conjugate and a negative.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._tensors, self._paths = encoder.tensors, encoder.paths
+        self._arrays = encoder.arrays
+        self.blocks: list[_Block] = []
+        self.rows: list[Any] = [None] * len(self._tensors)
+
+    def add_all(self) -> None:
+        storages: dict[tuple[object, ...], list[int]] = {}
+        for number, tensor in enumerate(self._tensors):
+            address = tensor.untyped_storage().data_ptr()
+            # What has no elements shares none.
+            key = (number in self._arrays, tensor.device, address) if tensor.numel() else (number,)
+            storages.setdefault(key, []).append(number)
+        for numbers in storages.values():
+            number, tensor = numbers[0], self._tensors[numbers[0]]
+            entry = self._entry_of(number)
+            # Nearly all are such, and there may be many thousands.
+            if len(numbers) == 1 and entry and is_plain(tensor):
+                self.rows[number] = len(self.blocks)
+                self._add(tensor, tensor.nbytes, [self._location(number)], number, entry)
+                continue
+            members = [_Member.of(number, self._tensors[number]) for number in numbers]
+            for run in _overlapping(members):
+                self._add_shared(run)
+
+    def _add(
+        self,
+        source: torch.Tensor,
+        size: int,
+        about: list[Any],
+        number: int,
+        entry: tuple[str, tuple[int, ...]] | None,
+    ) -> None:
+        dtype, shape = entry or ("U8", (size,))
+        path, is_tensor = self._paths[number], entry is not None
+        brief = 0 if about == ["cpu"] else about
+        block = _Block(len(self.blocks), source, size, brief, path, dtype, shape, is_tensor)
+        self.blocks.append(block)
+
+    def _entry_of(self, number: int) -> tuple[str, tuple[int, ...]] | None:
+        """The dtype and shape of the entry that a plain tensor or array is; None if it is none."""
+        if number in self._arrays:
+            name, shape, order = self._arrays[number]
+            return (_ARRAY_DTYPES[name], shape) if name in _ARRAY_DTYPES and order == "C" else None
+        tensor = self._tensors[number]
+        dtype = _ENTRY_DTYPES.get(tensor.dtype)
+        return (dtype, tuple(tensor.shape)) if dtype else None
+
+    def _location(self, number: int) -> str:
+        if number in self._arrays:
+            return ""
+        tensor = self._tensors[number]
+        return "cpu" if tensor.device.type == "cpu" else location_tag(tensor.untyped_storage())
+
+    def _add_shared(self, run: list[_Member]) -> None:
+        """The memory that these overlap in."""
+        first, begin, end = run[0], run[0].begin, max(one.end for one in run)
+        # Two storages may begin at one address, as those of two tensors made of one array do.
+        storages = (one.tensor.untyped_storage() for one in run)
+        storage = max(storages, key=lambda found: found.nbytes())
+        # The offset of each is to be one in whole elements.
+        item = max(one.form.dtype.itemsize for one in run)
+        begin -= begin % item
+        about: list[Any] = [self._location(first.number), end - begin]
+        form = form_of(unexpanded(first.tensor))
+        owner: _Member | None
+        if form.has_gaps and all((one.begin, one.form) == (begin, first.form) for one in run):
+            about.append([name_of(form.dtype), [*form.shape], [*form.stride]])
+            owner = first if form.shape == first.form.shape and not _has_bits(first) else None
+            size = math.prod(form.shape) * item
+        else:
+            dtype = first.form.dtype
+            if any(one.form.dtype != dtype for one in run):
+                dtype = torch.uint8
+            form = Form(dtype, ((end - begin) // dtype.itemsize,), (1,))
+            size = up(end - begin, item)
+            whole = (one for one in run if (one.begin, one.end) == (begin, begin + size))
+            owner = next((one for one in whole if is_plain(one.tensor)), None)
+        for one in run:
+            offset = (one.begin - begin) // one.form.dtype.itemsize
+            bits = one.tensor.is_conj(), one.tensor.is_neg()
+            row = [name_of(one.form.dtype), one.form.shape, len(self.blocks), one.form.stride]
+            self.rows[one.number] = [*row, offset, *bits]
+        source = bare(storage, begin // form.dtype.itemsize, form)
+        entry = self._entry_of(owner.number) if owner else None
+        self._add(source, size, about, (owner or first).number, entry)
+
+
+def _overlapping(members: list[_Member]) -> Iterator[list[_Member]]:
+    """Those that lie within one range of memory, together."""
+    run: list[_Member] = []
+    end = 0
+    for one in sorted(members, key=lambda one: one.begin):
+        if run and one.begin >= end:
+            yield run
+            run = []
+        run.append(one)
+        end = max(end, one.end)
+    yield run
+
+
+def _has_bits(one: _Member) -> bool:
+    return one.tensor.is_conj() or one.tensor.is_neg()
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
@@ -146,61 +361,17 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
             carry no sum here.)
         Unreadable: a newer version wrote it, or this program lacks a class or library for it.
     """
-    outline = _outline(pack)
-    size, start = size_of(pack[:HEAD_BYTES])
-    if len(pack) < size:
-        raise CheckpointCorrupt(f"the pack has {size} bytes, and {len(pack)} are here")
-    elements = _Elements(pack[start:size])
+    head = read_head(pack)
+    if len(pack) < head.size:
+        raise CheckpointCorrupt(f"the pack has {head.size} bytes, and {len(pack)} are here")
+    data = pack[head.start : head.size]
     with _Rows():
-        read = _bases_1 if outline["format"] == 1 else _bases
-        bases, rows = read(elements, outline, copy)
+        bases = [(_base(data, one, copy=copy), one[1]) for one in _stored(head)]
     # Outside: what a device or the caller's function refuses is no fault of the pack.
     memory = [placed(*base, map_location) for base in bases]
     with _Rows():
-        tensors = [tensor_of(row, memory) for row in rows]
-    return decode(outline["tree"], tensors)
-
-
-def _outline(pack: memoryview | bytes) -> dict[str, Any]:
-    size_of(pack[:HEAD_BYTES])
-    _, _, length, summed = HEAD.unpack_from(pack)
-    text = bytes(pack[HEAD_BYTES : HEAD_BYTES + length])
-    if len(text) != length or zlib.crc32(text) != summed:
-        raise CheckpointCorrupt("the pack's outline was changed or cut short")
-    try:
-        outline = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"the pack's outline is no JSON: {error}") from error
-    found = outline.get("format") if isinstance(outline, dict) else None
-    if type(found) is int and found > FORMAT:
-        # Nobody changed it: what a newer version wrote is no reason to go back to an older state.
-        raise Unreadable(f"the pack has format {found}, this version reads 1 to {FORMAT}")
-    if type(found) is not int or found < 1:
-        raise CheckpointCorrupt(f"the pack has format {found!r}, this version reads 1 to {FORMAT}")
-    if not isinstance(outline.get("meta"), dict):
-        raise CheckpointCorrupt("the pack's outline says nothing beside the state")
-    return dict(outline)
-
-
-class _Elements:
-    """The bytes behind the head, one block after the other."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
-
-    def next(self, size: int) -> torch.Tensor:
-        """So many bytes, which are views of the pack. Raises ValueError."""
-        begin = self._at
-        self._at = up(begin + size, _ALIGN)
-        return self.at(begin, size)
-
-    def at(self, begin: int, size: int) -> torch.Tensor:
-        if not 0 <= begin <= begin + size <= len(self._data):
-            raise ValueError(f"{size} bytes at {begin} lie outside")
-        if not size:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=begin)
+        tensors = [_tensor(row, memory) for row in _rows(head)]
+    return decode(head.outline["tree"], tensors)
 
 
 class _Rows:
@@ -217,20 +388,95 @@ class _Rows:
             ) from error
 
 
-_Read: TypeAlias = tuple[list[tuple[torch.Tensor, str]], list[list[Any]]]
-"""The memory of blocks, and the rows of the tensors in it."""
+_Stored: TypeAlias = tuple[int, str, int, Any]
+"""A block: where its bytes begin, the device that it was saved from, its bytes in memory, and how
+its elements lie there if they have gaps."""
 
 
-def _bases(elements: _Elements, outline: dict[str, Any], copy: bool) -> _Read:
-    return bases_of(outline["blocks"], elements.next, copy=copy), outline["tensors"]
+def _stored(head: Head) -> Iterator[_Stored]:
+    if head.format == 1:
+        # Each tensor by itself, its elements in the order of its indices.
+        for name, shape, begin in head.outline["tensors"]:
+            yield begin, "cpu", math.prod(shape) * dtype_named(name).itemsize, None
+    elif head.format == 2:
+        begin = 0
+        for row in head.outline["blocks"]:
+            size, location, form = (row, "cpu", None) if type(row) is int else (*row, None)[:3]
+            yield begin, location, size, form
+            begin = up(begin + (size if form is None else _form(*form).bytes), _ALIGN)
+    else:
+        for entry, about in zip(head.entries, head.outline["blocks"], strict=True):
+            size = entry.end - entry.begin
+            location, *more = about or ["cpu"]
+            size, form = (*more, None)[:2] if more else (size, None)
+            yield entry.begin, location, size, form
 
 
-def _bases_1(elements: _Elements, outline: dict[str, Any], copy: bool) -> _Read:
-    """Of format 1: each tensor by itself, its elements in the order of its indices."""
-    bases, rows = [], []
-    for number, (name, shape, place) in enumerate(outline["tensors"]):
-        size = math.prod(shape) * dtype_named(name).itemsize
-        data = functools.partial(elements.at, place)
-        bases += bases_of([size], data, copy=copy)
-        rows.append([name, shape, number])
-    return bases, rows
+def _rows(head: Head) -> Iterator[Sequence[Any]]:
+    for number, row in enumerate(head.outline["tensors"]):
+        if head.format == 1:
+            yield *row[:2], number
+        elif type(row) is int:
+            entry = head.entries[_whole(row)]
+            yield _DTYPES[entry.dtype], entry.shape, row
+        else:
+            yield row
+
+
+def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
+    """The memory of a block, as bytes on the CPU. Raises ValueError, TypeError, Unreadable."""
+    begin, location, size, spread = stored
+    if type(location) is not str:
+        raise ValueError(f"a block lies on {location!r}")
+    if spread is None:
+        base = _bytes_at(data, _whole(begin), _whole(size))
+        return base.clone() if copy else base
+    form = _form(*spread)
+    if not form.has_gaps or form.extent * form.dtype.itemsize != size:
+        raise ValueError(f"a block of {size} bytes is not what {spread} takes")
+    return _spread_out(_bytes_at(data, begin, form.bytes), form)
+
+
+def _bytes_at(data: memoryview, begin: int, size: int) -> torch.Tensor:
+    if not 0 <= begin <= begin + size <= len(data):
+        raise ValueError(f"{size} bytes at {begin} lie outside")
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=begin)
+
+
+def _spread_out(data: torch.Tensor, form: Form) -> torch.Tensor:
+    """Bytes of their own in which these elements lie as they did. What is in the gaps is 0."""
+    try:
+        memory = torch.zeros(form.extent, dtype=form.dtype)
+    except RuntimeError as error:
+        raise Unreadable(
+            f"no memory for a tensor of {form.shape} {form.dtype} and strides {form.stride}"
+        ) from error
+    memory.as_strided(form.shape, form.stride).copy_(data.view(form.dtype).view(form.shape))
+    return memory.view(torch.uint8)
+
+
+def _tensor(row: Sequence[Any], bases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor of one of `_rows`. Raises ValueError, TypeError or RuntimeError."""
+    name, shape, number, *more = row
+    base, dtype = bases[_whole(number)], dtype_named(name)
+    if not more:
+        return base.view(dtype).view(shape)
+    stride, offset, conj, neg = more
+    form = _form(name, shape, stride)
+    if (_whole(offset) + form.extent) * dtype.itemsize > len(base):
+        raise ValueError(f"a tensor of {row} lies outside of its block")
+    return viewed(base.untyped_storage(), offset, form, conj=conj is True, neg=neg is True)
+
+
+def _form(name: str, shape: Any, stride: Any) -> Form:
+    if len(shape) != len(stride):
+        raise ValueError(f"a tensor has the shape {shape} and the strides {stride}")
+    return Form(dtype_named(name), tuple(map(_whole, shape)), tuple(map(_whole, stride)))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no count")
+    return value

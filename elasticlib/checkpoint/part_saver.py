@@ -33,7 +33,7 @@ class PartSaver:
     def prepare(self, step: int, values: object, host: HostBuffer) -> Callable[[], None]:
         """Copy this rank's part; what is then to be done behind the training step."""
         first = self._together.rank == 0
-        data = host.take(lay_out_part(step, values, first=first))
+        data = host.take(lay_out_part(step, values, whole=first, copies=False))
         self._count += 1
         return partial(self._write, step, data, self._count)
 

@@ -40,6 +40,7 @@ from .folder import CheckpointFolder, open_place
 from .interface import Unreadable
 from .manifest import DataFile
 from .memory import Found, Record, flaw, pinned, that_count, word_sum
+from .pack_head import read_meta
 from .place import Place
 from .prune import Retention
 from .salvage import (
@@ -277,7 +278,7 @@ class Kind:
 
 
 def state_of(record: Record) -> State:
-    sharded = record.cut or record.parts > 1
+    sharded = record.sharded or record.parts > 1
     return State(record.generation, record.step, record.parts, sharded)
 
 
@@ -293,8 +294,6 @@ def kinds_in(memory: Path) -> list[Kind]:
 
 def rows_of(memory: Path, found: Found) -> Rows | None:
     """The boxes of a part; None where it is gone, or was not made by CheckpointManager."""
-    from .pack import read_meta
-
     with pinned(memory, found) as view:
         rows = None if view is None else read_meta(view).get("chunks")
         return rows if isinstance(rows, list) else None

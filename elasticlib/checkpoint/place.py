@@ -14,6 +14,9 @@ CHUNK = 16 << 20
 """Bytes that are read or written at once: large, so that a disk streams, and few calls are made."""
 
 
+PIECE = 1 << 20
+"""Bytes that are read at once and then summed, while they are in a core's cache."""
+
 MAX_SMALL = 64 << 20
 """Bytes of a small file, such as a manifest of a hundred thousand parts."""
 
@@ -36,6 +39,8 @@ class Place(abc.ABC):
 
     name: str
     atomic: bool
+    readers = 1
+    """So many threads may call `read_into` at once, of one file or of several."""
 
     @abc.abstractmethod
     def locked(self) -> AbstractContextManager[None]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, StateMismatch, describe
 from . import arrays
 from .containers import Way, changed, is_mapping, is_sequence, is_stateful, parts_of, with_parts
-from .shards import local_of, rebuild, shape_of
+from .gather import is_sharded_kind
 from .storages import Copies, bits_of, form_of, unexpanded
 from .tree import is_leaf
 
@@ -54,22 +54,18 @@ def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None
         raise StateMismatch("; ".join(unfit[:3]) + more)
 
 
-Cuts: TypeAlias = Mapping[str, torch.Tensor]
-
-
-def put(state: MutableMapping[str, Any], found: Mapping[str, Any], cuts: Cuts) -> None:
+def put(state: MutableMapping[str, Any], found: Mapping[str, Any]) -> None:
     """Put `found` into `state`, in place; both are known to `fit`. See `restore_from`.
 
     Args:
         state: what is changed.
-        found: what was read.
-        cuts: `shards.cuts_of` the state, if `found` has notes of DTensors.
+        found: what was read. Its DTensors are this state's own, and no memory of others'.
 
     Raises:
         CheckpointError: an object refused its state, or failed. What stands before it in `state`
             has been changed by then.
     """
-    putting = _Putting(cuts)
+    putting = _Putting()
     with torch.no_grad():
         for name in state:
             if name in found:
@@ -117,6 +113,20 @@ def _unfit_inside(old: Any, new: Any, where: str) -> Iterator[str]:
             yield f"nothing was saved for {where}[{key!r}], a {_name(part)}"
 
 
+def shape_of(value: Any) -> str:
+    """In words, what a tensor must have in common with another to be copied into it."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {_name(value)}"
+    cut = f" sharded as {list(value.placements)}" if is_sharded_kind(value) else ""
+    return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{cut}"
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """What this rank has of a tensor: of a plain one all of it."""
+    found: torch.Tensor = value.to_local() if is_sharded_kind(value) else value
+    return found
+
+
 def _is_alike_where(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether elements of `new` that share one place in `old` are equal."""
     once = unexpanded(old)
@@ -134,8 +144,7 @@ def _name(value: object) -> str:
 class _Putting:
     """One state's way back. What several things in it share, they share again."""
 
-    def __init__(self, cuts: Cuts) -> None:
-        self._cuts = cuts
+    def __init__(self) -> None:
         self._copies = Copies()
 
     def put(self, old: Any, new: Any, where: str) -> Any:
@@ -159,7 +168,7 @@ class _Putting:
             return old
         if is_sequence(old):
             return self._put_items(old, new, where)
-        return rebuild(owned(new, self._copies), self._cuts)
+        return owned(new, self._copies)
 
     def _put_items(self, old: Any, new: Any, where: str) -> Any:
         before = [*old, *[None] * len(new)]
@@ -178,7 +187,7 @@ class _Putting:
         mine = new if isinstance(old, torch.nn.Module) else owned(new, self._copies)
         try:
             with torch.enable_grad():
-                old.load_state_dict(rebuild(mine, self._cuts))
+                old.load_state_dict(mine)
         except Exception as error:
             raise CheckpointError(
                 f"{where}, a {_name(old)}, could not load its state: {describe(error)}"
@@ -186,10 +195,13 @@ class _Putting:
 
 
 def owned(value: Any, copies: Copies | None = None) -> Any:
-    """A copy that shares no memory with the pack that `value` was read from."""
+    """A copy that shares no memory with the pack that `value` was read from, which has no
+    DTensors."""
     made = Copies() if copies is None else copies
 
     def change(_way: Way, part: object) -> object:
-        return made.of(part) if isinstance(part, torch.Tensor) else part
+        if isinstance(part, torch.Tensor) and not is_sharded_kind(part):
+            return made.of(part)
+        return part
 
     return changed(value, change)

@@ -19,6 +19,7 @@ class RemotePlace(Place):
     """A folder that fsspec reaches (the extra `fsspec`, imported when one is first used)."""
 
     atomic = False
+    readers = 8
 
     def __init__(self, url: str) -> None:
         try:
@@ -60,17 +61,16 @@ class RemotePlace(Place):
         start: int = 0,
         seen: Callable[[memoryview], None] = no_news,
     ) -> int:
-        done = 0
-        with self._spoken(name), self._fs.open(self._path(name), "rb") as file:
-            file.seek(start)
-            while done < len(buffer):
-                data = file.read(min(CHUNK, len(buffer) - done))
-                if not data:
-                    break
-                buffer[done : done + len(data)] = data
-                seen(buffer[done : done + len(data)])
-                done += len(data)
-        return done
+        with self._spoken(name):
+            for done in range(0, len(buffer), CHUNK):
+                part = buffer[done : done + CHUNK]
+                begin = start + done
+                data = self._fs.cat_file(self._path(name), start=begin, end=begin + len(part))
+                part[: len(data)] = data
+                seen(part[: len(data)])
+                if len(data) < len(part):
+                    return done + len(data)
+        return len(buffer)
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)

@@ -36,13 +36,12 @@ from typing import Protocol
 import attrs
 
 from ..errors import CheckpointError, ElasticError, StoreRefused, present
-from ..foreign import read_json
+from ..foreign import read_fields, read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import Store
 from ..stores.keyspace import Entry, KeySpace, Lease
 from ..stores.secret import NONCE_BYTES, is_digits
 from ..threads import helper
-from .json_fields import read_fields
 from .memory import Found, Record, Slots, held, pieces, read_record, sum_of
 
 log = logging.getLogger("elasticlib.checkpoint")

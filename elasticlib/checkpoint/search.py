@@ -18,11 +18,12 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch, describe
 from .choose import Leg, Plan, choose, state_of
+from .fresh import parameters_in
+from .gather import values_of
 from .interface import DirectSource, Held, Source, Unreadable
-from .pack import lay_out, unpack
+from .pack import lay_out, read_meta, unpack
 from .peers import MAX_WORD_BYTES, Pack, Peers
 from .put import fit, put
-from .shards import check_cuts, cuts_of, has_notes
 from .storages import in_memory_order
 
 _MAX_SENTENCE = 4000
@@ -126,8 +127,8 @@ class Search:
             self._pass_over(plan, words)
             return False
         # Not None: the words say so.
-        found, cuts = looked or ({}, {})
-        _, error = _tried(lambda: put(state, found, cuts))
+        found = looked or {}
+        _, error = _tried(lambda: put(state, found))
         words = self._say({}, error)
         _raise_any(words, error, f"failed at restoring step {plan.state.step}")
         return True
@@ -272,19 +273,28 @@ class _Unfit(Exception):
     pass
 
 
-def _look(
-    pack: Pack, state: Mapping[str, Any], *, strict: bool
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What the pack holds, as views of it, and the cuts of `state` if there are any in it."""
+def _look(pack: Pack, state: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """What the pack holds, as views of it."""
     try:
-        found = unpack(memoryview(pack), copy=False)
-        cuts = cuts_of(state) if has_notes(found) else {}
-        check_cuts(found, cuts)
+        found = _found(pack, state)
     except (CheckpointCorrupt, StateMismatch) as error:
         # An older state, of another format or cut, may still fit.
         raise _Unfit(describe(error)[:_MAX_SENTENCE]) from error
     fit(state, found, strict=strict)
-    return found, cuts
+    return found
+
+
+def _found(pack: Pack, state: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any]
+    if "chunks" in read_meta(memoryview(pack)):
+        from .sharded import Parts, load_parts
+
+        own = Parts(1, lambda _: memoryview(pack), lambda _: memoryview(pack))
+        like, parameters = values_of(state), parameters_in(state)
+        found = load_parts(own, like, parameters=parameters, map_location="cpu")
+    else:
+        found = unpack(memoryview(pack), copy=False)
+    return found
 
 
 def _print(pack: Pack) -> str:

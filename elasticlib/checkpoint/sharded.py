@@ -32,8 +32,14 @@ from .pack import Layout, lay_out, read_meta, unpack
 from .storages import Form, MapLocation, dtype_named, moved
 
 
-def lay_out_part(step: int, values: object, *, first: bool) -> Layout:
-    """This rank's part of a state: its shards, and on the first rank all that is not sharded.
+def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Layout:
+    """This rank's part of a state: its shards, and what is not sharded.
+
+    Args:
+        whole: whether what is not sharded is in it: on a disk in the first rank's alone, in memory
+            in each, as any of them may be lost.
+        copies: whether shards are in it that several ranks hold alike, also if this rank is not
+            the first of these.
 
     Raises:
         CheckpointError: something in it cannot be saved.
@@ -45,7 +51,7 @@ def lay_out_part(step: int, values: object, *, first: bool) -> Layout:
     chunks, tensors = [], []
     for item in planner.create_local_plan().items:
         data, shard = item.tensor_data, named[item.index.fqn]
-        if data is None or not _is_ours(shard):
+        if data is None or not (_is_first(shard) or copies):
             continue
         tensors.append(shard.detach().to_local())
         kind = str(shard.dtype).removeprefix("torch.")
@@ -53,7 +59,7 @@ def lay_out_part(step: int, values: object, *, first: bool) -> Layout:
         location = location_tag(tensors[-1].untyped_storage())
         about = [list(shard.stride()), location]
         chunks.append([item.index.fqn, kind, list(data.size), *chunk, *about])
-    rest = {"state": plain, "ways": list(shards)} if first else None
+    rest = {"state": plain, "ways": list(shards)} if whole else None
     return lay_out({"whole": rest, "shards": tensors}, {"step": step, "chunks": chunks})
 
 
@@ -105,8 +111,8 @@ def _name(way: Way) -> str:
     return repr(way)
 
 
-def _is_ours(shard: DTensor) -> bool:
-    """Whether this rank writes its part: of several that hold the same elements, the first."""
+def _is_first(shard: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same elements."""
     placements, place = shard.placements, shard.device_mesh.get_coordinate()
     if any(placement.is_partial() for placement in placements):
         raise CheckpointError(

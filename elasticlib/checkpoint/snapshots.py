@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
+from .gather import take_shards, values_of
 from .interface import Held, Source
 from .memory import (
     NEWS,
@@ -32,9 +33,8 @@ from .memory import (
     that_count,
     torch_sum,
 )
-from .pack import fill, lay_out
-from .pack_head import size_of
-from .shards import has_notes
+from .pack import Layout, fill, lay_out
+from .pack_head import HEAD_BYTES, size_of
 from .told import Told
 
 
@@ -55,10 +55,9 @@ class SnapshotMemory(Source):
     Args:
         told: where that is; see `elasticlib.checkpoint.told`.
         name: tells apart several kinds of snapshots in one program.
-        part, parts: which rank's part of the state this is, of how many; 0 of 1 for a state that
-            is the same on all ranks.
-        writes: whether this worker makes snapshots; of a state that is the same on all ranks,
-            only one worker of each node has to.
+        rank, world_size: of this worker.
+        writes: whether this worker keeps a state that is the same on all ranks, which only one
+            worker of each node has to; of a sharded one each keeps its part.
         folder: where the agent writes the newest snapshot when the job drains or fails for good;
             empty for nowhere.
         shared: whether that folder is one for all nodes, or each has its own.
@@ -72,15 +71,16 @@ class SnapshotMemory(Source):
         told: Told,
         *,
         name: str = "state",
-        part: int = 0,
-        parts: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
         writes: bool = True,
         folder: str = "",
         shared: bool = True,
         clock: Clock = monotonic,
     ) -> None:
-        if not 0 <= part < parts:
-            raise CheckpointError(f"need 0 <= part < parts, got part {part} of {parts}")
+        if not 0 <= rank < world_size:
+            raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
+        self._rank, self._world_size = rank, world_size
         self._clock = clock
         self._era = int(Path(told.folder).name)
         self._memory = Path(told.folder).parent
@@ -96,41 +96,56 @@ class SnapshotMemory(Source):
             size=0,
             run=told.run,
             generation=told.generation,
-            part=part,
-            parts=parts,
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
             shared=shared,
             launch=told.launch,
         )
 
-    def snapshot(
-        self, step: int, state: object, meta: Mapping[str, Any] | None = None
-    ) -> Snapshot | None:
+    def snapshot(self, step: int, state: object) -> Snapshot | None:
         """Keep `state` as it is after `step`; None where this worker makes none.
 
         When it returns, the state may change: the snapshot does not.
 
         Args:
             step: at least 0.
-            state: as of `elasticlib.checkpoint.pack.lay_out`; no modules or optimizers.
-            meta: as of `lay_out`.
+            state: as of `CheckpointManager.save`. Of one with DTensors this rank's part is kept,
+                as `sharded.lay_out_part` has it.
 
         Raises:
             CheckpointError: the state cannot be saved, or there is no memory for it. The earlier
                 snapshots stay.
         """
-        if not self._writes:
-            return None
         began = self._clock()
-        layout = lay_out(state, meta)
-        before = self._record.sequence or self._made_before()
+        values = values_of(state)
+        shards = take_shards(values)[1].values()
+        if not self._writes and all(_is_same_on_all(shard) for shard in shards):
+            return None
+        if shards:
+            # It takes its time to import, and most states are not sharded.
+            from .sharded import lay_out_part
+
+            layout = lay_out_part(step, values, whole=True, copies=True)
+            line = {"part": self._rank, "parts": self._world_size, "sharded": True}
+        else:
+            layout, line = lay_out(values, {"step": step}), {}
+        made = self.keep(step, layout, **line)
+        return attrs.evolve(made, seconds=self._clock() - began)
+
+    def keep(
+        self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
+    ) -> Snapshot:
+        """Keep what was laid out: `part` of so many `parts` of a state, by `Record`'s words."""
+        before = self._record.sequence or self._made_before(part)
         record = attrs.evolve(
             self._record,
             step=step,
             sequence=before + 1,
             size=layout.size,
-            cut=has_notes(state),
+            part=part,
+            parts=parts,
+            sharded=sharded,
         )
+        began = self._clock()
         with self._sealing.paused(), self._slots.writing(record) as view:
             copying = self._clock()
             fill(layout, torch.frombuffer(view, dtype=torch.uint8))
@@ -182,9 +197,9 @@ class SnapshotMemory(Source):
         found = memory.look(self._memory)
         return that_count(one for one in found if (one.record.name, one.record.run) == (name, run))
 
-    def _made_before(self) -> int:
+    def _made_before(self, part: int) -> int:
         """By this worker with another object of the same name."""
-        like = (self._record.name, self._record.part)
+        like = (self._record.name, part)
         return max(
             (
                 one.record.sequence
@@ -205,7 +220,7 @@ class SnapshotMemory(Source):
             flaw = memory.flaw(self._memory, found, lambda: summed)
             if flaw:
                 raise CheckpointCorrupt(flaw)
-        if size_of(memoryview(copy)[:64])[0] != found.record.size:
+        if size_of(memoryview(copy)[:HEAD_BYTES])[0] != found.record.size:
             raise CheckpointCorrupt(f"the snapshot {_name(found)} is no pack of its size")
         return copy
 
@@ -249,6 +264,10 @@ def _fresh(size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without them
         made.madvise(mmap.MADV_HUGEPAGE)
     return made
+
+
+def _is_same_on_all(shard: Any) -> bool:
+    return all(placement.is_replicate() for placement in shard.placements)
 
 
 def _name(found: Found) -> str:

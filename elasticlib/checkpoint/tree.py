@@ -66,13 +66,15 @@ def is_leaf(value: object) -> bool:
 class Encoder:
     """Takes tensors out of states, and gives each a number; one tensor has one number.
 
-    tensors: those found so far, in the order of their numbers. arrays: the numbers of those that
-    are the bytes of NumPy's arrays.
+    tensors: those found so far, in the order of their numbers; paths: where each stands first.
+    arrays: those that are the bytes of NumPy's arrays: dtype, shape, and order in memory.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.arrays: set[int] = set()
+        self.paths: list[str] = []
+        self.arrays: dict[int, tuple[str, tuple[int, ...], str]] = {}
+        self._path: list[object] = []
         self._numbers: dict[int, int] = {}
         # As an id says which one only while that one lives.
         self._numbered: list[object] = []
@@ -123,7 +125,7 @@ class Encoder:
             self._above.pop()
 
     def _all(self, items: Iterable[object]) -> list[Any]:
-        return [self._at(f"[{at}]", item) for at, item in enumerate(items)]
+        return [self._at(at, item) for at, item in enumerate(items)]
 
     def _sequence(self, value: Any) -> dict[str, Any]:
         items = self._all(value)
@@ -135,8 +137,7 @@ class Encoder:
 
     def _mapping(self, value: dict[object, object]) -> dict[str, Any]:
         items = [
-            [self._at(f".key({key!r})", key), self._at(f"[{key!r}]", item)]
-            for key, item in value.items()
+            [self._at(key, key, ".key({!r})"), self._at(key, item)] for key, item in value.items()
         ]
         found: dict[str, Any] = {_MAPPINGS[type(value)]: items}
         if isinstance(value, defaultdict):
@@ -145,16 +146,19 @@ class Encoder:
         attributes = getattr(value, "__dict__", None)
         if attributes:
             found["attributes"] = {
-                name: self._at(f".{name}", item) for name, item in attributes.items()
+                name: self._at(name, item, ".{}") for name, item in attributes.items()
             }
         return found
 
-    def _at(self, step: str, value: object) -> Any:
+    def _at(self, key: object, value: object, spoken: str = "[{!r}]") -> Any:
+        self._path.append(key)
         try:
             return self._encode(value)
         except _Unsavable as found:
-            found.where = step + found.where
+            found.where = spoken.format(key) + found.where
             raise
+        finally:
+            self._path.pop()
 
     def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
         reason = _why_unsavable(tensor)
@@ -170,8 +174,8 @@ class Encoder:
         if reason:
             raise _Unsavable(reason)
         number = self._number(array, lambda: arrays.bytes_of(array))
-        self.arrays.add(number)
-        shape, order = list(array.shape), arrays.order_of(array)
+        shape, order = array.shape, arrays.order_of(array)
+        self.arrays[number] = (array.dtype.str, shape, order)
         return {"array": number, "dtype": array.dtype.str, "shape": shape, "order": order}
 
     def _number(self, value: object, tensor: Callable[[], torch.Tensor]) -> int:
@@ -180,6 +184,7 @@ class Encoder:
             number = self._numbers[id(value)] = len(self.tensors)
             self._numbered.append(value)
             self.tensors.append(tensor())
+            self.paths.append(".".join(map(str, self._path)) or "state")
         return number
 
 

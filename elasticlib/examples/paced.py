@@ -37,7 +37,7 @@ class Kept:
     def take_up(self) -> int:
         """The step that the state is of, 0 for a fresh one."""
         if self._args.keep != TORCH_SAVE:
-            return self._manager.restore(self._state)
+            return self._manager.restore(self._state).step
         if not self._file.exists():
             return 0
         saved = torch.load(self._file)

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     loader = DataLoader(data, batch_sampler=batches)
     state = {"model": net, "optimizer": sgd, "sampler": batches}
     with CheckpointManager(args.checkpoints) as manager:
-        step, stop = manager.restore(state), None
+        step, stop = manager.restore(state).step, None
         trace.resumed(step)
         for epoch in range(sampler.epoch, args.epochs):
             batches.set_epoch(epoch)

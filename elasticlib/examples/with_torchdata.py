@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
     loader = StatefulDataLoader(data, batch_sampler=batches, num_workers=args.loader_workers)
     state = {"model": net, "optimizer": optimizer, "loader": loader}
     with CheckpointManager(args.checkpoints) as manager:
-        step, stop = manager.restore(state), None
+        step, stop = manager.restore(state).step, None
         trace.resumed(step)
         while step < args.steps and not stop:
             for numbers, x, y in loader:  # one epoch after the other, by itself

@@ -72,7 +72,7 @@ PARTS = {
     "checkpoint": Part(
         "checkpoint",
         "--mib 512 --repeat 2 --parts compare",
-        ("save", "snapshot", "durable", "load", "memory"),
+        ("save", "snapshot", "durable", "load", "restore", "memory"),
     ),
     "sampler": Part(
         "sampler",

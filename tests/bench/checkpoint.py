@@ -4,9 +4,13 @@
         [--parts compare,beside]
 
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
-`torch.save` (which syncs nothing) and an fsync after it, DCP's `async_save`, writing the same
-bytes with one fsync, and `torch.load`. A snapshot goes into memory as an agent of ours has it.
-What a disk takes differs much from one write to the next; a copy does not.
+`torch.save` (which syncs nothing) and an fsync after it, DCP's `save`, `async_save` and `load` of
+one rank, writing the same bytes with one fsync, and `torch.load`. A snapshot goes into memory as an
+agent of ours has it. What a disk takes differs much from one write to the next; a copy does not.
+
+What is read was written a moment before, and is in the page cache. `load` and `torch.load` (with
+`mmap=False`) read into new tensors; `restore` and DCP's `load` into those that are there. Ours sum
+all that they read; `restore`, its sums left out, shows what these cost: nobody can have it so.
 
 The part `beside` shows how much slower a loop of Python code, which holds the interpreter's lock,
 is while a checkpoint is written: by a thread, as `save` does it, and by a process of its own.
@@ -15,6 +19,7 @@ is while a checkpoint is written: by a thread, as `save` does it, and by a proce
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import secrets
@@ -23,6 +28,7 @@ import statistics
 import tempfile
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,14 +39,15 @@ import torch.distributed.checkpoint as dcp
 from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint import manifest, summing
 from elasticlib.checkpoint.agree import restore_from
 from elasticlib.checkpoint.commit import Committer
 from elasticlib.checkpoint.disk import LocalPlace
 from elasticlib.checkpoint.fence import Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.prune import Retention
-from elasticlib.checkpoint.room import room
 from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.summing import room
 from elasticlib.checkpoint.told import Told
 
 CHUNK = 16 << 20
@@ -77,6 +84,18 @@ class Ways:
         return Row(name, what, mine, theirs, beside.replace(": stall", "").replace(": done", ""))
 
 
+@contextlib.contextmanager
+def unsummed() -> Iterator[None]:
+    """Every sum is right, and takes no time."""
+    summed, flaw = summing.zlib, manifest.sum_flaw
+    summing.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
+    manifest.sum_flaw = lambda *_: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        summing.zlib, manifest.sum_flaw = summed, flaw
+
+
 def write_plainly(path: Path, data: memoryview) -> None:
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     for start in range(0, len(data), CHUNK):
@@ -110,7 +129,7 @@ def one_round(
     ways.note("save: stall", manager.stall)
     manager.wait()
     ways.note("save: durable", manager.durable or 0.0)
-    ways.note("load", seconds(manager.load))
+    from_disk(ways, copy, manager)
     in_memory(ways, state, memory)
     data = memoryview(copy["large.0"].numpy()).cast("B")
     repeated = memoryview(bytearray(sum(t.nbytes for t in state.values())))
@@ -120,15 +139,32 @@ def one_round(
     ways.note("torch.save", seconds(lambda: torch.save(state, folder / "a.pt")))
     durably = ways.taken["torch.save"][-1] + seconds(lambda: sync(folder / "a.pt"))
     ways.note("torch.save and fsync", durably)
-    ways.note("torch.load", seconds(lambda: torch.load(folder / "a.pt", weights_only=True)))
+    plainly = functools.partial(torch.load, folder / "a.pt", weights_only=True, mmap=False)
+    ways.note("torch.load", seconds(plainly))
     os.unlink(folder / "a.pt")
+    with_dcp(ways, state, folder / "dcp", copy)
+    os.sync()
+
+
+def from_disk(ways: Ways, into: State, manager: CheckpointManager) -> None:
+    """Of what was saved last."""
+    ways.note("load", seconds(manager.load))
+    ways.note("restore", seconds(lambda: manager.restore(into)))
+    with unsummed():
+        ways.note("restore without sums", seconds(lambda: manager.restore(into)))
+
+
+def with_dcp(ways: Ways, state: State, folder: Path, into: State) -> None:
     began = time.perf_counter()
-    future = dcp.async_save(dict(state), checkpoint_id=folder / "dcp")
+    future = dcp.async_save(dict(state), checkpoint_id=folder)
     ways.note("async_save: stall", time.perf_counter() - began)
     future.result()  # type: ignore[union-attr]
     ways.note("async_save: done", time.perf_counter() - began)
-    shutil.rmtree(folder / "dcp")
+    shutil.rmtree(folder)
     os.sync()
+    ways.note("dcp.save", seconds(lambda: dcp.save(dict(state), checkpoint_id=folder)))
+    ways.note("dcp.load", seconds(lambda: dcp.load(into, checkpoint_id=folder)))
+    shutil.rmtree(folder)
 
 
 def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
@@ -177,7 +213,11 @@ COMPARED = (
     ("save.dcp", "a step waits for `save`", "save: stall", "async_save: stall"),
     ("durable", "`save` until it is durable", "save: durable", "write and fsync"),
     ("durable.dcp", "`save` until it is durable", "save: durable", "async_save: done"),
+    ("durable.dcp.save", "`save` until it is durable", "save: durable", "dcp.save"),
     ("load", "`load` from the disk", "load", "torch.load"),
+    ("restore", "`restore` from the disk", "restore", "torch.load"),
+    ("restore.unsummed", "the same without sums", "restore without sums", "torch.load"),
+    ("restore.dcp", "`restore` from the disk", "restore", "dcp.load"),
     ("memory", "`restore` from memory", "restore from memory", "torch.load"),
 )
 

@@ -37,6 +37,7 @@ from elasticlib import (
     Limits,
     Node,
     RendezvousHandler,
+    Store,
     TcpStore,
     Timing,
 )
@@ -65,14 +66,18 @@ def settle(meet: Sequence[Callable[[], object]]) -> float | None:
     return time.monotonic() - began
 
 
+OPERATIONS = frozenset({*Store.__abstractmethods__, "watch"})
+
+
 class Counted(TcpStore):
-    """A client that counts what it asks."""
+    """A client that counts what it asks, by the names of a store's operations."""
 
     asked: ClassVar[collections.Counter[str]] = collections.Counter()
 
-    def _request(self, op: str, *args: Any, **more: Any) -> Any:
-        self.asked[op] += 1
-        return super()._request(op, *args, **more)
+    def __getattribute__(self, name: str) -> Any:
+        if name in OPERATIONS:
+            Counted.asked[name] += 1
+        return super().__getattribute__(name)
 
 
 class Nodes:
@@ -108,6 +113,8 @@ class Nodes:
 
     def idle(self, seconds: float) -> tuple[float, float]:
         """Operations and CPU seconds, for each node and second, while nothing happens."""
+        if not Counted.asked:
+            raise RuntimeError("no operation was counted while the nodes settled")
         Counted.asked.clear()
         cpu = time.process_time()
         time.sleep(seconds)

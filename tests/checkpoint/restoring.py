@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticlib.checkpoint.agree import restore_from, restore_over
+from elasticlib.checkpoint.gather import values_of
 from elasticlib.checkpoint.interface import DirectSource, Held
-from elasticlib.checkpoint.pack import fill, lay_out, unpack
+from elasticlib.checkpoint.pack import Layout, fill, lay_out, unpack
 from elasticlib.checkpoint.peers import Pack, Peers, peers_of
-from elasticlib.checkpoint.shards import localize
+from elasticlib.checkpoint.sharded import lay_out_part
 from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 
-def packed(state: object) -> bytearray:
-    layout = lay_out(state)
+def packed(layout: Layout) -> bytearray:
     memory = bytearray(layout.size)
     fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
     return memory
@@ -41,8 +41,8 @@ class Folder(DirectSource):
         path.mkdir(exist_ok=True)
         self.fault: dict[str, Any] = {}
 
-    def write(self, held: Held, state: object, *, damage: bool = False) -> None:
-        memory = packed(state)
+    def write(self, held: Held, layout: Layout, *, damage: bool = False) -> None:
+        memory = packed(layout)
         summed = zlib.crc32(memory)
         memory[-1] ^= damage
         about = [held.step, held.kind, held.name, held.part, held.parts, held.run, held.generation]
@@ -119,7 +119,7 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         state = {"w": torch.full((run.get("elements", 1000),), value), "n": step}
         if run.get("fragile"):
             state["fragile"] = {"a": 2}
-        source.write(held, state, damage=damage)
+        source.write(held, lay_out(state), damage=damage)
     source.fault = run.get("faults", {}).get(rank, {})
     own: dict[str, Any] = {"w": torch.zeros(run.get("elements", 1000)), "n": 0}
     if "names" in run:
@@ -180,11 +180,9 @@ def sharded(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     losses = train(job, 3)
     job["bare"].to_local().fill_(float(rank + 1))
     job["n"] = 3
-    plain, cut = localize(job)
     keeper = Folder(folder / str(run["at"][rank]))
-    keeper.write(Held(3, "memory", "a", rank, world), plain)
-    for older in run.get("other_cut", []):
-        keeper.write(Held(older, "memory", "b", rank, world), recut(plain))
+    part = lay_out_part(3, values_of(job), whole=True, copies=True)
+    keeper.write(Held(3, "memory", "a", rank, world), part)
     losses = train(job, 3)
     dist.barrier()
     again = sharded_job(world)
@@ -192,18 +190,11 @@ def sharded(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     bare = again["bare"].to_local()
     return {
         **about(restored),
-        "cut": cut,
         "same": losses == train(again, 3),
         "bare": sorted(set(bare.flatten().tolist())),
         "shape": list(bare.shape),
         "n": again["n"],
     }
-
-
-def recut(plain: dict[str, Any]) -> dict[str, Any]:
-    note = dict(plain["bare"]["elasticlib.DTensor"])
-    note["cut"] = note["cut"].replace("dim=0", "dim=1")
-    return {**plain, "bare": {**plain["bare"], "elasticlib.DTensor": note}}
 
 
 def own_group(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:

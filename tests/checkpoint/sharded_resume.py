@@ -93,7 +93,7 @@ def go_on(folder: Path, kind: str) -> None:
         found = manager.load(like={"model": fresh, "optimizer": made_anew})
         assert bits([fresh, made_anew]) == unused
         assert bits([found["model"], found["optimizer"]]) == before
-        assert manager.restore({"model": fresh, "optimizer": made_anew}) == SAVED
+        assert manager.restore({"model": fresh, "optimizer": made_anew}).step == SAVED
     assert bits([fresh, made_anew]) == before
     assert all(p.grad is None for p in fresh.parameters())
     for parameter, state in made_anew.state.items():
@@ -108,7 +108,7 @@ def go_on(folder: Path, kind: str) -> None:
         fresh.unused(torch.ones(2, 3)).sum().backward()
         made_anew.step()
         made_anew.zero_grad()
-        assert manager.restore({"model": fresh, "optimizer": made_anew}) == SAVED
+        assert manager.restore({"model": fresh, "optimizer": made_anew}).step == SAVED
     assert bits([fresh, made_anew]) == before
 
 

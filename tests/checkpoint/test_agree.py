@@ -207,10 +207,8 @@ def test_where_the_group_moves_no_cpu_tensors_one_is_made_for_the_time(together:
 
 @pytest.mark.parametrize("at", [[0, 1], [1, 0]], ids=["own", "exchanged"])
 def test_sharded_modules_and_optimizers_go_on_as_if_nothing_had_been(play: Play, at: Any) -> None:
-    found = play(sharded, 2, at=at, other_cut=[4])
-    assert (one(found, "step"), one(found, "n"), one(found, "cut")) == (3, 3, True)
+    found = play(sharded, 2, at=at)
+    assert (one(found, "step"), one(found, "n")) == (3, 3)
     assert one(found, "same")
     assert [each["bare"] for each in found] == [[1.0], [2.0]]
     assert [each["shape"] for each in found] == [[3, 2], [2, 2]]
-    [why] = one(found, "passed_over")
-    assert why.startswith("step 4 (memory) does not fit rank 0: it holds a tensor cut up as [Shard")

@@ -66,8 +66,9 @@ def test_restore_says_why_it_went_past_what_cannot_even_be_offered(
             manager.wait()
     damage(tmp_path / "step-0000000002")
     with CheckpointManager(tmp_path) as manager:
-        assert manager.restore({"a": 0}) == 1
-        [why] = manager.restored.passed_over
+        found = manager.restore({"a": 0})
+        assert found.step == 1
+        [why] = found.passed_over
     assert "step-0000000002 is damaged: " in why
     assert why in caplog.text
 
@@ -86,3 +87,16 @@ def test_a_file_system_without_locks_is_an_error(
         manager.claim()
     with FileStore(tmp_path / "store") as store, pytest.raises(StoreUnavailable, match="store"):
         store.set("key", b"")
+
+
+def test_the_best_by_a_metric_stay_beside_the_newest(tmp_path: Path) -> None:
+    folder = CheckpointFolder(LocalPlace(tmp_path))
+    retention = Retention(1, best=("loss", "min", 2))
+    committer = Committer(folder, Writer("", "l", 0, "0" * 16), retention)
+    for step, loss in enumerate([3.0, 1.0, 2.0, 1.0, 5.0]):
+        committer.save(step, memoryview(b"state"), metrics={"loss": loss}, world=4)
+    committer.save(5, memoryview(b"state"))
+    found = {one.step: one.manifest for one in folder.found()}
+    assert sorted(found) == [1, 3, 5]
+    assert found[3] is not None
+    assert (found[3].metrics, found[3].world) == ({"loss": 1.0}, 4)

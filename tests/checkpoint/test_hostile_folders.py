@@ -42,10 +42,9 @@ def restored(folder: Path) -> tuple[int, float, tuple[str, ...]]:
     """What a start finds there: the step, the state, and what it went past."""
     found = state(0)
     with CheckpointManager(folder) as manager:
-        step = manager.restore(found)
-        assert manager.restored is not None
+        what = manager.restore(found)
         assert {float(value) for value in found["w"]} == {float(found["w"][0])}
-        return step, float(found["w"][0]), manager.restored.passed_over
+        return what.step, float(found["w"][0]), what.passed_over
 
 
 # -- manifests ---------------------------------------------------------------------------------
@@ -88,6 +87,15 @@ WRONG: dict[str, Change] = {
     "a time in words": _of(saved_at="today"),
     "a time that is none": _of(saved_at=float("nan")),
     "a time without end": _of(saved_at=1e300),
+    "metrics that are a list": _of(metrics=[1.0]),
+    "a metric in words": _of(metrics={"loss": "low"}),
+    "a metric that is true": _of(metrics={"loss": True}),
+    "a metric in a metric": _of(metrics={"loss": {"a": 1.0}}),
+    "a metric that is none": _of(metrics={"loss": float("nan")}),
+    "a metric without end": _of(metrics={"loss": float("-inf")}),
+    "a metric of a thousand digits": _of(metrics={"loss": 10**1000}),
+    "a world in words": _of(world="two"),
+    "a world below none": _of(world=-1),
     "a format in words": _of(format="one"),
     "no format": lambda manifest: manifest.pop("format"),
     "no step": lambda manifest: manifest.pop("step"),
@@ -170,9 +178,8 @@ def starts(folder: Path) -> list[Any]:
     """All that a start may look at, and a save after it."""
     found = state(0)
     with CheckpointManager(folder) as manager:
-        said: list[Any] = [manager.restore(found), float(found["w"][0])]
-        assert manager.restored is not None
-        said.append(manager.restored.passed_over)
+        what = manager.restore(found)
+        said: list[Any] = [what.step, float(found["w"][0]), what.passed_over]
         said += [manager.latest(), float(manager.load()["w"][0]), manager.steps()]
         said.append(sorted(manager.verify()))
         manager.save(3, found)
@@ -350,7 +357,7 @@ def shared_folder(tmp_path: Path) -> Path:
 def goes_on(folder: Path) -> list[object]:
     found = state(0)
     with CheckpointManager(folder, keep_last=1) as manager:
-        step = manager.restore(found)
+        step = manager.restore(found).step
         for later in (3, 4):
             manager.save(later, found)
             manager.wait()
@@ -378,7 +385,7 @@ def test_what_another_user_left_is_left_alone_and_stands_in_nobodys_way(
 def only_reads(folder: Path) -> list[object]:
     found = state(0)
     with CheckpointManager(folder) as manager:
-        said: list[object] = [manager.restore(found), float(found["w"][0]), manager.latest()]
+        said: list[object] = [manager.restore(found).step, float(found["w"][0]), manager.latest()]
         said += [manager.steps(), manager.verify(), float(manager.load()["w"][0])]
         for act in (manager.claim, lambda: manager.save(3, found)):
             try:
@@ -432,7 +439,7 @@ def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     with CheckpointManager(small_disk) as manager:
-        assert manager.restore(state(0)) == 0
+        assert not manager.restore(state(0))
         manager.save(1, state(1))
         assert manager.snapshot(2, state(2))
     filler = fill_up(small_disk)

@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from managers import manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.manifest import summed
+from elasticlib.checkpoint.outcomes import Restored
 from elasticlib.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -26,7 +30,7 @@ from elasticlib.errors import (
 )
 
 
-def state(value: int) -> dict[str, object]:
+def state(value: int) -> dict[str, Any]:
     return {"w": torch.full((3,), value), "step": value}
 
 
@@ -327,7 +331,7 @@ while stop is None:
     manager.save(step, state)
     stop = context().should_stop()
 assert manager.latest() == step, (manager.latest(), step)
-assert manager.restore(dict(state)) == step
+assert manager.restore(dict(state)).step == step
 manager.save(step + 1, state)
 names = ("TORCHELASTIC_RUN_ID", "ELASTICLIB_INCARNATION", "ELASTICLIB_GENERATION")
 print("stopped at", json.dumps([step, *(os.environ[name] for name in names)]), flush=True)
@@ -370,3 +374,63 @@ def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(
     with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
         interrupted()
     assert "a checkpoint was not saved" in caplog.text
+
+
+def test_restore_says_what_it_found_and_where_in_a_sentence(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    nothing = manager.restore(state(5))
+    assert (bool(nothing), nothing.found, nothing.step, nothing.source) == (False, False, 0, "")
+    assert str(nothing) == "nothing to go on from"
+    # Step 0 is a state like any other, and is there.
+    saved(tmp_path, 0, 7, 9).close()
+    (path,) = (tmp_path / "step-0000000009").glob("state.*")
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    found, manager = state(5), CheckpointManager(tmp_path)
+    seven = manager.restore(found)
+    assert (seven.found, seven.step, seven.source, found["step"]) == (True, 7, "disk", 7)
+    assert str(seven).startswith("step 7 from the disk; passed over: rank 0's step 9 (disk, ")
+    assert repr(seven) == f"<Restored: {seven}>"
+    zero = manager.restore(found, step=0)
+    assert (bool(zero), zero.step, str(zero)) == (True, 0, "step 0 from the disk")
+    assert zero == Restored(0, "disk") != nothing
+    assert len({zero, Restored(0, "disk")}) == 1
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        *(lambda r: r == 7, lambda r: r != 0, lambda r: r > 0, lambda r: r >= 3),
+        *(lambda r: r + 1, lambda r: 1 + r, lambda r: r - 1, lambda r: r % 100, lambda r: -r),
+        *(lambda r: range(r), lambda r: int(r), lambda r: float(r), lambda r: 7 in [r]),
+    ],
+)
+def test_who_takes_what_restore_returns_for_the_step_is_told_where_that_is(
+    misuse: Callable[[Any], object],
+) -> None:
+    with pytest.raises(TypeError, match=r"a Restored, not a number: its \.step is the step"):
+        misuse(Restored(7, "disk"))
+
+
+def test_any_step_that_is_kept_can_be_asked_for(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 6, 9).close()
+    found = state(5)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore(found, 6).step == 6
+        assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
+        with pytest.raises(FileNotFoundError, match=r"no step 5 in .*; there are 3, 6, 9$"):
+            manager.restore(found, step=5)
+        with pytest.raises(CheckpointError, match="a step is an int"):
+            manager.restore(found, step=-1)
+        (path,) = (tmp_path / "step-0000000003").glob("state.*")
+        path.write_bytes(b"\1")
+        with pytest.raises(CheckpointError, match=r"step 3 was asked for.*step-0000000003 is dam"):
+            manager.restore(found, step=3)
+        assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
+        # What can be read is not held up by what cannot.
+        manifest = tmp_path / "step-0000000009" / "manifest.json"
+        manifest.write_bytes(summed(b'{"format":999}'))
+        with pytest.raises(CheckpointError, match="this version reads"):
+            manager.restore(found)
+        assert manager.restore(found, step=6).step == 6
+    with pytest.raises(FileNotFoundError, match="there is no other either"):
+        CheckpointManager(tmp_path / "empty").restore(found, step=1)

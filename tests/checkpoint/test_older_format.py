@@ -1,15 +1,19 @@
-"""Checkpoints that earlier versions wrote are read for ever: `format_1` is of version 0335914."""
+"""Checkpoints that earlier versions wrote are read for ever: `format_1` is of version 0335914,
+`format_2` of 2147ac4 (see `older_state`)."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter, OrderedDict
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import older_state
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +24,7 @@ from elasticlib.checkpoint.manifest import decode
 from elasticlib.checkpoint.pack import lay_out
 
 FORMAT_1 = Path(__file__).parent / "format_1"
+FORMAT_2 = Path(__file__).parent / "format_2"
 
 
 def check(found: dict[str, Any]) -> None:
@@ -52,14 +57,14 @@ def test_a_state_of_format_1_is_loaded_and_restored(tmp_path: Path) -> None:
         assert manager.verify() == {}
         check(manager.load())
         state: dict[str, Any] = dict.fromkeys(manager.load())
-        assert manager.restore(state) == 7
+        assert manager.restore(state).step == 7
         check(state)
         # And goes on in today's.
         manager.save(8, state)
         manager.wait()
         check(manager.load())
     manifest = (tmp_path / "c" / "step-0000000008" / "manifest.json").read_bytes()
-    assert manifest.startswith(b'{"format":2,')
+    assert manifest.startswith(b'{"format":3,')
     assert decode(manifest).step == 8
 
 
@@ -82,6 +87,51 @@ def test_sharded_parts_of_format_1_are_put_together_and_cut_up_anew(tmp_path: Pa
     for found in (whole["rows"], whole["columns"][0], cut["rows"].to_local()):
         assert torch.equal(found, want)
     assert whole["note"] == "text"
+
+
+def test_a_state_of_format_2_is_what_it_was_to_the_bit(tmp_path: Path) -> None:
+    shutil.copytree(FORMAT_2 / "whole", tmp_path / "c")
+    want = older_state.in_words(older_state.everything())
+    with CheckpointManager(tmp_path / "c") as manager:
+        assert manager.verify() == {}
+        found = manager.load()
+        assert older_state.in_words(found) == want
+        model, optimizer = older_state.trained()
+        optimizer.state.clear()
+        state = {**dict.fromkeys(found), "model": model, "optimizer": optimizer}
+        manager.restore(state)
+        state |= {name: state[name].state_dict() for name in ("model", "optimizer")}
+        assert older_state.in_words(state) == want
+        # And goes on in today's.
+        manager.save(8, state)
+        manager.wait()
+        assert older_state.in_words(manager.load(8)) == want
+
+
+def test_a_file_of_format_2_is_loaded_to_the_bit() -> None:
+    found = older_state.in_words(load_checkpoint(FORMAT_2 / "one.pt"))
+    assert found == older_state.in_words(older_state.in_one_file())
+
+
+def test_sharded_parts_of_format_2_are_put_together_and_cut_up_anew(tmp_path: Path) -> None:
+    shutil.copytree(FORMAT_2 / "sharded", tmp_path / "c")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        like = older_state.sharded(1)
+        with CheckpointManager(tmp_path / "c") as manager:
+            whole, cut = manager.load(), manager.load(like=like)
+    finally:
+        dist.destroy_process_group()
+    for path in (["rows"], ["more", 0], ["turned"], ["same"]):
+        states: list[Any] = [like, whole, cut]
+        want, one, other = (functools.reduce(getitem, path, state) for state in states)
+        local = want.to_local()
+        assert older_state.in_words(other.to_local()) == older_state.in_words(local), path
+        assert (one.dtype, one.stride()) == (want.dtype, want.stride()), path
+        assert torch.equal(one, local), path
+    for found in (whole, cut):
+        assert older_state.in_words(found["plain"]) == older_state.in_words(like["plain"])
+        assert found["more"][1] == "text"
 
 
 def test_saved_sets_are_the_same_bytes_in_every_process() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,17 +17,34 @@ from elasticlib.checkpoint import manifest as manifests
 from elasticlib.checkpoint.fence import Fence, Writer
 from elasticlib.checkpoint.manifest import DataFile, Manifest
 from elasticlib.checkpoint.prune import Health, Retention, select
-from elasticlib.errors import CheckpointCorrupt
+from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 found = st.dictionaries(st.integers(0, 40), st.sampled_from(Health), max_size=12)
-retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6))
+bests = st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3))
+retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6), st.none() | bests)
+# Few values, so that many are alike.
+losses = st.sampled_from([{}, {"other": 0.0}, *({"loss": float(n)} for n in (-1, 0, 2))])
+measured = st.dictionaries(st.integers(0, 40), losses, max_size=40)
 
 
-@given(found, retentions, st.none() | st.integers(0, 40))
-def test_the_last_good_one_and_the_newest_few_always_stay(
-    health: dict[int, Health], retention: Retention, just: int | None
+def best(steps: list[int], metrics: dict[int, dict[str, float]], retention: Retention) -> set[int]:
+    """Those that fewer others beat than are kept; a newer one beats one that is as good."""
+    if retention.best is None:
+        return set()
+    name, order, count = retention.best
+    sign = 1 if order == "min" else -1
+    rank = {s: (sign * metrics[s][name], -s) for s in steps if name in metrics.get(s, {})}
+    return {s for s in rank if sum(other < rank[s] for other in rank.values()) < count}
+
+
+@given(found, retentions, st.none() | st.integers(0, 40), measured)
+def test_the_last_good_one_the_newest_few_and_the_best_always_stay(
+    health: dict[int, Health],
+    retention: Retention,
+    just: int | None,
+    metrics: dict[int, dict[str, float]],
 ) -> None:
-    chosen = select(health.items(), retention, just)
+    chosen = select(health.items(), retention, just, metrics)
     assert sorted([*chosen.kept, *chosen.deleted]) == sorted(health)
     good = [step for step in health if health[step] is Health.GOOD]
     usable = sorted(s for s in health if health[s] in (Health.GOOD, Health.UNKNOWN))
@@ -38,20 +58,31 @@ def test_the_last_good_one_and_the_newest_few_always_stay(
     if retention.every:
         assert {step for step in usable if step % retention.every == 0} <= set(chosen.kept)
     assert just not in chosen.deleted
+    assert best(usable, metrics, retention) <= set(chosen.kept)
     if good:
         wanted = {*usable[-retention.last :], max(good), just, *unread}
+        wanted |= best(usable, metrics, retention)
         assert all(
             step in wanted or (retention.every and step % retention.every == 0)
             for step in chosen.kept
         )
 
 
-@given(found, retentions)
+@given(found, retentions, measured)
 def test_pruning_again_deletes_nothing_more(
-    health: dict[int, Health], retention: Retention
+    health: dict[int, Health], retention: Retention, metrics: dict[int, dict[str, float]]
 ) -> None:
-    kept = select(health.items(), retention).kept
-    assert select([(step, health[step]) for step in kept], retention).deleted == ()
+    kept = select(health.items(), retention, None, metrics).kept
+    again = select([(step, health[step]) for step in kept], retention, None, metrics)
+    assert again.deleted == ()
+
+
+@pytest.mark.parametrize(
+    "wrong", [(), ("loss", "min"), ("loss", "least", 1), ("loss", "min", 0), ("l", "min", True), 3]
+)
+def test_a_rule_for_the_best_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="need keep_best such as"):
+        Retention(best=wrong)
 
 
 writers = st.builds(
@@ -120,6 +151,8 @@ MANIFEST = Manifest(
     generation=3,
     writer="w",
     saved_at=1.5,
+    metrics={"loss": 0.1, "step \u00e9": -2.0},
+    world=2,
 )
 
 
@@ -132,6 +165,28 @@ def test_no_changed_or_cut_byte_of_a_manifest_passes() -> None:
                 manifests.decode(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :])
         with pytest.raises(CheckpointCorrupt):
             manifests.decode(data[:at])
+
+
+def test_manifests_of_older_formats_are_read_and_have_no_fields_of_newer_ones() -> None:
+    fields = json.loads(manifests.encode(MANIFEST).rpartition(b"\ncrc32")[0])
+
+    def of(fields: dict[str, Any]) -> Manifest:
+        return manifests.decode(manifests.summed(json.dumps(fields).encode()))
+
+    newer = {name: fields.pop(name) for name in ("metrics", "world")}
+    for older in (1, 2):
+        fields["format"] = older
+        assert of(fields) == attrs.evolve(MANIFEST, metrics={}, world=0)
+        for name, value in newer.items():
+            with pytest.raises(CheckpointCorrupt, match=f"has the field '{name}'"):
+                of({**fields, name: value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5", None, [1.0], 1j, 10**1000])
+def test_a_metric_that_is_no_finite_number_is_refused_by_name(value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is .* a finite number"):
+        manifests.check_metrics({"acc": 1, "loss": value})
+    assert manifests.check_metrics({"acc": 1, "loss": torch.tensor(0.5)}) == {"acc": 1, "loss": 0.5}
 
 
 @given(st.integers(0, manifests.MAX_STEP))

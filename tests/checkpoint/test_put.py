@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from elasticlib.checkpoint.gather import values_of
 from elasticlib.checkpoint.pack import fill, lay_out, unpack
 from elasticlib.checkpoint.put import fit, owned, put
-from elasticlib.checkpoint.shards import localize
 from elasticlib.errors import CheckpointError, StateMismatch
 
 
 def read_back(state: object) -> Any:
-    layout = lay_out(localize(state)[0])
+    layout = lay_out(values_of(state))
     memory = bytearray(layout.size)
     fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
     return unpack(memoryview(memory), copy=False)
@@ -56,7 +56,7 @@ def test_all_goes_back_in_place_and_what_cannot_is_replaced():
     nested, inner = state["nested"], state["nested"]["inner"]
     places = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
     fit(state, found)
-    put(state, found, {})
+    put(state, found)
     nested, inner = state["nested"], state["nested"]["inner"]
     after = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
     assert all(one is other for one, other in zip(places, after, strict=True))
@@ -75,7 +75,7 @@ def test_what_an_object_keeps_is_its_own_and_no_view_of_the_pack():
     memory = bytearray(layout.size)
     fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
     state = {"c": Counter(), "m": {"w": torch.zeros(2)}, "free": None}
-    put(state, unpack(memoryview(memory), copy=False), {})
+    put(state, unpack(memoryview(memory), copy=False))
     memory[:] = bytes(len(memory))
     assert state["c"].held["n"].tolist() == [1.0, 1.0]
     assert state["m"]["w"].tolist() == [1.0, 1.0]
@@ -100,7 +100,7 @@ def test_a_container_becomes_what_was_saved():
     kept, short = state["d"]["kept"], state["l"]
     found = read_back({"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]})
     fit(state, found)
-    put(state, found, {})
+    put(state, found)
     assert state == {"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]}
     assert state["d"]["kept"] is kept
     assert state["l"] is short
@@ -138,7 +138,7 @@ def test_names_on_one_side_are_left_alone_if_that_is_allowed():
     state = {"a": 1, "b": 1}
     found = read_back({"a": 2, "c": 3})
     fit(state, found, strict=False)
-    put(state, found, {})
+    put(state, found)
     assert state == {"a": 2, "b": 1}
 
 
@@ -147,11 +147,4 @@ def test_an_object_that_refuses_its_state_is_named():
     found = read_back({"nested": [torch.nn.Linear(3, 2)]})
     fit(state, found)
     with pytest.raises(CheckpointError, match=r"state\['nested'\]\[0\], a Linear, could not load"):
-        put(state, found, {})
-
-
-def test_without_sharded_tensors_a_state_is_not_rebuilt():
-    plain = {"a": [torch.ones(1)], "b": {"c": (1, 2)}}
-    localized, cut = localize(plain)
-    assert localized is plain
-    assert not cut
+        put(state, found)

@@ -61,9 +61,8 @@ def flip(path: Path, at: int) -> None:
 def restored(folder: Path) -> tuple[int, set[float], tuple[str, ...]]:
     found = state(0)
     with CheckpointManager(folder) as manager:
-        step = manager.restore(found)
-        assert manager.restored is not None
-        return step, set(found["w"].tolist()), manager.restored.passed_over
+        what = manager.restore(found)
+        return what.step, set(found["w"].tolist()), what.passed_over
 
 
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
@@ -102,7 +101,7 @@ def test_each_snapshot_is_summed_when_there_is_time_also_where_slots_are_used_ag
             until("the sum", lambda newest=newest: memory.sum_of(kept, newest) is not None)
             found = state(0, size=1 << (step % 20))
             with CheckpointManager(tmp_path / "disk") as reader:
-                assert reader.restore(found) == step
+                assert reader.restore(found).step == step
             assert set(found["w"].tolist()) == {float(step)}
 
 

@@ -32,12 +32,12 @@ def test_each_of_two_managers_goes_on_from_its_own_snapshots(memory: Path, tmp_p
     names = ("generator", "critic")
     for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
         with CheckpointManager(tmp_path / name) as manager:
-            assert manager.restore(state(0.0)) == 0
+            assert not manager.restore(state(0.0))
             assert manager.snapshot(5 + turn, state(value))
     for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
         found = state(0.0)
         with CheckpointManager(tmp_path / name) as manager:
-            assert manager.restore(found) == 5 + turn
+            assert manager.restore(found).step == 5 + turn
         assert found["weight"].tolist() == [value, value]
     assert list(memory.iterdir())
 
@@ -69,7 +69,7 @@ def save_in_a_group_of_its_own(folder: Path) -> tuple[str, int] | None:
     with pytest.raises(ConfigError) as refused:
         CheckpointManager(folder, group=group, shared=False)
     with CheckpointManager(folder / "kept", group=group) as manager:
-        step = manager.restore({"weight": torch.zeros(2)})
+        step = manager.restore({"weight": torch.zeros(2)}).step
         manager.save(1, {"weight": torch.ones(2)})
     return str(refused.value), step
 

@@ -34,8 +34,7 @@ from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
 from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Record
-from elasticlib.checkpoint.pack import unpack
-from elasticlib.checkpoint.shards import localize
+from elasticlib.checkpoint.pack import lay_out, unpack
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 from elasticlib.errors import CheckpointError
@@ -71,13 +70,18 @@ def state(step: int, size: int = 5) -> dict[str, Any]:
     return {"model": {"w": torch.full((size,), float(step))}, "step": step}
 
 
+def keep(worker: SnapshotMemory, step: int, parts: int) -> None:
+    """The first of so many parts of a sharded state, or all of one that is the same on all."""
+    worker.keep(step, lay_out(state(step)), parts=parts, sharded=parts > 1)
+
+
 def steps(source: SnapshotMemory) -> list[int]:
     return [held.step for held in source.held()]
 
 
 def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent) -> None:
     worker, now = agent.worker(1), state(3)
-    cost = worker.snapshot(3, now, {"epoch": 1})
+    cost = worker.snapshot(3, now)
     now["model"]["w"].fill_(-1)
     assert cost is not None
     assert (cost.step, 0 < cost.copied <= cost.seconds) == (3, True)
@@ -99,9 +103,9 @@ def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent)
 def test_slots_are_used_again_and_a_failed_snapshot_takes_nothing_away(
     agent: Agent, parts: int, slots: int
 ) -> None:
-    worker = agent.worker(1, parts=parts)
+    worker = agent.worker(1)
     for step in range(9):
-        worker.snapshot(step, state(step))
+        keep(worker, step, parts)
     assert len(agent.files()) == slots
     before = steps(worker)
     assert before[: slots - 1] == [8, 7][: slots - 1]
@@ -241,17 +245,17 @@ def test_one_that_stood_still_clobbers_nothing_and_is_not_gone_back_to(agent: Ag
 
 
 def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Agent) -> None:
-    first = agent.worker(1, parts=2)
+    first = agent.worker(1)
     for step in (5, 6):
-        first.snapshot(step, state(step))
-    second = agent.worker(2, parts=2)
+        keep(first, step, 2)
+    second = agent.worker(2)
     assert steps(second) == [6, 5]
     second.go_on_from(5)
     assert steps(second) == [5]
-    second.snapshot(6, state(60))
+    second.keep(6, lay_out(state(60)), parts=2, sharded=True)
     assert [unpack(memoryview(second.read(one)))["step"] for one in second.held()] == [60, 5]
     # Also in one life.
-    second.snapshot(2, state(2))
+    keep(second, 2, 2)
     assert steps(second) == [2]
 
 
@@ -265,16 +269,16 @@ def test_a_restart_needs_no_more_memory_than_the_pages_say(
         in_use.append(len(agent.files()))
         return 0.0
 
-    first = agent.worker(1, parts=parts)
+    first = agent.worker(1)
     for step in range(1, 6):
-        first.snapshot(step, state(step))
+        keep(first, step, parts)
     for era in (2, 3):
-        worker = agent.worker(era, parts=parts, clock=look)
+        worker = agent.worker(era, clock=look)
         newest = steps(worker)[0]
         worker.go_on_from(newest)
         assert steps(worker)[0] == newest
         for step in range(newest + 1, newest + 5):
-            worker.snapshot(step, state(step))
+            keep(worker, step, parts)
     assert max(in_use) == most
 
 
@@ -307,24 +311,24 @@ def test_an_era_that_goes_as_it_is_looked_at_holds_nothing(agent: Agent) -> None
 
 
 def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:
-    agent.worker(1, parts=2).snapshot(5, state(5))
-    worker = agent.worker(2, parts=2)
+    keep(agent.worker(1), 5, 2)
+    worker = agent.worker(2)
     for step, eras in ((5, {"1", "2"}), (6, {"1", "2"}), (7, {"2"})):
-        worker.snapshot(step, state(step))
+        keep(worker, step, 2)
         assert set(agent.files()) == eras
 
 
-def test_a_state_with_dtensors_is_noted_as_cut_up_be_it_in_one_part(agent: Agent) -> None:
+def test_a_state_with_dtensors_is_noted_as_sharded_be_it_in_one_part(agent: Agent) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for step, places in enumerate(([Shard(0)], [Replicate()]), 1):
             cut = {"w": distribute_tensor(torch.arange(8.0), mesh, places)}
-            agent.worker(1, name=f"kind {step}").snapshot(step, localize(cut)[0])
+            agent.worker(1, name=f"kind {step}").snapshot(step, cut)
     finally:
         dist.destroy_process_group()
     agent.worker(1, name="plain").snapshot(3, state(3))
-    kinds = {(one.record.step, one.record.cut) for one in memory.look(agent.folder)}
+    kinds = {(one.record.step, one.record.sharded) for one in memory.look(agent.folder)}
     assert kinds == {(1, True), (2, True), (3, False)}
 
 
@@ -338,8 +342,8 @@ def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Ag
     elsewhere = SnapshotMemory(Told(str(agent.folder / "1"), "another run", 1), name="one")
     assert elsewhere.held() == []
     assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
-    with pytest.raises(CheckpointError, match="part 2 of 2"):
-        agent.worker(1, part=2, parts=2)
+    with pytest.raises(CheckpointError, match="got 2 of 2"):
+        agent.worker(1, rank=2, world_size=2)
 
 
 def test_an_agent_that_looks_after_the_snapshots_is_woken_and_clears_up_itself(

@@ -113,7 +113,7 @@ def test_nothing_older_is_gone_on_from_while_the_newest_cannot_be_read(
                 look()
         assert state["w"].tolist() == [0, 0, 0]
         place.away = names(1)
-        assert manager.restore(state) == manager.latest() == 2
+        assert manager.restore(state).step == manager.latest() == 2
 
 
 def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_pat
     newer = tmp_path / manifests.folder_of(2)
     newer.mkdir()
     data = manifests.encode(Manifest(2, (DataFile("state.pack", 1, 0),)))
-    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":2', b'"format":9')
+    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":3', b'"format":9')
     (newer / manifests.NAME).write_bytes(manifests.summed(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         with pytest.raises(CheckpointError, match=r"format 9.* nothing older"):

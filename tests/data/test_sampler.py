@@ -338,7 +338,7 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
         with pytest.raises(StateMismatch, match="the state has no 'sampler'"):
             manager.restore(rest)
         assert rest["weight"].tolist() == [0, 0]
-        step = manager.restore(rest, strict=False)
+        step = manager.restore(rest, strict=False).step
         grown.load_state_dict(manager.load(step)["sampler"], on_mismatch="keep")
     assert rest["weight"].tolist() == [1, 1]
     assert grown.position.consumed == 4

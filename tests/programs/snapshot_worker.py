@@ -16,7 +16,7 @@ import torch
 from context_worker import Ranks, option, write
 from fault_worker import NAMES
 
-from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.pack import lay_out, unpack
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import told
 
@@ -41,8 +41,8 @@ def main() -> None:
     rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
     where = told()
     assert where is not None
-    part, parts = (rank, world) if "parts" in sys.argv else (0, 1)
-    memory = SnapshotMemory(where, part=part, parts=parts, folder=str(folder / "disk"))
+    line = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
+    memory = SnapshotMemory(where, folder=str(folder / "disk"))
     found = memory.held()
     step = newest_complete(found)
     place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
@@ -63,7 +63,7 @@ def main() -> None:
             time.sleep(1e-3)
         ranks.together(step)
         progress.write(2 * rank, step)
-        memory.snapshot(step, {"step": step, "numbers": numbers.fill_(step)})
+        memory.keep(step, lay_out({"step": step, "numbers": numbers.fill_(step)}), **line)
         progress.write(2 * rank + 1, step)
 
 

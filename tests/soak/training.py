@@ -147,12 +147,11 @@ class Loop:
         training = self.training
         if manager is not None:
             before = time.monotonic()
-            manager.restore(training.state)
-            found = manager.restored
+            found = manager.restore(training.state)
             seconds = time.monotonic() - before
             passed = list(found.passed_over)
             self.lines.write(
-                resumed=found.step, source=found.kind, seconds=seconds, passed_over=passed
+                resumed=found.step, source=found.source, seconds=seconds, passed_over=passed
             )
         while training.step < self.steps:
             epoch = training.sampler.epoch

@@ -1,0 +1,195 @@
+"""A state with something of all that a checkpoint holds, and what tells two such states apart.
+
+`python tests/checkpoint/older_state.py FOLDER` keeps it there as this version does; folders that
+earlier versions wrote so are committed beside this file, and read by `test_older_format.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from elasticlib import CheckpointManager, save_checkpoint
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+
+
+class Parts(enum.Flag):
+    ONE = enum.auto()
+    TWO = enum.auto()
+
+
+class Best(NamedTuple):
+    loss: float
+    weights: torch.Tensor
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an AdamW whose numbers are no computer's to round."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with torch.no_grad():
+        for number, weight in enumerate(model.parameters()):
+            weight.copy_(torch.arange(weight.numel()).view_as(weight) / 8 + number)
+            optimizer.state[weight] = {
+                "step": torch.tensor(3.0),
+                "exp_avg": weight / 2,
+                "exp_avg_sq": weight.square(),
+            }
+    return model, optimizer
+
+
+def of_tensors() -> dict[str, Any]:
+    memory = torch.arange(24, dtype=torch.int32)
+    tied = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    number = torch.tensor([1 + 2j, -3 + 0.5j, 4 - 1j])
+    apart = torch.tensor([1 + 1j, 2 - 2j])
+    return {
+        "tied": [tied, tied, tied.detach()],
+        "views": [memory, memory[3:9], memory.view(torch.float32)[::2], memory.view(4, 6).t()],
+        "strides": [image, torch.arange(6.0).view(2, 3).t(), torch.arange(9.0)[::3]],
+        "expanded": [torch.arange(3.0).expand(2, 3), torch.ones(4, 2)[::2, 1:].expand(2, 3)],
+        "bits": [number, number.conj(), number.conj().imag, apart.conj()],
+        "kinds": [
+            torch.tensor([0.5, -0.0, float("nan")]).to(kind)
+            for kind in (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
+        ],
+        "ints": [torch.tensor([1, 0, 3]).to(k) for k in (torch.bool, torch.int8, torch.uint16)],
+        "odd": [torch.tensor(7, dtype=torch.int16), torch.empty(0, 3), torch.tensor([1j]).cfloat()],
+        "wide": torch.tensor([1 + 1e-300j], dtype=torch.complex128),
+        "parameters": [
+            torch.nn.Parameter(torch.ones(2), requires_grad=False),
+            torch.full((1,), 7.0, requires_grad=True),
+        ],
+    }
+
+
+def of_numpy() -> list[Any]:
+    return [
+        numpy.arange(6.0).reshape(2, 3),
+        numpy.asfortranarray(numpy.arange(6, dtype=">i2").reshape(2, 3)),
+        numpy.array("2026-11-22", "M8[s]"),
+        numpy.array(["text", "é"]),
+        numpy.empty((0, 3), numpy.complex64),
+        numpy.array([True, False]),
+        *(numpy.float64(-0.0), numpy.bool_(True), numpy.str_(""), numpy.uint64(2**64 - 1)),
+    ]
+
+
+def everything() -> dict[str, Any]:
+    """Objects with a state of their own are given as that."""
+    model, optimizer = trained()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tensors": of_tensors(),
+        "numpy": of_numpy(),
+        "random": [random.Random(3).getstate(), numpy.random.RandomState(3).get_state()],
+        "named": [Best(0.5, torch.ones(2)), Pair(1, [2])],
+        "enums": [Phase.WARM, Parts.TWO, Parts.ONE | Parts.TWO],
+        "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
+        "containers": [
+            deque([1, torch.ones(2)], 5),
+            defaultdict(list, {(1, "x"): [torch.ones(1)], None: []}),
+            OrderedDict(b=1, a=2),
+            Counter("aab"),
+            {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": torch.ones(1), "\udc80": 1},
+            ({1, "a"}, frozenset({(1, 2), Phase.WARM})),
+        ],
+        "plain": [None, True, 1 << 9000, -(2**100), -0.0, float("inf"), "\udc80 €", complex(0, -1)],
+        "more": [b"", b"bytes", bytearray(b"ab"), range(1, 9, 2), (), [[]]],
+    }
+
+
+def in_one_file() -> dict[str, Any]:
+    """Of what `save_checkpoint` has always taken."""
+    model, optimizer = trained()
+    tensors = of_tensors()
+    del tensors["views"], tensors["bits"]  # memory of two dtypes
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "tensors": tensors}
+
+
+def in_words(state: Any, seen: dict[object, int] | None = None) -> Any:
+    """All that a state is, in a form that `==` compares: types, each element's bits, strides, and
+    which of its tensors are one, or share memory."""
+    seen = {} if seen is None else seen
+    if isinstance(state, torch.Tensor):
+        keys = ("tensor", id(state)), ("memory", state.untyped_storage().data_ptr())
+        number = [seen.setdefault(key, len(seen)) for key in keys]
+        # Only what has elements shares any.
+        about = [type(state), state.dtype, tuple(state.shape), state.stride(), state.requires_grad]
+        about += [state.is_conj(), state.is_neg(), number if state.numel() else None]
+        fresh = torch.empty(state.shape, dtype=state.dtype)
+        return *about, fresh.copy_(state.detach()).view(-1).view(torch.uint8).tolist()
+    if isinstance(state, numpy.ndarray):
+        order = state.flags.f_contiguous, state.flags.c_contiguous
+        return "array", state.dtype.str, state.shape, state.tobytes(), order
+    if isinstance(state, numpy.generic):
+        return type(state), state.dtype.str, state.tobytes()
+    if isinstance(state, dict):
+        items = [(in_words(key, seen), in_words(item, seen)) for key, item in state.items()]
+        return type(state), items, getattr(state, "default_factory", None), attributes(state)
+    if isinstance(state, list | tuple | deque):
+        found = [in_words(item, seen) for item in state]
+        return type(state), found, getattr(state, "maxlen", None)
+    return type(state), repr(state) if isinstance(state, float | complex) else state
+
+
+def attributes(state: object) -> object:
+    """Such as the versions that a module's state dict carries."""
+    return getattr(state, "__dict__", None) or None
+
+
+def sharded(world_size: int) -> dict[str, Any]:
+    """On each of so many ranks: rows, columns, and a matrix whose memory is turned."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    small = torch.arange(15.0).view(3, 5)
+    return {
+        "rows": distribute_tensor(small, mesh, [Shard(0)]),
+        "more": [distribute_tensor(small.bfloat16(), mesh, [Shard(1)]), "text"],
+        "turned": distribute_tensor(torch.arange(15.0).view(5, 3).t(), mesh, [Shard(0)]),
+        "same": distribute_tensor(torch.arange(4), mesh, [Replicate()]),
+        "plain": torch.arange(4.0).view(2, 2).t(),
+    }
+
+
+def write_sharded(rank: int, folder: str, world_size: int) -> None:
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    with CheckpointManager(f"{folder}/sharded") as manager:
+        manager.save(7, sharded(world_size))
+    dist.destroy_process_group()
+
+
+def write(folder: str) -> None:
+    with CheckpointManager(f"{folder}/whole") as manager:
+        manager.save(7, everything())
+    save_checkpoint(f"{folder}/one.pt", in_one_file())
+    torch.multiprocessing.spawn(write_sharded, (folder, 2), 2)
+    Path(folder, "store").unlink(missing_ok=True)
+    for place in ("whole", "sharded"):
+        for name in (".lock", "fence.json"):
+            Path(folder, place, name).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    import older_state  # by its name, under which its classes are found again
+
+    older_state.write(sys.argv[1])

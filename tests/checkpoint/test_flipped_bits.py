@@ -1,0 +1,99 @@
+"""Of bits that flip, on a disk or in memory, each is found out or was of no use to anybody."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import until
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint import memory
+
+FLIPS = [40, pytest.param(1000, marks=pytest.mark.long)]
+
+
+def state(step: int) -> dict[str, Any]:
+    return {
+        "w": torch.arange(3000.0) + step,
+        "gaps": (torch.arange(40.0) + step).view(5, 8).t()[::2],
+        "text": f"step {step}",
+        "more": [step, {"loss": step / 7, ("a", 1): None}],
+    }
+
+
+def same(found: dict[str, Any], step: int) -> bool:
+    """Whether this is the state of a step, to the last bit."""
+    return repr(spelled(found)) == repr(spelled(state(step)))
+
+
+def spelled(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.stride(), value.tolist()
+    if isinstance(value, dict):
+        return [(key, spelled(one)) for key, one in value.items()]
+    return [spelled(one) for one in value] if isinstance(value, list) else value
+
+
+def flips(paths: list[Path], count: int) -> Iterator[str]:
+    """One bit after the other, in any of these files, and back; what is flipped, in words."""
+    drawn = random.Random(17)
+    for _ in range(count):
+        path = drawn.choice(paths)
+        at, bit = drawn.randrange(path.stat().st_size), 1 << drawn.randrange(8)
+        for done in (False, True):
+            with path.open("r+b", buffering=0) as file:
+                (byte,) = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes([byte ^ bit]), at)
+            if not done:
+                yield f"bit {bit:#x} of byte {at} of {path.name}"
+
+
+@pytest.mark.parametrize("count", FLIPS)
+def test_a_bit_that_flips_on_the_disk_is_found_out_or_changes_nothing(
+    tmp_path: Path, count: int
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    found_out = 0
+    for what in flips([*(tmp_path / "step-0000000002").iterdir()], count):
+        manager = CheckpointManager(tmp_path)
+        found = manager.load()
+        damaged = 2 in manager.passed_over
+        assert same(found, 1 if damaged else 2), what
+        assert list(manager.verify()) == [2] * damaged, what
+        found_out += damaged
+    assert found_out > count * 0.9
+    assert CheckpointManager(tmp_path).verify() == {}
+
+
+@pytest.mark.parametrize("count", FLIPS)
+def test_a_bit_that_flips_in_memory_is_found_out_or_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    era = tmp_path / "memory" / "1"
+    era.mkdir(parents=True)
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    with CheckpointManager(tmp_path / "disk") as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        assert manager.snapshot(2, state(2))
+        (kept,) = memory.look(era.parent)
+        until("the sum", lambda: memory.sum_of(era.parent, kept) is not None)
+    found_out = 0
+    for what in flips([era.parent / kept.file], count):
+        found = dict.fromkeys(state(0))
+        with CheckpointManager(tmp_path / "disk") as manager:
+            manager.restore(found)
+            assert manager.restored is not None
+            step = manager.restored.step
+        assert same(found, step), what
+        found_out += step == 1
+    assert found_out > count * 0.5
