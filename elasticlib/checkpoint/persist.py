@@ -548,13 +548,15 @@ class LastWrites:
         while thread.is_alive() and (rest := deadline - monotonic()) > 0:
             thread.join(min(rest, renewed))
             self._board.renew()
+            if self._over.is_set():
+                return ""
         self._over.set()
         why = f"it was not there after {seconds:g} s"
         late = [kind.not_written(kind.newest, why) for kind in tuple(self._left)]
         return "; ".join([*self._problems, *late])
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, and tell nothing."""
         self._over.set()
 
     def _write_all(self) -> None:

@@ -20,7 +20,7 @@ from .manifest import DataFile
 
 CLAIM_SECONDS = 60.0
 """For which a node that says it writes is believed, since it said so last."""
-FAILED_SECONDS = 5.0
+FAILED_SECONDS = 3.0
 """For which others may take over what a node could not write."""
 WHOLE, COMMIT = "whole", "commit"
 """The one share of a state that is the same on all ranks; and what comes after all shares."""
