@@ -20,6 +20,7 @@ from elasticlib.checkpoint import memory
 pytestmark = pytest.mark.faults
 
 LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--restart-backoff", "0")
+SOON = ("--drain-grace", "1", "--resize-grace", "1")  # the script does not save
 WORKER = str(PROGRAMS / "fsdp_worker.py")
 PATIENT = 110.0
 """Seconds for workers to import FSDP and meet, on a machine that has much else to do."""
@@ -41,7 +42,8 @@ def kept(job: Job, step: int, world: int) -> str:
 def two_nodes(job: Job, *flags: str) -> tuple[dict[str, Node], list[dict[str, Any]]]:
     """Of two workers each, which have kept step 3."""
     permit(job, 3)
-    place = ("--nproc-per-node", "2", "--rdzv-endpoint", job.store(), "--rdzv-id", "first", *flags)
+    meet = ("--rdzv-endpoint", job.store(), "--rdzv-id", "first")
+    place = ("--nproc-per-node", "2", *meet, *SOON, *flags)
     nodes = {n: job.start(n, *LAUNCH, *place, WORKER, str(job.folder)) for n in "ab"}
     return nodes, job.settled(4, seconds=PATIENT)
 
@@ -54,7 +56,7 @@ def goes_on(job: Job, step: int, digest: str) -> None:
     node = job.start("again", *LAUNCH, *flags, WORKER, str(job.folder))
     places = job.settled(3, seconds=PATIENT)
     assert {place["restored"] for place in places} == {step}
-    assert {place["kind"] for place in places} == {"sharded disk"}
+    assert {place["source"] for place in places} == {"disk"}
     assert {place["digest"] for place in places} == {digest}
     job.finish()
     assert node.exit_code(PATIENT) == 0
@@ -67,7 +69,7 @@ def test_a_job_of_two_nodes_that_is_told_to_end_leaves_its_last_step_on_the_disk
     for node in nodes.values():
         node.signal(signal.SIGTERM)
     for node in nodes.values():
-        assert node.exit_code(PATIENT) == 143
+        assert node.exit_code(PATIENT) == 75
         assert "was not written" not in node.text, node.text
     manager = CheckpointManager(job.folder / "checkpoints")
     assert (manager.steps(), manager.verify()) == ([3], {})
@@ -86,7 +88,7 @@ def test_what_a_killed_node_had_given_away_is_written_by_those_that_have_it(job:
     nodes[goes["node"]].kill()
     survivor = nodes[stays["node"]]
     survivor.signal(signal.SIGTERM)
-    assert survivor.exit_code(PATIENT) == 143
+    assert survivor.exit_code(PATIENT) == 75
     assert CheckpointManager(job.folder / "checkpoints").steps() == [3], survivor.text
     goes_on(job, 3, digest)
 
@@ -110,7 +112,7 @@ def test_a_node_that_drains_alone_and_those_that_stay_write_its_last_step_togeth
     digest = kept(job, 3, world=4)
     goes = nodes[places[2]["node"]]
     goes.signal(signal.SIGTERM)
-    assert goes.exit_code(PATIENT) == 143
+    assert goes.exit_code(PATIENT) == 75
     assert "was not written" not in goes.text, goes.text
     after = job.settled(2, after=generation_of(places), seconds=PATIENT)
     assert {place["restored"] for place in after} == {3}

@@ -73,7 +73,7 @@ def main() -> None:
     manager = CheckpointManager(folder / "checkpoints")
     state, rank, generation = made(), place["RANK"], place["ELASTICLIB_GENERATION"]
     found = manager.restore(state)
-    place |= {"node": os.environ["NODE"], "restored": found.step, "kind": found.kind}
+    place |= {"node": os.environ["NODE"], "restored": found.step, "source": found.source}
     place |= {"memory": os.path.dirname(os.environ["ELASTICLIB_SNAPSHOTS"])}
     place |= {"digest": digest(state) if found.step else ""}
     write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)
