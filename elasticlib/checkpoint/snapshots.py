@@ -20,7 +20,6 @@ import torch
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
-from .gather import take_shards, values_of
 from .interface import Held, Source
 from .memory import (
     NEWS,
@@ -35,6 +34,7 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
+from .state import take_shards, values_of
 from .told import Told
 
 
@@ -125,7 +125,11 @@ class SnapshotMemory(Source):
             from .sharded import lay_out_part
 
             layout = lay_out_part(step, values, whole=True, copies=True)
-            line = {"part": self._rank, "parts": self._world_size, "sharded": True}
+            line: dict[str, Any] = {
+                "part": self._rank,
+                "parts": self._world_size,
+                "sharded": True,
+            }
         else:
             layout, line = lay_out(values, {"step": step}), {}
         made = self.keep(step, layout, **line)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import permutation
-from elasticlib.data.permute import LARGEST, SMALL
-from elasticlib.data.permuted import permuted
+from elasticlib.data.permutation import LARGEST, SMALL
 from elasticlib.errors import ConfigError
 
 lengths = st.one_of(
@@ -24,7 +23,7 @@ integers = st.integers(-(2**70), 2**70)
 
 
 def whole(length, **keys):
-    return permuted(permutation(length, **keys), torch.arange(length)).tolist()
+    return permutation(length, **keys).many(torch.arange(length)).tolist()
 
 
 @given(st.integers(0, 3000), integers, integers)
@@ -45,9 +44,18 @@ def test_torch_and_python_agree_up_to_2_to_the_62(length, seed, epoch, fractions
     ends = {0, length - 1, length // 2, max(0, length - 2)}
     places = sorted({min(length - 1, int(part * length)) for part in fractions} | ends)
     one_by_one = [order.at(place) for place in places]
-    assert permuted(order, torch.tensor(places)).tolist() == one_by_one
+    assert order.many(torch.tensor(places)).tolist() == one_by_one
     assert len(set(one_by_one)) == len(places)
     assert all(0 <= number < length for number in one_by_one)
+
+
+@pytest.mark.parametrize("length", [257, 1000, 2**20 + 1, 10**9, 2**30, 2**30 + 1])
+def test_many_at_once_are_looked_up_and_are_the_same_as_a_few(length):
+    order = permutation(length, seed=3)
+    places = torch.cat([torch.arange(20_000) % length, length - 1 - torch.arange(20_000) % length])
+    few = torch.cat([order.many(part) for part in torch.split(places, 1000)])
+    assert torch.equal(order.many(places), few)
+    assert few[:5].tolist() == [order.at(place) for place in range(5)]
 
 
 def test_the_widest_products_stay_within_int64():
