@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,13 +19,15 @@ from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent, LocalElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.keeper import SnapshotKeeper
-from ..checkpoint.persist import persist
-from ..checkpoint.persisting import Persist
+from ..checkpoint.replicas import Stores
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
 from ..observe.journal import View
 from ..rendezvous.interface import RendezvousHandler
 from ..signals import as_signal
+from ..stores.memory import MemoryStore
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from ..workers.run_program import check_not_importing, pickled
@@ -55,6 +58,8 @@ log = logging.getLogger("elasticlib.launch")
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_SECONDS = 30.0
+STRANGERS = 32
+"""So many may be on their way in to where replicas are taken; one more, and the first makes way."""
 
 
 class elastic_launch:
@@ -128,16 +133,14 @@ def run_node(
     entrypoint: Entrypoint,
     workers: Workers | None = None,
     *,
-    persist: Persist = persist,
     began: Callable[[ElasticAgent], object] | None = None,
     summed: Callable[[str], object] | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
-    workers: what runs them, if not processes of this machine as the config has them. persist:
-    writes the newest snapshots when the job drains or fails for good. began: called with the agent
-    before it runs, for who is to tell it something from another thread. summed: called with the
-    lines on what the run lost and where to read more.
+    workers: what runs them, if not processes of this machine as the config has them. began:
+    called with the agent before it runs, for who is to tell it something from another thread.
+    summed: called with the lines on what the run lost and where to read more.
     """
     config = heeding(config, os.environ)
     with contextlib.ExitStack() as stack:
@@ -150,14 +153,13 @@ def run_node(
             if began is not None:
                 began(agent)
 
-        return _run_node(config, entrypoint, workers, persist, began=meet, summed=summed)
+        return _run_node(config, entrypoint, workers, began=meet, summed=summed)
 
 
 def _run_node(
     config: LaunchConfig,
     entrypoint: Entrypoint,
     workers: Workers | None,
-    persist: Persist,
     *,
     began: Callable[[ElasticAgent], object],
     summed: Callable[[str], object] | None,
@@ -167,7 +169,7 @@ def _run_node(
     options = config.supervision.agent
     requeue = find_requeue(config.supervision.requeue, os.environ)
     runners = workers or local_workers(config, os.environ)
-    memory = _memory(config, runners, secret, persist)
+    memory = _memory(config, runners, secret)
     meeting = open_meeting(config, secret)
     with contextlib.ExitStack() as stack:
         stack.callback(meeting.close)
@@ -257,9 +259,7 @@ def _longest_stop(config: LaunchConfig) -> float:
     return config.supervision.agent.resize_grace + ladder.grace + ladder.reap
 
 
-def _memory(
-    config: LaunchConfig, runners: Workers, secret: bytes | None, persist: Persist
-) -> Memory | None:
+def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Memory | None:
     """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
     replicas = config.supervision.agent.snapshot_replicas
     if not isinstance(runners, LocalWorkers):
@@ -273,11 +273,17 @@ def _memory(
     asked = config.rdzv_backend in TCP_BACKENDS
     return SnapshotKeeper(
         runners.memory.era,
+        snapshot_stores(replicas),
         replicas=replicas,
         secret=secret if asked else None,
         address=config.local_addr or "",
-        persist=persist,
     )
+
+
+def snapshot_stores(replicas: int) -> Stores:
+    """How agents that keep so many replicas of one another's snapshots reach each other."""
+    limits = ServerLimits(connections=STRANGERS + replicas)
+    return Stores(TcpStore, partial(TcpStoreServer, limits=limits), MemoryStore)
 
 
 def shutdown_seconds(config: LaunchConfig) -> float:

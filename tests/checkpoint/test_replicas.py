@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import secrets
 import shutil
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jobs import until
 
 from elasticlib import (
     BootstrapStoreInfo,
+    CheckpointManager,
     MemoryStore,
     Node,
     RendezvousInfo,
@@ -29,22 +32,18 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.buddies import Place, decode_place, encode_place
 from elasticlib.checkpoint.keeper import SnapshotKeeper
-from elasticlib.checkpoint.persisting import Claim, Persist, persist_all
-from elasticlib.checkpoint.replica_link import Link, Refused
-from elasticlib.checkpoint.replica_wire import (
+from elasticlib.checkpoint.memory import Found, Record, word_sum
+from elasticlib.checkpoint.replicas import (
     CHUNK_BYTES,
-    HEAD,
-    PROTOCOL,
-    Kind,
-    Proofs,
-    control,
-    read_fields,
-    read_header,
+    Place,
+    decode_place,
+    encode_place,
 )
-from elasticlib.checkpoint.slot import Found, Record, word_sum
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
+from elasticlib.launch.elastic_launch import STRANGERS, snapshot_stores
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 SECRET = b"the secret of the job"
 
@@ -52,14 +51,16 @@ SECRET = b"the secret of the job"
 class Host:
     """A node: its agent's memory, and what its workers put there."""
 
-    def __init__(
-        self, folder: Path, secret: bytes | None = SECRET, persist: Persist | None = None
-    ) -> None:
+    def __init__(self, folder: Path, secret: bytes | None = SECRET) -> None:
         self.folder = folder
         folder.mkdir()
         self.era, self.sequence = 0, 0
         self.keeper = SnapshotKeeper(
-            self._era, replicas=1, secret=secret, address="127.0.0.1", persist=persist
+            self._era,
+            snapshot_stores(1),
+            replicas=1,
+            secret=secret,
+            address="127.0.0.1",
         )
         self.slots: dict[int, memory.Slots] = {}
 
@@ -88,7 +89,7 @@ class Host:
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
         self.sequence += 1
         record = Record("s", step, self.sequence, len(pack), "run", self.info.generation, **more)
-        record = attrs.evolve(record, folder=str(self.folder))
+        record = attrs.evolve(record, folder=str(self.folder / "disk"))
         slots = self.slots.setdefault(record.part, memory.Slots(self._era(self.era)))
         with slots.writing(record) as view:
             view[:] = pack
@@ -223,13 +224,10 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
     store = MemoryStore()
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
-    hosts[0].info = taker
     link = let_in(store, giver, taker.rank)
     give(link, Record("s", 1, 1, 3, "run", 1), b"old")
     record = Record("s", 2, 2, 10, "run", 1)
-    link.say(Kind.OFFER, record=attrs.asdict(record))
-    link.hear(Kind.TAKE)
-    link.send([b"half"])
+    link.set(offer(link, record) + sum_of(b"half"), b"half")
     link.close()
     # It comes again: the broken one has left nothing that counts.
     link = let_in(store, giver, taker.rank)
@@ -239,78 +237,99 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
     link.close()
 
 
-def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = SECRET) -> Link:
+def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = SECRET) -> Store:
     """A connection of the node with this seat, as an agent of it would make it."""
     key = f"{info.board}snapshots/place/{to}"
     entry = until("the place", lambda: store.get(key))
     place = decode_place(entry.value)
     assert place is not None
-    link = Link(socket.create_connection((place.address, place.port), timeout=5))
+    link = TcpStore(
+        place.address,
+        place.port,
+        job=place.job(info.board),
+        secret=place.key(secret),
+        timeout=10.0,
+        connect_timeout=1.0,
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(link.close)
-        challenge = link.hear(Kind.CHALLENGE)
-        proofs, nonce = Proofs(place.token, secret, info.board), "ab" * 32
-        link.say(Kind.HELLO, rank=info.rank, nonce=nonce)
-        taker = link.hear(Kind.PROOF)
-        known = proofs.is_taker(taker["proof"], challenge["nonce"], nonce, info.rank)
-        assert known is (secret == SECRET and "/1/" in info.board)
-        link.say(Kind.PROOF, proof=proofs.of_giver(challenge["nonce"], nonce, info.rank))
-        link.hear(Kind.WELCOME)
+        link.connect()
         stack.pop_all()
     return link
 
 
-def give(link: Link, record: Record, pack: bytes) -> None:
-    link.say(Kind.OFFER, record=attrs.asdict(record))
-    link.hear(Kind.TAKE)
-    link.send([bytes(pack)])
-    link.say(Kind.SEAL, sum="")
-    link.hear(Kind.KEPT)
+def sum_of(piece: bytes) -> str:
+    return f"{zlib.crc32(piece):08x}"
+
+
+def offer(link: Store, record: Record, rank: int = 0) -> str:
+    """What the keys of what follows begin with."""
+    number = f"{rank}/{secrets.token_hex(8)}/"
+    link.set(number + "offer", json.dumps(attrs.asdict(record)).encode())
+    return number
+
+
+def give(link: Store, record: Record, pack: bytes, rank: int = 0) -> None:
+    number = offer(link, record, rank)
+    link.set(number + sum_of(pack), pack)
+    link.set(number + "seal", b"")
 
 
 def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Host]) -> None:
     store = MemoryStore()
     infos = generation(1, 3, store)
     hosts[1].begin(infos[1])
-    for info, secret in (
-        (infos[0], b"another"),
-        (infos[0], None),
-        (infos[2], SECRET),
-        (attrs.evolve(infos[0], generation=2), b""),
-    ):
-        with pytest.raises(Refused, match="replicas"):
-            let_in(store, info, 1, secret)
-    let_in(store, infos[0], 1).close()
-    # And a place that does not know the secret is not believed.
-    listener = socket.create_server(("127.0.0.1", 0))
-    place = Place("127.0.0.1", listener.getsockname()[1], "cd" * 32)
-    store.set(f"{infos[0].board}snapshots/place/1", encode_place(place))
-    hosts[0].begin(infos[0])
-    connection, _ = listener.accept()
-    link = Link(connection)
-    link.say(Kind.CHALLENGE, protocol=PROTOCOL, nonce="ab" * 32)
-    link.hear(Kind.HELLO)
-    link.say(Kind.PROOF, proof="ef" * 32)
-    # It is not even given a proof, which it could guess the secret from.
-    with pytest.raises(OSError, match="closed the connection"):
-        link.hear(Kind.PROOF)
+    for secret in (b"another", None):
+        with pytest.raises(StoreRefused, match="another secret"):
+            let_in(store, infos[0], 1, secret)
+    earlier = attrs.evolve(infos[0], board="run/board/0/")
+    store.set(
+        f"{earlier.board}snapshots/place/1", present(store, f"{infos[0].board}snapshots/place/1")
+    )
+    with pytest.raises(StoreRefused):
+        let_in(store, earlier, 1)
+    link = let_in(store, infos[2], 1)
+    with pytest.raises(StoreRefused, match="no node whose replicas I keep"):
+        give(link, Record("s", 1, 1, 3, "run", 1), b"one", rank=2)
     link.close()
-    listener.close()
+    let_in(store, infos[0], 1).close()
+
+
+def present(store: Store, key: str) -> bytes:
+    return until("what stands there", lambda: store.get(key)).value
+
+
+def test_a_place_that_does_not_know_the_secret_is_given_nothing(
+    hosts: list[Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "elasticlib.checkpoint")
+    store = MemoryStore()
+    infos = generation(1, 3, store)
+    place, job = Place("127.0.0.1", 1, "cd" * 32), infos[0].board
+    with TcpStoreServer(
+        place.address, 0, job=place.job(job), secret=place.key(b"another")
+    ).start() as false:
+        place = attrs.evolve(place, port=false.port)
+        store.set(f"{job}snapshots/place/1", encode_place(place))
+        hosts[0].begin(infos[0]).snapshot(5, b"the state")
+        until("the refusal", lambda: "do not reach node 1" in caplog.text)
+        assert "another secret" in caplog.text
+        assert not false.client().list("").entries
 
 
 def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host]) -> None:
     store = MemoryStore()
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
-    entry = until("the place", lambda: store.get(f"{giver.board}snapshots/place/{taker.rank}"))
-    place = decode_place(entry.value)
+    place = decode_place(present(store, f"{giver.board}snapshots/place/{taker.rank}"))
     assert place is not None
     with contextlib.ExitStack() as stack:
-        for _ in range(60):
-            address = (place.address, place.port)
-            silent = stack.enter_context(socket.create_connection(address, timeout=10))
-            # It has been taken in, and is never heard of again.
-            assert silent.recv(1)
+        strangers = [
+            stack.enter_context(socket.create_connection((place.address, place.port), timeout=30))
+            for _ in range(2 * STRANGERS)
+        ]
+        # All of them have been taken in, and the first are cut.
+        assert strangers[0].recv(1) == b""
         link = let_in(store, giver, taker.rank)
         give(link, Record("s", 1, 1, 3, "run", 1), b"one")
         link.close()
@@ -322,29 +341,33 @@ def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> 
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
     link = let_in(store, giver, taker.rank)
-    link.say(Kind.OFFER, record=attrs.asdict(Record("s", 1, 1, 1 << 60, "run", 1)))
-    with pytest.raises(Refused, match=r"no memory for a replica of \d+ bytes"):
-        link.hear(Kind.TAKE)
+    with pytest.raises(StoreRefused, match=r"no memory for a replica of \d+ bytes"):
+        offer(link, Record("s", 1, 1, 1 << 60, "run", 1))
     give(link, Record("s", 1, 1, 3, "run", 1), b"old")
+    record = Record("s", 2, 2, 4, "run", 1)
+    for name, piece, why in (
+        (sum_of(b"1234"), b"1235", "changed on its way"),
+        (sum_of(b"12345"), b"12345", "5 bytes came where 4 were left"),
+        (sum_of(b""), b"", "0 bytes came"),
+        ("seal", b"", "at byte 0 of 4"),
+        ("more", b"", "no node whose replicas"),
+    ):
+        number = offer(link, record)
+        with pytest.raises(StoreRefused, match=why):
+            link.set(number + name, piece)
+    with pytest.raises(StoreRefused, match="not been offered"):
+        link.set(f"0/{'a' * 16}/" + sum_of(b"1234"), b"1234")
+    number = offer(link, record)
+    link.set(number + sum_of(b"1234"), b"1234")
+    with pytest.raises(StoreRefused, match="is to end"):
+        link.set(number + "seal", b"xyz")
+    for value in (b"", b"[" * 5000, b"{}", b"\xff"):
+        with pytest.raises(StoreRefused):
+            link.set(f"0/{'a' * 16}/offer", value)
+    # It is no store: nothing is kept that anybody could read.
+    assert not link.list("").entries
     link.close()
-    for payload in (b"12345", b""):  # of 4 bytes
-        link = let_in(store, giver, taker.rank)
-        link.say(Kind.OFFER, record=attrs.asdict(Record("s", 2, 2, 4, "run", 1)))
-        link.hear(Kind.TAKE)
-        link._send(HEAD.pack(Kind.DATA, len(payload), 0) + payload)
-        with pytest.raises(OSError, match=r"closed the connection|reset"):
-            link.hear(Kind.KEPT)
-        link.close()
     assert [one.record.step for one in hosts[0].found("0")] == [1]
-
-
-@given(st.data())
-def test_a_frame_that_was_changed_in_any_byte_is_refused(data: st.DataObject) -> None:
-    frame = bytearray(control(Kind.REFUSED, message="no room", final=True))
-    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    head, payload = bytes(frame[: HEAD.size]), bytes(frame[HEAD.size :])
-    with pytest.raises(StoreRefused):
-        read_fields(read_header(head), payload)
 
 
 def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]) -> None:
@@ -352,108 +375,18 @@ def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]
         hosts[0].begin(generation(1, 2, None)[0])
     hosts[0].begin(generation(1, 1, None)[0])
     hosts[0].snapshot(1)
-    hosts[0].keeper = SnapshotKeeper(hosts[0]._era, replicas=1, address="192.0.2.1")
+    hosts[0].keeper = SnapshotKeeper(
+        hosts[0]._era, snapshot_stores(1), replicas=1, address="192.0.2.1"
+    )
     with pytest.raises(ConfigError, match=r"cannot take replicas at 192\.0\.2\.1"):
         hosts[0].begin(generation(2, 2, MemoryStore())[0])
 
 
-def test_of_what_several_hold_one_node_writes_and_another_if_that_fails(tmp_path: Path) -> None:
-    store, written = MemoryStore(), []
-    broken = threading.Event()
-
-    def persist(record: Record, pack: memoryview) -> bool:
-        if not broken.is_set():
-            broken.set()
-            raise OSError("disk full")
-        written.append((record.step, bytes(pack)))
-        return True
-
-    hosts = [Host(tmp_path / str(n), persist=persist) for n in range(3)]
-    begin(hosts, store=store)
-    for host in hosts:
-        host.snapshot(4, b"four")
-    said = [host.keeper.finish(keep=True) for host in hosts]
-    assert written == [(4, b"four")]
-    assert said[0].startswith("the snapshot of step 4 was not written to ")
-    assert said[0].endswith(": OSError: disk full")
-    assert said[1:] == ["", ""]
-
-
-def test_a_write_that_takes_long_is_said_again_and_only_one_takes_over_a_silent_one() -> None:
-    store, now = MemoryStore(), [0.0]
-    infos = generation(1, 3, store)
-    record = Record("s", 4, 1, 1, "run", 1)
-    waited = []
-
-    def clock() -> float:
-        # Who waits looks at it: then another 25 s have passed, and the writer says so or not.
-        waited.append(now[0])
-        now[0] += 25.0
-        if len(waited) < 20:
-            writer.renew()
-        return now[0]
-
-    writer = Claim(infos[0], record, lambda: now[0])
-    assert writer.elsewhere() is False
-    second, third = Claim(infos[1], record, clock), Claim(infos[2], record, lambda: now[0])
-    assert second.elsewhere() is False
-    assert len(waited) >= 20
-    # The first has lost it, and neither speaks for the second nor takes its word away.
-    said = store.list(infos[0].board)
-    writer.renew()
-    writer.give_up()
-    assert store.list(infos[0].board).entries == said.entries
-    second.done()
-    second.renew()
-    assert third.elsewhere() is True
-
-
-def test_who_writes_says_so_for_as_long_as_it_takes(tmp_path: Path) -> None:
-    store, said = MemoryStore(), set()
-
-    def persist(_record: Record, _pack: memoryview) -> bool:
-        def look() -> bool:
-            said.update(e.value for e in store.list(info.board).entries if "persist/" in e.key)
-            return len(said) > 2
-
-        return until("two more words", look)
-
-    host, (info, _) = Host(tmp_path / "h"), generation(1, 2, store)
-    host.begin(info).snapshot(4)
-    assert persist_all(host.folder, host.found(), persist, info, renewed=0.01) == ""
-    assert len(said) > 2
-    host.keeper.finish(keep=False)
-
-
-def test_a_snapshot_is_written_in_the_name_of_the_generation_that_the_agent_was_in_last(
+def test_what_is_left_is_written_when_the_run_ends_early_and_nothing_after_success(
     tmp_path: Path,
 ) -> None:
-    written: list[tuple[int, int]] = []
-
-    def persist(record: Record, _pack: memoryview) -> bool:
-        written.append((record.step, record.generation))
-        return True
-
-    host = Host(tmp_path / "h", persist=persist)
-    host.begin(generation(1, 1, None)[0]).snapshot(4)
-    # Its workers take the folder in this one, and die before they have made a step.
-    host.begin(generation(2, 1, None)[0])
-    assert host.keeper.finish(keep=True) == ""
-    assert written == [(4, 2)]
-
-
-def test_a_disk_that_hangs_holds_nobody_for_ever_and_success_writes_nothing(
-    tmp_path: Path,
-) -> None:
-    hang = threading.Event()
-
-    def persist(record: Record, pack: memoryview) -> bool:
-        assert (record.step, bytes(pack)) == (4, b"x")
-        return hang.wait(60)
-
-    host = Host(tmp_path / "h", persist=persist)
-    host.begin(generation(1, 1, None)[0]).snapshot(4)
-    assert host.keeper.finish(keep=False) == ""
-    said = persist_all(host.folder, host.found(), persist, None, seconds=0.05)
-    assert said == "the snapshot of step 4 was not there after 0.05 s"
-    hang.set()
+    for keep, steps in ((False, []), (True, [4])):
+        host = Host(tmp_path / str(keep))
+        host.begin(generation(1, 1, None)[0]).snapshot(4)
+        assert host.keeper.finish(keep=keep) == ""
+        assert CheckpointManager(host.folder / "disk").steps() == steps
