@@ -143,10 +143,10 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is as its shape and dtype alone say, and as `view` makes it of bytes."""
-    step = 1
+    step, strides = 1, tensor.stride()
     # Not is_contiguous, which does not ask for the strides of what there is one of.
-    for n, found in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if found != step:
+    for axis, n in enumerate(reversed(tensor.shape), 1):
+        if strides[-axis] != step:
             return False
         step *= n or 1
     return not (tensor.is_conj() or tensor.is_neg())
