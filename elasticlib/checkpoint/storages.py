@@ -76,8 +76,6 @@ class Copies:
         return self._tensors[id(tensor)][1]
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return tensor.detach().clone()  # a DTensor, whose storage is not its own
         copy = self._memory_of(tensor)
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
