@@ -29,7 +29,7 @@ ORDER = (
 
 COMPOSERS = ("compat", "launch", "integrations", "examples", "testing", "__init__.py")
 """They alone choose the doers; the others get theirs handed over, as an interface or a value."""
-MEETS_ITS_AGENT = ("checkpoint/here.py", "workers/context.py")
+MEETS_ITS_AGENT = ("checkpoint/manager.py", "workers/context.py")
 
 WORLD = {
     *("time", "datetime", "os", "socket", "select", "selectors", "threading", "subprocess"),

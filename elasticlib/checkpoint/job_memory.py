@@ -9,7 +9,7 @@ import logging
 
 from ..errors import CheckpointError, present
 from .choose import MEMORY
-from .here import Here
+from .saving import RankInfo
 from .snapshots import Snapshot, SnapshotMemory
 from .told import Told, told
 
@@ -25,7 +25,7 @@ class JobMemory:
     """
 
     def __init__(
-        self, here: Here, *, name: str, folder: str, shared: bool, every: bool = False
+        self, here: RankInfo, *, name: str, folder: str, shared: bool, every: bool = False
     ) -> None:
         self._here, self._name, self._every = here, name, every
         self._folder, self._shared = folder, shared
