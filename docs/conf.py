@@ -70,14 +70,17 @@ def make_sources() -> None:
 
 
 def keep_kernels_here() -> None:
-    """The notebooks' kernels keep their files in the build, and none at their user's home."""
+    """The notebooks' kernels keep their files in the build, and none at their user's home.
+
+    They find the modules beside the notebooks.
+    """
     (ROOT / "build" / "jupyter").mkdir(parents=True, exist_ok=True)
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         os.environ.setdefault(name, str(ROOT / "build" / "jupyter" / name.lower()))
     # Frozen modules upset the debugger that every kernel carries; nobody debugs here.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        filter(None, (str(ROOT), str(ROOT / "notebooks"), os.environ.get("PYTHONPATH")))
     )
 
 

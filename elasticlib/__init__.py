@@ -72,18 +72,20 @@ _HOMES = {
         "LogicalWorkers",
         "LogicalWorker",
     ),
-    "data.batches": ("ElasticBatchSampler", "CollateOrEmpty"),
-    "data.loader_workers": ("ignore_signals_worker_init",),
-    "data.batch": (
+    "data.batches": (
+        "ElasticBatchSampler",
+        "CollateOrEmpty",
         "BatchPlan",
         "MicroBatch",
         "plan_batches",
         "linear_learning_rate",
+        "scale_learning_rates",
         "square_root_learning_rate",
+        "ignore_signals_worker_init",
     ),
-    "data.permute": ("Permutation", "permutation"),
+    "data.permutation": ("Permutation", "permutation"),
     "data.deal": ("Position",),
-    "data.ranges": ("Shards", "Span", "deal_ranges"),
+    "data.ranges": ("ShardDataset", "Shards", "Span", "deal_ranges"),
     "checkpoint.file": (
         "save_checkpoint",
         "load_checkpoint",
@@ -114,17 +116,19 @@ if TYPE_CHECKING:
     from .compat.failures import ProcessFailure as ProcessFailure
     from .compat.failures import SignalException as SignalException
     from .compat.failures import record as record
-    from .data.batch import BatchPlan as BatchPlan
-    from .data.batch import MicroBatch as MicroBatch
-    from .data.batch import linear_learning_rate as linear_learning_rate
-    from .data.batch import plan_batches as plan_batches
-    from .data.batch import square_root_learning_rate as square_root_learning_rate
+    from .data.batches import BatchPlan as BatchPlan
     from .data.batches import CollateOrEmpty as CollateOrEmpty
     from .data.batches import ElasticBatchSampler as ElasticBatchSampler
+    from .data.batches import MicroBatch as MicroBatch
+    from .data.batches import ignore_signals_worker_init as ignore_signals_worker_init
+    from .data.batches import linear_learning_rate as linear_learning_rate
+    from .data.batches import plan_batches as plan_batches
+    from .data.batches import scale_learning_rates as scale_learning_rates
+    from .data.batches import square_root_learning_rate as square_root_learning_rate
     from .data.deal import Position as Position
-    from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
-    from .data.permute import Permutation as Permutation
-    from .data.permute import permutation as permutation
+    from .data.permutation import Permutation as Permutation
+    from .data.permutation import permutation as permutation
+    from .data.ranges import ShardDataset as ShardDataset
     from .data.ranges import Shards as Shards
     from .data.ranges import Span as Span
     from .data.ranges import deal_ranges as deal_ranges

@@ -46,7 +46,6 @@ PURE = (
     "checkpoint/manifest.py",
     "checkpoint/prune.py",
     "data/deal.py",
-    "data/permute.py",
     "launch/slurm.py",
     "logical/shares.py",
     "observe/event.py",

@@ -72,10 +72,15 @@ def test_the_pages_python_runs(
     trained: list[Any] = []
     names: dict[str, Any] = {
         "dataset": torch.arange(64),
+        "decode": bytes,
         "last": 3,
+        "model": torch.nn.Linear(1, 1),
+        "paths": ["shard-0.tar"],
         "save": trained.append,
+        "sizes": [4],
         "state": {"step": torch.zeros(1)},
         "train": trained.append,
+        "weights": torch.ones(64),
         "world_size": 1,
     }
     for language, code in FOUND[page][1]:

@@ -14,7 +14,8 @@ import pytest
 from jobs import TAG, until
 from processes import marked
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FOLDERS = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 IDS = [path.stem for path in NOTEBOOKS]
 
@@ -29,6 +30,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv(TAG, str(tmp_path))
+    # Where a notebook is opened, it finds the modules beside it; here it runs in another folder.
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER))
     # Frozen modules upset the debugger that every kernel carries; nobody debugs here.
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     return tmp_path

@@ -2,7 +2,7 @@
 
 It begins anew with each generation, and frees what was being written when earlier workers ended.
 Else, without replicas, it does nothing before the end: the workers write into its memory and clear
-up themselves.
+up themselves. What is in memory alone at the end is for `persisting.py` to write.
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..agent.interface import Memory
-from ..clock import Clock, monotonic
+from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
 from ..workers.spec import WorkerGroup
 from . import memory
-from .buddies import encode_place, givers, takers
-from .memory import NEWS
+from .memory import NEWS, Found, newest_of_each, outlived, that_count
 from .persisting import Persist, persist_all, to_persist
-from .replica_sender import ReplicaSender
-from .replica_server import ReplicaServer
-from .slot import Found, newest_of_each, outlived, that_count
+from .replicas import (
+    RETRY_SECONDS,
+    Giver,
+    Mailbox,
+    Sort,
+    Stores,
+    encode_place,
+    givers,
+    serve,
+    takers,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 FLUSH_SECONDS = 5.0
 """For which a node that leaves waits until the others have its last replicas."""
-RETRY_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 """Between two looks for what workers have made anew after others had removed it."""
 
@@ -45,6 +51,7 @@ class SnapshotKeeper(Memory):
     Args:
         era: the folder for one start of the workers, by its number; see
             `elasticlib.workers.session`.
+        stores: how stores are reached.
         replicas: how many other nodes keep each snapshot.
         secret: what the nodes of the job prove to know, if anything.
         address: of this node, where others reach it; found out if it is empty.
@@ -54,19 +61,19 @@ class SnapshotKeeper(Memory):
     def __init__(
         self,
         era: Callable[[int], Path],
+        stores: Stores,
         *,
         replicas: int = 0,
         secret: bytes | None = None,
         address: str = "",
         persist: Persist | None = None,
-        clock: Clock = monotonic,
     ) -> None:
         self._era = era
+        self._stores = stores
         self._replicas = replicas
         self._secret = secret
         self._address = address
         self._persist = persist
-        self._clock = clock
         self._folder: Path | None = None
         self._info: RendezvousInfo | None = None
         self._replicating: Replicating | None = None
@@ -89,6 +96,7 @@ class SnapshotKeeper(Memory):
                 self._folder,
                 self._replicas,
                 group.spec.local_world_size,
+                stores=self._stores,
                 secret=self._secret,
                 address=address,
             )
@@ -105,15 +113,9 @@ class SnapshotKeeper(Memory):
         if not keep or self._folder is None:
             return ""
         found = to_persist(that_count(memory.look(self._folder.parent)))
-        if found and self._persist is None:
-            log.warning(
-                "the snapshot of step %d goes with this agent, which was given nobody who writes",
-                found[0].record.step,
-            )
-            return ""
         if not found or self._persist is None:
             return ""
-        return persist_all(self._folder.parent, found, self._persist, self._info, clock=self._clock)
+        return persist_all(self._folder.parent, found, self._persist, self._info)
 
     def _end(self) -> None:
         replicating, self._replicating = self._replicating, None
@@ -123,6 +125,8 @@ class SnapshotKeeper(Memory):
 
 class Replicating:
     """One generation's replicas: given to the nodes after this one, taken from those before.
+
+    workers: how many this node has. address: where it takes replicas.
 
     Raises:
         OSError: nothing can be taken at this address.
@@ -135,6 +139,7 @@ class Replicating:
         replicas: int,
         workers: int,
         *,
+        stores: Stores,
         secret: bytes | None,
         address: str,
     ) -> None:
@@ -148,32 +153,53 @@ class Replicating:
         self._prefix = f"{info.board}snapshots/"
         self._pipe = self._made_pipe()
         rank, nodes = info.rank, info.world_size
+        self._mailbox = Mailbox(folder, givers(rank, nodes, replicas), self._wake)
         try:
-            self._server = ReplicaServer(
-                address,
-                info.board,
-                folder,
-                givers(rank, nodes, replicas),
-                secret=secret,
-                kept=self._wake,
+            self._server, self._place = serve(
+                self._mailbox, address, info.board, stores=stores, secret=secret
             )
         except BaseException:
             os.close(self._pipe)
             raise
-        self._senders = [
-            ReplicaSender(
+        self._givers = [
+            Giver(
                 info,
-                taker,
-                f"{self._prefix}place/{taker}",
+                to,
+                f"{self._prefix}place/{to}",
+                stores=stores,
                 secret=secret,
                 memory=folder.parent,
                 newest=self._newest,
                 kept=self._wake,
             )
-            for taker in takers(rank, nodes, replicas)
+            for to in takers(rank, nodes, replicas)
         ]
         self._thread = helper(self._watch, "agent-snapshots")
         self._thread.start()
+
+    def flush(self, seconds: float) -> None:
+        """Until the others have the last snapshots, or `seconds` have passed."""
+        deadline = monotonic() + seconds
+        for giver in self._givers:
+            if giver.lacking():
+                giver.flush(max(0.0, deadline - monotonic()))
+
+    def close(self) -> None:
+        self._over.set()
+        self._wake()
+        for giver in self._givers:
+            giver.stop()
+        self._server.close()
+        self._mailbox.close()
+        for giver in self._givers:
+            giver.close()
+        self._thread.join(1.0)
+        with self._lock:
+            os.close(self._pipe)
+            self._pipe = -1
+        (self._folder / NEWS).unlink(missing_ok=True)
+
+    # -- news of the workers ------------------------------------------------------------------
 
     def _made_pipe(self) -> int:
         os.mkfifo(self._folder / NEWS, 0o600)
@@ -194,53 +220,23 @@ class Replicating:
             os.close(pipe)
             return True
 
-    def flush(self, seconds: float) -> None:
-        """Until the others have the last snapshots, or `seconds` have passed."""
-        deadline = monotonic() + seconds
-        for sender in self._senders:
-            if sender.lacks_any():
-                sender.flush(max(0.0, deadline - monotonic()))
-
-    def close(self) -> None:
-        self._over.set()
-        self._wake()
-        for sender in self._senders:
-            sender.stop()
-        self._server.close()
-        for sender in self._senders:
-            sender.close()
-        self._thread.join(1.0)
-        with self._lock:
-            os.close(self._pipe)
-            self._pipe = -1
-        (self._folder / NEWS).unlink(missing_ok=True)
-
     def _wake(self) -> None:
         # Under the lock: a number that was closed may be another file's by now.
         with self._lock, contextlib.suppress(OSError):  # full: it has enough to wake of
             os.write(self._pipe, b"\n")
-
-    def _newest(self) -> Iterable[Found]:
-        return newest_of_each([one for one in self._look() if self._is_own(one)])
-
-    def _is_own(self, found: Found) -> bool:
-        return found.era == self._era and not found.owner
-
-    def _look(self) -> list[Found]:
-        return memory.look(self._folder.parent)
 
     def _watch(self) -> None:
         self._announce()
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         while not self._over.is_set():
-            told = poll.poll(LOOK_SECONDS * 1000)
-            if not self._make_anew() and not told:
+            news = poll.poll(LOOK_SECONDS * 1000)
+            if not self._make_anew() and not news:
                 continue
             with self._lock, contextlib.suppress(OSError):
                 os.read(self._pipe, 65536)
-            for sender in self._senders:
-                sender.wake()
+            for giver in self._givers:
+                giver.wake()
             try:
                 self._clear_up()
             except (ElasticError, OSError) as error:
@@ -249,7 +245,7 @@ class Replicating:
     def _announce(self) -> None:
         """Say where this node takes replicas."""
         store = present(self._info.store, "the store")
-        place = encode_place(self._server.place)
+        place = encode_place(self._place)
         while not self._over.is_set():
             try:
                 store.set(f"{self._prefix}place/{self._info.rank}", place)
@@ -257,6 +253,17 @@ class Replicating:
             except ElasticError as error:
                 log.info("the other nodes are not told where to leave replicas: %s", error)
                 self._over.wait(RETRY_SECONDS)
+
+    # -- what is there ------------------------------------------------------------------------
+
+    def _look(self) -> list[Found]:
+        return memory.look(self._folder.parent)
+
+    def _is_own(self, found: Found) -> bool:
+        return found.era == self._era and not found.owner
+
+    def _newest(self) -> Iterable[Found]:
+        return newest_of_each(filter(self._is_own, self._look()))
 
     def _clear_up(self) -> None:
         """Drop what earlier eras left, once this one's stand on their own.
@@ -276,14 +283,15 @@ class Replicating:
         memory.remove(self._folder.parent, useless)
         self._cleared = bool(own) and len(useless) == sum(one.era < self._era for one in found)
 
-    def _all_are_safe(self, own: set[tuple[str, int]]) -> bool:
+    def _all_are_safe(self, own: set[Sort]) -> bool:
         store = present(self._info.store, "the store")
-        all_here = len(own) >= self._workers
-        if not self._safe and all_here and all(own <= s.given for s in self._senders):
+        if not self._safe:
+            given = all(own <= giver.given for giver in self._givers)
+            if len(own) < self._workers or not given:
+                return False
             store.set(f"{self._prefix}safe/{self._info.rank}", b"")
             self._safe = True
-        said = store.list(f"{self._prefix}safe/").entries if self._safe else ()
-        return len(said) == self._info.world_size
+        return len(store.list(f"{self._prefix}safe/").entries) == self._info.world_size
 
 
 def own_address(info: RendezvousInfo) -> str:

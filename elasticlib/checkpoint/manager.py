@@ -13,7 +13,7 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
 
@@ -192,50 +192,65 @@ class CheckpointManager:
         began = monotonic()
         manifests.check_step(step)
         self._must_be_open()
-        measured = self._measured(step, metrics)
+        # Counted on all ranks alike, whatever comes of it on one of them.
+        number = self._outcomes.begin()
+        try:
+            return self._begin(step, state, self._measured(step, metrics), number, began)
+        except BaseException as error:
+            if self.writes:
+                self._outcomes.tell(number, step, error)
+            raise
+        finally:
+            self.stall = monotonic() - began
+
+    def _begin(
+        self, step: int, state: object, metrics: Mapping[str, float], number: int, began: float
+    ) -> Save:
+        """Copy the state, and start to write the copy, if this rank does."""
         self._wait_for_last()
         values = values_of(state)
         sharded = bool(take_shards(values)[1])
-        save: Save
-        if sharded or self.writes:
-            save = self._last = self._begin(step, values, measured, sharded, began)
-        else:
-            save = OthersSave(step, self._outcomes, self._reader)
+        if not sharded and not self.writes:
+            save = OthersSave(step, number, self._outcomes, self._reader)
             self._expected.append(save)
-        self.stall = monotonic() - began
-        return save
-
-    def _begin(
-        self, step: int, values: object, metrics: Mapping[str, float], sharded: bool, began: float
-    ) -> OwnSave:
-        """Copy the state, and start to write the copy."""
+            return save
         writers = self._all_ranks if sharded else self._this_rank
         if sharded:
-            data = self._host.take(
-                lay_out_part(step, values, whole=writers.rank == 0, copies=False)
-            )
+            layout = lay_out_part(step, values, whole=writers.rank == 0, copies=False)
         else:
-            data = self._host.take(lay_out(values, {"step": step}))
-        number = None if sharded else self._outcomes.begin()
-
-        def write() -> None:
-            try:
-                writers.write(step, data, metrics, self._rank_info.world_size)
-            except BaseException as error:
-                if number is not None:
-                    self._outcomes.tell(number, step, error)
-                raise
-            if number is not None:
-                self._outcomes.tell(number, step)
-            committed = self._committer.committed
-            # Where another rank commits, it has when this one hears of it.
-            self.durable = (committed if committed > began else monotonic()) - began
-            context().saved(step)
-
+            layout = lay_out(values, {"step": step})
+        data = self._host.take(layout)
         if self._forget is None:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
-        return OwnSave(step, write)
+        told = {"metrics": metrics, "number": number, "began": began}
+        self._last = OwnSave(step, partial(self._write, step, data, writers, **told))
+        return self._last
+
+    def _write(
+        self,
+        step: int,
+        data: memoryview,
+        writers: Writers,
+        *,
+        metrics: Mapping[str, float],
+        number: int,
+        began: float,
+    ) -> None:
+        """Behind the training step."""
+        error: BaseException | None = None
+        try:
+            writers.write(step, data, metrics, self._rank_info.world_size)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if self.writes:
+                self._outcomes.tell(number, step, error)
+        committed = self._committer.committed
+        # Where another rank commits, it has when this one hears of it.
+        self.durable = (committed if committed > began else monotonic()) - began
+        context().saved(step)
 
     def _measured(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
         """The metrics that can be kept."""

@@ -1,7 +1,15 @@
-"""Snapshots as files in memory that an agent owns: written in slots, pinned by whoever reads.
+"""Snapshots in an agent's memory: what a slot says, which count, and how they are written and read.
 
-A writer locks the slot that it writes and a reader the one that it reads, each without waiting,
-so neither ever sees the other's half. Without torch: agents use it too.
+Each writer has files of its own, its slots. A slot's first page holds the record of the snapshot
+that follows, with a sum of its own. The record is cleared before the bytes behind it are touched
+and written when they are all there, so a reader sees a whole snapshot or none, whenever a writer is
+killed. Writer and reader lock the slot that they use, without waiting for each other.
+
+Behind the training the words of a snapshot are summed, and the sum (its seal) is written into the
+same page. It shows a byte that has changed in shared memory since then. A snapshot whose worker
+ended before it was sealed is used as it is: nothing says that it is damaged.
+
+Torch is not imported here unless words are summed for which that pays: agents use this, too.
 """
 
 from __future__ import annotations
@@ -9,31 +17,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import mmap
 import os
 import secrets
 import shutil
+import struct
+import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ..errors import CheckpointError
-from ..foreign import opened, read_file
-from .slot import (
-    RECORD_BYTES,
-    SEAL_AT,
-    Found,
-    Record,
-    Slot,
-    choose,
-    decode,
-    decode_seal,
-    encode,
-    encode_seal,
-)
+from ..foreign import opened, read_fields, read_file, read_json
+from ..threads import helper
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -41,6 +46,245 @@ OWN = "own"
 FROM = "from"
 NEWS = "news"
 """A pipe in an era's folder by which workers wake an agent that looks after their snapshots."""
+
+RECORD_BYTES = 4096
+"""Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""
+SEAL_BYTES = 64
+SEAL_AT = RECORD_BYTES - SEAL_BYTES
+ROOMY = 2
+"""A slot is not used for what fills less than one part in so many of it."""
+
+SUMS = 1 << 64
+CHUNK = 4 << 20
+"""Bytes summed before it is looked whether a copy has begun, or the slot has another snapshot."""
+TORCH_PAYS_BYTES = 512 << 20
+"""Torch sums a hundred times as fast as Python: for so many bytes it is worth importing."""
+_SERIAL = 24576
+"""Of so few words torch makes no work for further threads, which are the training's."""
+
+MAGIC = b"ELSLOT1\n"
+_HEAD = struct.Struct("<8sII")
+_SEAL_MAGIC = b"ELSEAL1\n"
+_SEAL = struct.Struct("<8sQI")
+
+
+# -- what a slot's first page says: pure -----------------------------------------------------------
+
+
+@attrs.frozen
+class Record:
+    """What a slot holds.
+
+    name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
+    writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
+    folder: where it is written when the job ends without it; empty for nowhere. shared: whether
+    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. sharded: whether
+    it is a rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
+    """
+
+    name: str
+    step: int
+    sequence: int
+    size: int
+    run: str
+    generation: int
+    part: int = 0
+    parts: int = 1
+    folder: str = ""
+    shared: bool = True
+    launch: str = ""
+    sharded: bool = False
+
+    @property
+    def keep(self) -> int:
+        """How many whole snapshots stay while another is written.
+
+        One that is the same on all ranks: any rank's will do. Of a state in parts, two: a rank
+        begins to write step n + 1 when it has entered that step's collective; if its GPU has not
+        come out of it yet, another rank may be writing step n still, and hold n - 1 only. Nobody
+        is further: who has n + 1 whole has come out of its collective, which needs all ranks to
+        have n whole.
+        """
+        return 2 if self.parts > 1 else 1
+
+
+def encode(record: Record) -> bytes:
+    """The first bytes of a slot.
+
+    Raises:
+        CheckpointError: the names in it are too long for a page.
+    """
+    text = json.dumps(attrs.asdict(record), separators=(",", ":")).encode()
+    if _HEAD.size + len(text) > SEAL_AT:
+        raise CheckpointError(
+            f"a snapshot's record has at most {SEAL_AT} bytes, and that of step "
+            f"{record.step} has {_HEAD.size + len(text)}: use a shorter path than {record.folder!r}"
+        )
+    return _HEAD.pack(MAGIC, len(text), zlib.crc32(text, len(text))) + text
+
+
+def decode(page: bytes | memoryview) -> Record | None:
+    """The record that the first bytes of a slot hold; None if that is not a whole one."""
+    if len(page) < _HEAD.size:
+        return None
+    magic, length, summed = _HEAD.unpack_from(page)
+    text = bytes(page[_HEAD.size : _HEAD.size + length])
+    if magic != MAGIC or len(text) != length or summed != zlib.crc32(text, length):
+        return None
+    try:
+        return read_record(read_json(text))
+    except ValueError:
+        return None
+
+
+def read_record(fields: Any) -> Record:
+    """The record with these fields, each of its type and in its range.
+
+    Raises:
+        ValueError: they are not a record's.
+    """
+    record = read_fields(Record, fields)
+    if not (0 <= record.part < record.parts and record.size > 0 and record.sequence > 0):
+        raise ValueError(f"no record of a snapshot: {record!s:.200}")
+    return record
+
+
+def encode_seal(record: Record, summed: int) -> bytes:
+    """What stands at `SEAL_AT`: the `word_sum` of this snapshot's bytes, and of no other's."""
+    seal = _SEAL.pack(_SEAL_MAGIC, summed, zlib.crc32(encode(record)))
+    return seal + zlib.crc32(seal).to_bytes(4, "little")
+
+
+def decode_seal(page: bytes, record: Record) -> int | None:
+    """The sum of a snapshot's bytes, by its slot's first page; None if it has none yet."""
+    seal = page[SEAL_AT : SEAL_AT + _SEAL.size + 4]
+    if len(seal) < _SEAL.size + 4:
+        return None
+    _, summed, _ = _SEAL.unpack_from(seal)
+    return int(summed) if seal == encode_seal(record, summed) else None
+
+
+# -- which slot is written next, and which snapshots count: pure -----------------------------------
+
+
+@attrs.frozen
+class Slot:
+    """One slot of a writer; capacity: bytes behind its record; record: None if it holds nothing."""
+
+    name: str
+    capacity: int
+    record: Record | None = None
+
+    @property
+    def sequence(self) -> int:
+        return self.record.sequence if self.record else 0
+
+
+@attrs.frozen
+class Choice:
+    """Which slots may be written, the best first, and which are of no more use."""
+
+    use: tuple[str, ...]
+    drop: tuple[str, ...]
+
+
+def choose(slots: Iterable[Slot], size: int, keep: int) -> Choice:
+    """Where the next snapshot of `size` bytes goes; a new slot, if none of `use` is free.
+
+    The newest `keep` whole ones are in neither list.
+    """
+    order = sorted(slots, key=lambda slot: slot.sequence)
+    kept = [slot for slot in order if slot.record][-keep:]
+    free = [slot for slot in order if slot not in kept]
+    fits = [slot.name for slot in free if size <= slot.capacity <= size * ROOMY]
+    return Choice(tuple(fits), tuple(slot.name for slot in free if slot.name not in fits))
+
+
+Line = tuple[str, str, int, int]
+"""The snapshots that replace one another: of one owner, name, part and number of parts."""
+
+
+@attrs.frozen
+class Found:
+    """A whole snapshot in an agent's memory.
+
+    era: the how manieth start of the agent's workers it was put there in. owner: who put it there:
+    empty for workers here, else what names the node that sent it. file: its path in the memory.
+    """
+
+    era: int
+    owner: str
+    file: str
+    record: Record
+
+    @property
+    def line(self) -> Line:
+        return (self.owner, self.record.name, self.record.part, self.record.parts)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.era, self.record.sequence)
+
+
+def that_count(found: Iterable[Found]) -> tuple[Found, ...]:
+    """Those that may be gone back to, the newest step first, and of one step our own first.
+
+    Who has gone back to an earlier step has given up the later ones: a snapshot counts only if
+    all that were made after it in its place are of later steps.
+    """
+    lowest: dict[Line, int] = {}
+    counts = []
+    for one in sorted(found, key=lambda one: one.order, reverse=True):
+        step = one.record.step
+        if step < lowest.get(one.line, step + 1):
+            lowest[one.line] = step
+            counts.append(one)
+    return tuple(sorted(counts, key=lambda one: (-one.record.step, one.owner != "", one.file)))
+
+
+def outlived(found: Iterable[Found], era: int, name: str) -> tuple[Found, ...]:
+    """The snapshots of earlier eras that are of no more use once this one's stand on their own.
+
+    They do once a worker here has made as many in this era as are kept: then all ranks have one.
+    Replicas count as what they are replicas of. Of a state in parts a step that earlier eras have
+    here is the one that was restored: a copy of a part that this node was sent says nothing of
+    where the other ranks are, which may have to go back to that step.
+    """
+    found = tuple(one for one in found if one.record.name == name)
+    before = {one.record.step for one in found if one.era < era}
+    made: dict[int, list[Record]] = {}
+    for one in found:
+        restored = one.record.parts > 1 and one.record.step in before
+        if one.era == era and not one.owner and not restored:
+            made.setdefault(one.record.part, []).append(one.record)
+    if not any(len(records) >= records[0].keep for records in made.values()):
+        return ()
+    return tuple(one for one in found if one.era < era)
+
+
+def given_up(found: Iterable[Found], era: int, name: str, step: int) -> tuple[Found, ...]:
+    """The snapshots of earlier eras that are of no more use, as this one goes on from `step`.
+
+    Those that were made after it; and those before the last ones that are kept while another is
+    written: so there is room for the new era's first beside what it can go back to.
+    """
+    earlier = tuple(one for one in found if one.era < era and one.record.name == name)
+    kept: dict[Line, list[Found]] = {}
+    for one in that_count(earlier):
+        last = kept.setdefault(one.line, [])
+        if one.record.step <= step and len(last) < one.record.keep:
+            last.append(one)
+    gone = (one for one in earlier if one not in kept.get(one.line, []))
+    # Killed in between, what was gone back behind must not be all that is left.
+    return tuple(sorted(gone, key=lambda one: (-one.record.step, one.order)))
+
+
+def newest_of_each(found: Iterable[Found]) -> tuple[Found, ...]:
+    """The last one that each worker has made, of each name and part."""
+    return tuple({one.line: one for one in sorted(found, key=lambda one: one.order)}.values())
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 @attrs.define(eq=False)
@@ -53,12 +297,15 @@ class _File:
     capacity: int
     record: Record | None = None
 
-    def drop(self) -> None:
-        self.path.unlink(missing_ok=True)
+    def close(self) -> None:
         os.close(self.handle)
         # What still has a view of it (a tensor) keeps the memory until it goes.
         with contextlib.suppress(BufferError):
             self.memory.close()
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.close()
 
 
 class Slots:
@@ -116,9 +363,6 @@ class Slots:
                 seal = encode_seal(record, summed)
                 file.memory[SEAL_AT : SEAL_AT + len(seal)] = seal
 
-    def _file_of(self, record: Record) -> _File | None:
-        return next((file for file in self._files.values() if file.record is record), None)
-
     def make_folder(self) -> None:
         """Anew, if others have removed it; whoever writes there says why that cannot be."""
         for folder in (self._folder.parent, self._folder):
@@ -127,18 +371,20 @@ class Slots:
 
     def close(self) -> None:
         """Let go of the memory, which stays as it is."""
-        with self._lock:
-            for file in self._files.values():
-                os.close(file.handle)
-                with contextlib.suppress(BufferError):
-                    file.memory.close()
-            self._files.clear()
+        self._let_go(_File.close)
 
     def remove(self) -> None:
         """Let go of the memory, and free it."""
-        for file in self._files.values():
-            file.drop()
-        self._files.clear()
+        self._let_go(_File.drop)
+
+    def _let_go(self, of: Callable[[_File], None]) -> None:
+        with self._lock:
+            for file in self._files.values():
+                of(file)
+            self._files.clear()
+
+    def _file_of(self, record: Record) -> _File | None:
+        return next((file for file in self._files.values() if file.record is record), None)
 
     def _locked(self, size: int, keep: int) -> _File:
         self._leave_what_was_removed()
@@ -203,15 +449,19 @@ def _locks(handle: int, how: int) -> bool:
     return True
 
 
+# -- reading ---------------------------------------------------------------------------------------
+
+
 def look(memory: str | os.PathLike[str]) -> list[Found]:
     """The whole snapshots in an agent's memory, in no order."""
     found = []
     for path in _slots_in(memory):
         _, *owner, _, _ = path.name.split(".")
-        record = _record_of(path)
-        if record is not None:
-            file = f"{path.parent.name}/{path.name}"
-            found.append(Found(int(path.parent.name), ".".join(owner), file, record))
+        with contextlib.suppress(OSError), opened(path) as handle:
+            record = _whole_record(handle)
+            if record is not None:
+                file = f"{path.parent.name}/{path.name}"
+                found.append(Found(int(path.parent.name), ".".join(owner), file, record))
     return found
 
 
@@ -223,20 +473,8 @@ def _slots_in(memory: str | os.PathLike[str]) -> Iterator[Path]:
         # An era that is over is removed, perhaps as this looks.
         with contextlib.suppress(OSError), os.scandir(era) as files:
             names = [file.name for file in files]
-        yield from (era / name for name in names if _is_slot(name))
-
-
-def _is_slot(name: str) -> bool:
-    """Workers write here, and whatever else they leave is none of ours."""
-    return name.partition(".")[0] in (OWN, FROM) and name.count(".") >= 2
-
-
-def _record_of(path: Path) -> Record | None:
-    try:
-        with opened(path) as handle:
-            return _whole_record(handle)
-    except OSError:
-        return None
+        # Workers write here, and whatever else they leave is none of ours.
+        yield from (era / n for n in names if n.split(".")[0] in (OWN, FROM) and n.count(".") >= 2)
 
 
 def _whole_record(handle: int) -> Record | None:
@@ -303,27 +541,6 @@ def pieces(handle: int, size: int, piece: int) -> Iterator[bytes]:
         at += len(data)
 
 
-def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
-    """The `word_sum` that the bytes of a snapshot had when they were summed; None if they were not.
-
-    To be asked while it is pinned.
-    """
-    with contextlib.suppress(OSError):
-        return decode_seal(read_file(Path(memory, found.file), RECORD_BYTES), found.record)
-    return None
-
-
-def flaw(memory: str | os.PathLike[str], found: Found, sum_now: Callable[[], int]) -> str | None:
-    """What is wrong with the bytes of a pinned snapshot; None if nothing, or if it has no sum."""
-    expected = sum_of(memory, found)
-    if expected is None or (now := sum_now()) == expected:
-        return None
-    return (
-        f"the snapshot of step {found.record.step} was changed in memory: its words' sum was "
-        f"{expected:016x}, and is {now:016x}"
-    )
-
-
 def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:
     """Free what these take. Who has one pinned keeps it until it lets go."""
     for one in found:
@@ -346,3 +563,124 @@ def remove_torn(memory: str | os.PathLike[str], era: int) -> None:
 def drop(memory: str | os.PathLike[str], useless: Callable[[list[Found]], Iterable[Found]]) -> None:
     """Remove what `useless` says is of no more use."""
     remove(memory, useless(look(memory)))
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def word_sum(data: memoryview) -> int:
+    """What a seal says of these bytes: the sum of their 64-bit words (little-endian) modulo `SUMS`.
+
+    Any one bit that flips changes it, and with torch it costs no more than to read memory. Words
+    that trade places do not change it, nor do two changes that make up for each other: those are
+    for the CRC-32 of disks and wires.
+    """
+    # Torch takes memory that may be written alone.
+    if len(data) >= TORCH_PAYS_BYTES or ("torch" in sys.modules and data and not data.readonly):
+        import torch
+
+        return torch_sum(torch.frombuffer(data, dtype=torch.uint8), serial=True)
+    words = len(data) // 8 * 8
+    rest = int.from_bytes(data[words:], "little")
+    return (sum(data[:words].cast("Q")) + rest) % SUMS
+
+
+def torch_sum(data: torch.Tensor, *, serial: bool = False) -> int:
+    """The `word_sum` of a tensor of bytes that begins at a multiple of 8 of them.
+
+    serial: whether this thread alone is to do it.
+    """
+    import torch
+
+    whole = len(data) // 8 * 8
+    summed = int.from_bytes(bytes(data[whole:].tolist()), "little")
+    words = data[:whole].view(torch.int64)
+    at_once = _SERIAL if serial else max(1, len(words))
+    for at in range(0, len(words), at_once):
+        summed += int(words[at : at + at_once].sum())
+    return summed % SUMS
+
+
+def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
+    """The `word_sum` that the bytes of a snapshot had when they were summed; None if they were not.
+
+    To be asked while it is pinned.
+    """
+    with contextlib.suppress(OSError):
+        return decode_seal(read_file(Path(memory, found.file), RECORD_BYTES), found.record)
+    return None
+
+
+def flaw(memory: str | os.PathLike[str], found: Found, sum_now: Callable[[], int]) -> str | None:
+    """What is wrong with the bytes of a pinned snapshot; None if nothing, or if it has no sum."""
+    expected = sum_of(memory, found)
+    if expected is None or (now := sum_now()) == expected:
+        return None
+    return (
+        f"the snapshot of step {found.record.step} was changed in memory: its words' sum was "
+        f"{expected:016x}, and is {now:016x}"
+    )
+
+
+class Sealing:
+    """Sums what is in these slots behind the training, the newest first, and not during a copy."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._changed = threading.Condition()
+        self._next: Record | None = None
+        self._copying = self._over = False
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is summed meanwhile."""
+        self._copying = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._copying = False
+                self._changed.notify()
+
+    def seal(self, record: Record) -> None:
+        """Sum this snapshot, when there is time."""
+        with self._changed:
+            self._next = record
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = helper(self._run, "elasticlib-seal")
+            self._thread.start()
+
+    def close(self) -> None:
+        """Sum no more."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._next is not None)
+                record, self._next = self._next, None
+            if self._over or record is None:
+                return
+            summed = self._sum(record)
+            if summed is not None:
+                self._slots.seal(record, summed)
+
+    def _sum(self, record: Record) -> int | None:
+        summed = 0
+        for at in range(0, record.size, CHUNK):
+            if self._copying:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over or not self._copying)
+            # Looked for anew each time: the slot may have been given to a later snapshot.
+            view = self._slots.view_of(record)
+            if self._over or view is None:
+                return None
+            with view, view[at : at + CHUNK] as chunk:
+                summed += word_sum(chunk)
+        return summed % SUMS

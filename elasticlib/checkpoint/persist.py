@@ -17,9 +17,9 @@ from .fence import Writer
 from .folder import CheckpointFolder, open_place
 from .interface import Unreadable
 from .manifest import Manifest
+from .memory import Record
 from .place import Place
 from .prune import Retention
-from .slot import Record
 
 log = logging.getLogger("elasticlib.checkpoint")
 

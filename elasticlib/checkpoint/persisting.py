@@ -7,7 +7,6 @@ state that is the same on all ranks, for a folder that all nodes share, one of t
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,8 +19,7 @@ from ..errors import StoreError, describe
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Store
 from ..threads import helper
-from .memory import flaw, pinned
-from .slot import Found, Record, word_sum
+from .memory import Found, Record, flaw, pinned, word_sum
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -36,7 +34,6 @@ WRITE_SECONDS = 600.0
 CLAIM_SECONDS = 60.0
 """For which a node that says it writes is believed, since it said so last."""
 RENEW_SECONDS = 5.0
-TORCH_PAYS_BYTES = 512 << 20
 _DONE = b"done"
 
 
@@ -109,7 +106,7 @@ def _persist_one(
         with pinned(memory, found) as view:
             if view is None:
                 return f"{_what(record)} was not written: it is not there any more"
-            damage = flaw(memory, found, lambda: _sum(view))
+            damage = flaw(memory, found, lambda: word_sum(view))
             if damage:
                 claim.give_up()
                 return f"{_what(record)} was not written: {damage}"
@@ -121,18 +118,6 @@ def _persist_one(
         return f"{_what(record)} was not written to {record.folder}: {describe(error)}"
     claim.done()
     return ""
-
-
-def _sum(view: memoryview) -> int:
-    """With torch where this agent has it already (its node serves the workers' store, say), or
-    where to import it takes less time than it saves."""
-    if "torch" not in sys.modules and len(view) < TORCH_PAYS_BYTES:
-        return word_sum(view)
-    import torch
-
-    from .sealing import torch_sum
-
-    return torch_sum(torch.frombuffer(view, dtype=torch.uint8), serial=True)
 
 
 def _of_now(record: Record, info: RendezvousInfo | None) -> Record:

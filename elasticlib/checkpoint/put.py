@@ -117,7 +117,8 @@ def shape_of(value: Any) -> str:
     """In words, what a tensor must have in common with another to be copied into it."""
     if not isinstance(value, torch.Tensor):
         return f"a {_name(value)}"
-    cut = f" sharded as {list(value.placements)}" if is_sharded_kind(value) else ""
+    sharded: Any = value
+    cut = f" sharded as {list(sharded.placements)}" if is_sharded_kind(value) else ""
     return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{cut}"
 
 

@@ -330,10 +330,11 @@ class OwnSave(Save):
 class OthersSave(Save):
     """One that another rank writes: the ranks' store tells of it; without one, the folder does."""
 
-    def __init__(self, step: int, outcomes: Outcomes, folder: CheckpointFolder) -> None:
+    def __init__(
+        self, step: int, number: int, outcomes: Outcomes, folder: CheckpointFolder
+    ) -> None:
         super().__init__(step)
-        self._outcomes, self._folder = outcomes, folder
-        self._number = outcomes.begin()
+        self._number, self._outcomes, self._folder = number, outcomes, folder
         self._over = False
         outcomes.newest = step
 

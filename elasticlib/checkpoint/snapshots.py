@@ -22,11 +22,19 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
 from .gather import take_shards, values_of
 from .interface import Held, Source
-from .memory import NEWS, Slots
+from .memory import (
+    NEWS,
+    Found,
+    Record,
+    Sealing,
+    Slots,
+    given_up,
+    outlived,
+    that_count,
+    torch_sum,
+)
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
-from .sealing import Sealing, torch_sum
-from .slot import Found, Record, given_up, outlived, that_count
 from .told import Told
 
 
@@ -117,7 +125,11 @@ class SnapshotMemory(Source):
             from .sharded import lay_out_part
 
             layout = lay_out_part(step, values, whole=True, copies=True)
-            line = {"part": self._rank, "parts": self._world_size, "sharded": True}
+            line: dict[str, Any] = {
+                "part": self._rank,
+                "parts": self._world_size,
+                "sharded": True,
+            }
         else:
             layout, line = lay_out(values, {"step": step}), {}
         made = self.keep(step, layout, **line)

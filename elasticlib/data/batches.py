@@ -1,27 +1,216 @@
 """Batches of the job rather than of a rank: each is the next so many samples of the order.
 
-A step uses the same samples at any world size; a rank is given its share of them.
+A step uses the same samples at any world size, and a rank is given its share of them. The global
+batch is what the user chose: shares differ by at most one sample, none is over the memory's limit,
+and weights undo that they differ.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
-import torch
+import attrs
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ConfigError
-from .batch import BatchPlan, plan_batches
-from .deal import Position, Tail, check_tail, end_of_deal
-from .drawn import Source, draw
-from .order import LISTED, indices_at, order_of
-from .sampler import ElasticDistributedSampler
-from .state import OnMismatch
+from .deal import Position, Tail, check_int, check_tail, end_of_deal, share_of
+from .permutation import order_of, runs_of
+from .sampler import ElasticDistributedSampler, FromPosition
 
 
-class ElasticBatchSampler(Sampler[list[int]]):
+@attrs.frozen
+class MicroBatch:
+    """So many samples go through the model at once, and what their mean loss is multiplied by."""
+
+    size: int
+    weight: float
+
+
+@attrs.frozen
+class BatchPlan:
+    """One optimizer step of `world_size` ranks over `global_batch` samples; see `plan_batches`.
+
+    Every rank runs `accumulation` micro-batches a step, so that collectives within the model's
+    backward pass line up; with fewer samples than ranks times that, the last of some are empty.
+
+    **Weights.** DDP and FSDP *average* the ranks' gradients, as if all had used as many samples.
+    To end with the gradient of the mean loss over the global batch, multiply a micro-batch's
+    mean loss by its `weight`, size x world_size / global_batch, before `backward`; or its summed
+    loss by `per_sample`, which also serves an empty one, whose mean is not a number. Where
+    gradients are *summed* over the ranks, divide either by `world_size`::
+
+        for k, micro in enumerate(plan.micro_batches(rank)):
+            last = k == plan.accumulation - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                (plan.per_sample * summed_loss(model, samples[k])).backward()
+        optimizer.step()
+    """
+
+    global_batch: int
+    world_size: int
+    max_micro_batch: int
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step, the same on every rank; at least 1."""
+        return max(1, -(-self.share(0) // self.max_micro_batch))
+
+    @property
+    def per_sample(self) -> float:
+        """What a micro-batch's summed loss is multiplied by."""
+        return self.world_size / self.global_batch
+
+    def share(self, rank: int) -> int:
+        """How many samples of a global batch are this rank's: the first ranks have one more.
+
+        Raises:
+            ConfigError: `rank` is not in the world.
+        """
+        return len(share_of(self.global_batch, rank=rank, world_size=self.world_size))
+
+    def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of one step; sizes differ by at most one.
+
+        Raises:
+            ConfigError: `rank` is not in the world.
+        """
+        few, more = divmod(self.share(rank), self.accumulation)
+        sizes = (few + (turn < more) for turn in range(self.accumulation))
+        return tuple(MicroBatch(size, self.per_sample * size) for size in sizes)
+
+
+def plan_batches(
+    global_batch: int, world_size: int, max_micro_batch: int | None = None
+) -> BatchPlan:
+    """How `world_size` ranks take one step over exactly `global_batch` samples.
+
+    Args:
+        global_batch: samples a step, of all ranks together.
+        world_size: how many ranks there are now.
+        max_micro_batch: the most samples that one rank's memory takes at once; by default any.
+
+    Raises:
+        ConfigError: one of them is less than 1, or no integer.
+    """
+    global_batch = check_int("global_batch", global_batch)
+    most = (
+        global_batch if max_micro_batch is None else check_int("max_micro_batch", max_micro_batch)
+    )
+    for name, value in (
+        ("global_batch", global_batch),
+        ("world_size", world_size),
+        ("max_micro_batch", most),
+    ):
+        if value < 1:
+            raise ConfigError(f"need {name} >= 1, got {value}")
+    return BatchPlan(global_batch, world_size, most)
+
+
+def linear_learning_rate(rate: float, *, of: int, to: int) -> float:
+    """The rate for a global batch of `to`, where `rate` was right for one of `of`: in proportion.
+
+    For SGD, with a warm-up: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. Only for who
+    changes the global batch on purpose; a change of the world size alone needs no rule.
+
+    Raises:
+        ConfigError: a batch is less than 1.
+    """
+    return rate * _ratio(of, to)
+
+
+def square_root_learning_rate(rate: float, *, of: int, to: int) -> float:
+    """The rate for a global batch of `to`, by the square root of the proportion.
+
+    For Adam and its like: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms", NeurIPS 2022. Only for who changes the global batch on purpose.
+
+    Raises:
+        ConfigError: a batch is less than 1.
+    """
+    return rate * math.sqrt(_ratio(of, to))
+
+
+Rule = Literal["linear", "sqrt"]
+RULES = {"linear": linear_learning_rate, "sqrt": square_root_learning_rate}
+
+
+def scale_learning_rates(
+    optimizer: Optimizer, global_batch: int, *, reference_batch: int, rule: Rule = "linear"
+) -> float:
+    """Have every step of `optimizer` taken at the rates that suit `global_batch`.
+
+    The rates that stand in the optimizer, and those that schedulers set there, remain the ones for
+    `reference_batch`: they are multiplied as a step begins, and put back as it ends. So what is
+    saved, restored or scheduled was never scaled, and cannot be scaled twice. Call it in each
+    generation, before or after the restore; called again, it replaces what was asked before::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)           # right for 256 samples
+        scale_learning_rates(optimizer, batch_size * world_size, reference_batch=256)
+
+    It hooks into `optimizer.step()`, which a captured CUDA graph does not call.
+
+    Args:
+        optimizer: any of torch's, with any schedulers.
+        global_batch: samples a step, of all ranks together, as it is now.
+        reference_batch: the samples a step for which its learning rates are right.
+        rule: "linear" as `linear_learning_rate`, "sqrt" as `square_root_learning_rate`.
+
+    Returns:
+        What rates are multiplied by: log `scheduler.get_last_lr()[0]` times this.
+
+    Raises:
+        ConfigError: a batch is less than 1, or there is no such rule.
+    """
+    if rule not in RULES:
+        raise ConfigError(f"rule is {rule!r}, must be one of {', '.join(RULES)}")
+    factor = RULES[rule](1.0, of=reference_batch, to=global_batch)
+    scaled = _SCALED.get(optimizer)
+    if scaled is None:
+        scaled = _SCALED[optimizer] = _Scaled()
+        optimizer.register_step_pre_hook(scaled.begin)
+        optimizer.register_step_post_hook(scaled.end)
+        optimizer.register_state_dict_pre_hook(scaled.end)
+    scaled.factor = factor
+    return factor
+
+
+class _Scaled:
+    """What one optimizer's rates are multiplied by, and what they were before the present step."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._before: list[tuple[dict[str, Any], Any]] = []
+
+    def begin(self, optimizer: Optimizer, *_: object) -> None:
+        self.end()  # of a step that raised, or one that this one is called by
+        self._before = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group, rate in self._before:
+            group["lr"] = rate * self.factor
+
+    def end(self, *_: object) -> None:
+        for group, rate in self._before:
+            group["lr"] = rate
+        self._before = []
+
+
+_SCALED: WeakKeyDictionary[Optimizer, _Scaled] = WeakKeyDictionary()
+
+
+def _ratio(of: int, to: int) -> float:
+    if of < 1 or to < 1:
+        raise ConfigError(f"need batches of at least 1 sample, got of={of} and to={to}")
+    return to / of
+
+
+class ElasticBatchSampler(FromPosition, Sampler[list[int]]):
     """Yields this rank's share of each global batch, as a list of indices, step by step.
 
     Batch k of an epoch holds the same samples whatever the world size: positions consumed to
@@ -53,6 +242,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         tail: what becomes of the last batch where the samples do not divide by `global_batch`:
             "exact" makes it smaller, "drop" leaves it out, "pad" fills it up with samples from
             the start of the order. By default the sampler's tail.
+        contiguous: whether a rank's share is a run of the batch instead of every so manieth of it:
+            for data that are read best in a row, as a `ShardDataset`'s.
 
     Raises:
         ConfigError: `global_batch`, `max_micro_batch` or `tail` cannot be.
@@ -65,28 +256,22 @@ class ElasticBatchSampler(Sampler[list[int]]):
         *,
         max_micro_batch: int | None = None,
         tail: Tail | None = None,
+        contiguous: bool = False,
     ) -> None:
         planned = plan_batches(global_batch, sampler.num_replicas, max_micro_batch)
         self.tail: Tail = sampler.tail if tail is None else tail
         check_tail(self.tail)
         self.sampler, self.global_batch = sampler, planned.global_batch
-        self.max_micro_batch = max_micro_batch
+        self.progress = sampler.progress
+        self.max_micro_batch, self.contiguous = max_micro_batch, contiguous
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """This rank's shares from the present position to the epoch's end."""
-        progress = self.sampler.progress
-        source = Source(
-            runs=self._runs,
-            stride=self.global_batch,
-            restore=lambda state: progress.restore(state, self._over),
-            ended=progress.ended,
-            kept=progress.kept,
-        )
-        return draw(source, progress.begin(self._over))
+    @property
+    def _stride(self) -> int:
+        return self.global_batch
 
     def __len__(self) -> int:
         """How many batches an iterator would yield now: what is left; the same on every rank."""
-        start = self.sampler.progress.ahead(self._over)
+        start = self.progress.ahead(self._over)
         return -(-(self._end(start) - start.consumed) // self.global_batch)
 
     @property
@@ -97,7 +282,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Less than `global_batch` in the last one if `tail` is "exact"; 0 when the epoch is over
         and the next does not begin by itself.
         """
-        start = self.sampler.progress.here(self._over)
+        start = self.progress.here(self._over)
         return min(self.global_batch, self._end(start) - start.consumed)
 
     def plan(self) -> BatchPlan:
@@ -121,27 +306,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             ConfigError: epochs have begun by themselves because nobody counted.
         """
-        progress = self.sampler.progress
-        here = progress.position
+        here = self.progress.position
         samples = min(self.global_batch, self._end(here) - here.consumed)
-        progress.advance(samples)
-        if self._over(progress.position):  # a tail that is dropped is not for another batch size
-            progress.advance(progress.position.length)
+        self.progress.advance(samples)
+        if self._over(self.progress.position):  # a dropped tail is not for another batch size
+            self.progress.advance(here.length)
         return samples
-
-    def set_epoch(self, epoch: int) -> None:
-        """As the sampler's `set_epoch`."""
-        self.sampler.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sampler's state, which is the job's: any world and any global batch reads it."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "refuse"
-    ) -> None:
-        """As the sampler's `load_state_dict`."""
-        self.sampler.load_state_dict(state, on_mismatch=on_mismatch)
 
     def _end(self, start: Position) -> int:
         return end_of_deal(start, self.global_batch, self.tail)
@@ -149,21 +319,20 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def _over(self, position: Position) -> bool:
         return self._end(position) <= position.consumed
 
-    def _runs(self, start: Position) -> Iterator[list[list[int]]]:
+    def _share(self, samples: int) -> range:
+        """Which places of a batch of so many are this rank's."""
         rank, world = self.sampler.rank, self.sampler.num_replicas
-        whole, rest = divmod(self._end(start) - start.consumed, self.global_batch)
-        share = torch.arange(len(range(rank, self.global_batch, world))).mul_(world).add_(rank)
-        order, begin, most = order_of(start), start.consumed, max(1, LISTED // max(1, len(share)))
-        size = 1
-        while whole:
-            count = min(size, whole, most)
-            firsts = torch.arange(count).mul_(self.global_batch).add_(begin)
-            places = (firsts[:, None] + share).flatten()
-            yield order(places).view(count, len(share)).tolist()
-            begin, whole, size = begin + count * self.global_batch, whole - count, 4 * size
+        if self.contiguous:
+            return share_of(samples, rank=rank, world_size=world)
+        return range(rank, samples, world)
+
+    def _runs(self, start: Position) -> Iterator[list[list[int]]]:
+        order, end = order_of(start, self.sampler.made_of), self._end(start)
+        rest = (end - start.consumed) % self.global_batch
+        whole = range(start.consumed, end - rest, self.global_batch)
+        yield from runs_of(order, whole, self._share(self.global_batch))
         if rest:
-            places_left = range(begin + rank, begin + rest, world)
-            yield [[index for run in indices_at(start, places_left) for index in run]]
+            yield from runs_of(order, range(end - rest, end, rest), self._share(rest))
 
 
 class CollateOrEmpty:
@@ -196,3 +365,36 @@ def _cut(batch: Any) -> Any:
         parts = [part for part in batch if not isinstance(part, (str, bytes))]
         return type(batch)([_cut(part) for part in parts])  # type: ignore[call-arg]
     return batch
+
+
+def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch gives it
+    """A `worker_init_fn`: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 do not end this loader's workers.
+
+    A scheduler or a terminal signals every process of a job, and a loader without its workers
+    raises before the training step at which the job would have saved. ::
+
+        loader = DataLoader(dataset, num_workers=4, worker_init_fn=ignore_signals_worker_init)
+
+    The training process hears them, saves and ends as it would without the loader; workers end
+    with their loader, and within seconds of a training process that was killed. SIGTERM from the
+    training process itself ends them at once: it is how Python ends them at exit, and waits.
+    If you have a `worker_init_fn` of your own, call this one in it. It is for workers that are
+    forked from the training process, as they are on Linux before Python 3.14, and with
+    `multiprocessing_context="fork"`; one that is spawned is ended by SIGTERM.
+
+    Args:
+        worker_id: the worker's number in its loader; not used.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # A handler in Python is not told who sent a signal, and ignoring SIGTERM from all would leave
+    # multiprocessing waiting for ever, at exit, for workers of an iterator that is still held.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    arguments = (os.getppid(),)
+    threading.Thread(target=_end_when_told, args=arguments, name="sigterm", daemon=True).start()
+
+
+def _end_when_told(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

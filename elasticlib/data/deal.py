@@ -6,12 +6,13 @@ used. What is left is dealt out one by one like cards, so any world can go on wh
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal, SupportsIndex, get_args
 
 import attrs
 
 from ..errors import ConfigError, StateMismatch
-from ..whole import whole
 
 Tail = Literal["pad", "drop", "exact"]
 """How an epoch ends when its samples do not divide by the world size.
@@ -22,15 +23,36 @@ Tail = Literal["pad", "drop", "exact"]
 * `exact`: each sample once; the ranks' counts differ by at most one.
 """
 
-Shuffle = Literal["feistel", "randperm", "none"]
-"""What makes an epoch's order: our own shuffle, torch's, or nothing (0, 1, 2, ...)."""
+Shuffle = Literal["feistel", "randperm", "none", "weighted", "shards"]
+"""What makes an epoch's order: our own shuffle, torch's, nothing (0, 1, 2, ...), draws by weight
+without replacement, or our own shuffle of shards whose samples stay in their order."""
+
+OnMismatch = Literal["refuse", "restart", "keep"]
+"""What to do with a state of another length, seed or shuffle.
+
+* `refuse`: raise StateMismatch.
+* `restart`: begin the state's epoch at its start, in this sampler's own order.
+* `keep`: go on after as many samples (at most all) of the state's epoch, in this sampler's own
+  order: some of the epoch's samples come twice then, and others not at all.
+"""
+
+FORMATS = {
+    1: ("seed", "epoch", "consumed", "length", "format"),
+    2: ("seed", "epoch", "consumed", "length", "shuffle", "format"),
+    3: ("seed", "epoch", "consumed", "length", "shuffle", "digest", "format"),
+}
+"""The fields of a position's plain form, by its version. Format 1 did not name the order, which was
+torch's. Format 3 is written only for an order that is made of weights or of shards' sizes."""
+NAMES = ("shuffle", "digest")
+"""Those that are no integers."""
 
 
 @attrs.frozen
 class Position:
     """Where a job stands in an epoch: `consumed` of `length` samples are used, by all ranks.
 
-    `seed`, `epoch` and `shuffle` name the order.
+    `seed`, `epoch` and `shuffle` name the order; so does `digest` where it is made of weights or of
+    shards' sizes.
     """
 
     seed: int
@@ -38,6 +60,7 @@ class Position:
     consumed: int
     length: int
     shuffle: Shuffle = "feistel"
+    digest: str = ""
 
     def __attrs_post_init__(self) -> None:
         if self.epoch < 0:
@@ -57,7 +80,7 @@ def advance(position: Position, count: int) -> Position:
     Raises:
         ConfigError: `count` is negative, or no integer.
     """
-    count = whole("count", count)
+    count = check_int("count", count)
     if count < 0:
         raise ConfigError(f"need count >= 0, got {count}: samples are never given back")
     return attrs.evolve(position, consumed=min(position.consumed + count, position.length))
@@ -94,6 +117,106 @@ def end_of_deal(position: Position, unit: int, tail: Tail) -> int:
         return position.length
     dropped = position.length - spare
     return dropped if tail == "drop" else dropped + unit
+
+
+def share_of(size: int, *, rank: int, world_size: int) -> range:
+    """This rank's run of range(size); the runs differ by at most one, the first ones are longer.
+
+    Raises:
+        ConfigError: `rank` is not in the world.
+    """
+    check_rank(rank, world_size)
+    each, more = divmod(size, world_size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def encode(position: Position) -> dict[str, Any]:
+    """The plain form: a dict of integers and one or two names, which any world size reads."""
+    version = 3 if position.digest else 2
+    return {name: getattr(position, name) for name in FORMATS[version][:-1]} | {"format": version}
+
+
+def decode(state: Mapping[str, Any], shuffle: Shuffle) -> Position:
+    """The position that `state` stands for, to be read by a sampler that shuffles by `shuffle`.
+
+    A state of format 1 is taken as that sampler's own where that cannot be wrong: where it does
+    not shuffle by "feistel", which did not exist, and at an epoch's start or end, where a number
+    means the same in any order. In the midst of an epoch it stands for "randperm".
+
+    Raises:
+        StateMismatch: a field is missing, unknown, of another type or out of range, or the
+            format is not known; the message names field, value and rule.
+    """
+    version = state.get("format", 2)
+    if version not in tuple(FORMATS):
+        raise StateMismatch(f"format is {version!r}, this version reads 1, 2 and 3")
+    fields = FORMATS[version]
+    for name in fields:
+        if name not in state:
+            raise StateMismatch(f"{name} is missing: a sampler's state has {', '.join(fields)}")
+        if name not in NAMES and type(state[name]) is not int:
+            raise StateMismatch(f"{name} is {state[name]!r}, must be an integer")
+    for name in state:
+        if name not in fields:
+            raise StateMismatch(f"{name!r} is no field of a sampler's state of format {version}")
+    position = Position(**{"shuffle": shuffle, **{name: state[name] for name in fields[:-1]}})
+    begun = 0 < position.consumed < position.length
+    if version == 1 and shuffle == "feistel" and begun:
+        return attrs.evolve(position, shuffle="randperm")
+    return position
+
+
+def resume(
+    state: Mapping[str, Any], mine: Position, on_mismatch: OnMismatch = "refuse"
+) -> Position:
+    """Where a sampler that stands at `mine` goes on after `state`.
+
+    Raises:
+        StateMismatch: the state cannot be read, or is of another length, seed or shuffle while
+            `on_mismatch` is "refuse".
+        ConfigError: `on_mismatch` cannot be.
+    """
+    if on_mismatch not in get_args(OnMismatch):
+        names = ", ".join(get_args(OnMismatch))
+        raise ConfigError(f"on_mismatch is {on_mismatch!r}, must be one of {names}")
+    saved = decode(state, mine.shuffle)
+    differs = mismatch(saved, mine)
+    if differs and on_mismatch == "refuse":
+        raise StateMismatch(
+            f"{differs}: positions in one order mean nothing in another. on_mismatch='restart'"
+            " begins the epoch anew, 'keep' goes on after as many samples of the new order"
+        )
+    consumed = 0 if differs and on_mismatch == "restart" else min(saved.consumed, mine.length)
+    return attrs.evolve(mine, epoch=saved.epoch, consumed=consumed)
+
+
+def mismatch(saved: Position, mine: Position) -> str | None:
+    """How the orders of two positions differ, as the start of a sentence; None if they do not."""
+    if saved.length != mine.length:
+        return f"length is {saved.length} in the state, this dataset has {mine.length} samples"
+    if saved.seed != mine.seed:
+        return f"seed is {saved.seed} in the state, this sampler has {mine.seed}"
+    if saved.shuffle != mine.shuffle:
+        return f"shuffle is {saved.shuffle!r} in the state, this sampler has {mine.shuffle!r}"
+    if saved.digest != mine.digest:
+        what = "the weights" if mine.shuffle == "weighted" else "the sizes of the shards"
+        return f"{what} have the digest {saved.digest!r} in the state, and {mine.digest!r} here"
+    return None
+
+
+def check_int(name: str, value: SupportsIndex) -> int:
+    """The plain int that an integer of any kind stands for: numpy's, or a tensor with one element.
+
+    Raises:
+        ConfigError: it is no integer, as 32.0 is not; names both.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(
+            f"{name} is {value!r}, must be an integer: round it, by // or int(), before"
+        ) from None
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Iterable data by the sampler's rule: which ranges of the samples a rank and its worker read.
+"""Samples in shard files: which ranges of them a rank and its loader's worker read.
 
 The samples stand in one row, shard after shard. From `consumed` on they are dealt in blocks, one
 block a rank and step; so the job has used a prefix of the row after every step, and any world, with
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import attrs
+from torch.utils.data import Dataset
 
 from ..errors import ConfigError
 from .deal import Position, Tail, check_rank, end_of_deal
+
+T = TypeVar("T")
 
 
 def deal_ranges(
@@ -119,3 +123,84 @@ class Shards:
             start = inside - self._begins[number]
             yield Span(self._order[number], start, start + count)
             at += count
+
+
+class ShardDataset(Dataset[T]):
+    """A dataset over shard files: batches of it are read range by range, each shard in its order.
+
+    Each sample comes exactly once an epoch, through resizes and kills, where the sampler deals it
+    so; and torchdata's StatefulDataLoader keeps the position at any world size::
+
+        def read(url, start, stop):                        # a tar file, one member a sample
+            with fsspec.open(url) as file, tarfile.open(fileobj=file) as tar:
+                for member in itertools.islice(tar, start, stop):
+                    yield tar.extractfile(member).read()
+
+        dataset = ShardDataset(urls, sizes, read)
+        sampler = ElasticDistributedSampler(dataset, shuffle_algorithm="shards", tail="exact")
+        batches = ElasticBatchSampler(sampler, global_batch=256, contiguous=True)
+        loader = StatefulDataLoader(dataset, batch_sampler=batches, num_workers=4)
+
+    Why it is no `IterableDataset`: a worker of a loader knows its own batches alone, so what
+    torchdata keeps of an iterable dataset holds for one number of ranks and workers. Here the
+    position is the sampler's, in the training process, and workers are told what to read.
+
+    Args:
+        shards: what `read` opens, as paths or URLs.
+        sizes: how many samples each shard has, in the same order.
+        read: called with a shard, and the numbers of a first sample and of the one after the last;
+            gives the samples between them, in order. It runs in the loader's workers.
+
+    Attributes:
+        sizes: as given, as a tuple.
+
+    Raises:
+        ConfigError: there are not as many sizes as shards, or one is negative.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        sizes: Sequence[int],
+        read: Callable[[Any, int, int], Iterable[T]],
+    ) -> None:
+        if len(shards) != len(sizes):
+            raise ConfigError(f"need a size for each shard, got {len(sizes)} for {len(shards)}")
+        self.shards, self.sizes, self.read = shards, tuple(sizes), read
+        self._row = Shards(self.sizes)
+
+    def __len__(self) -> int:
+        """Samples of all shards."""
+        return len(self._row)
+
+    def __getitem__(self, index: int) -> T:
+        """One sample, by its number among those of all shards in the order given."""
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T]:
+        """Samples by their numbers; those of numbers in a row are read at one go."""
+        found: list[T] = []
+        start = 0
+        for at in range(1, len(indices) + 1):
+            if at == len(indices) or indices[at] != indices[at - 1] + 1:
+                found += self.samples(range(indices[start], indices[at - 1] + 1))
+                start = at
+        return found
+
+    def samples(self, places: range) -> Iterator[T]:
+        """The samples of a range of the row, as `deal_ranges` gives it to a reader of streams.
+
+        Raises:
+            ConfigError: `read` gave more or fewer than it was asked for.
+        """
+        for span in self._row.spans(places):
+            shard, asked = self.shards[span.shard], span.stop - span.start
+            count = 0
+            for count, sample in enumerate(self.read(shard, span.start, span.stop), 1):
+                if count <= asked:
+                    yield sample
+            if count != asked:
+                raise ConfigError(
+                    f"read({shard!r}, {span.start}, {span.stop}) gave {count} samples instead of"
+                    f" {asked}: has this shard the {self.sizes[span.shard]} of `sizes`?"
+                )

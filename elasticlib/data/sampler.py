@@ -8,24 +8,311 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import chain
+from operator import length_hint
+from typing import Any, Literal, TypeVar, cast, get_args
 
+import attrs
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ..errors import ConfigError
-from ..whole import whole
-from .deal import Position, Tail, check_tail, deal
-from .drawn import Source, draw
-from .order import indices_at
-from .permute import LARGEST
-from .progress import Progress
-from .state import OnMismatch, encode
+from ..errors import ConfigError, StateMismatch
+from .deal import (
+    OnMismatch,
+    Position,
+    Shuffle,
+    Tail,
+    advance,
+    check_int,
+    check_tail,
+    deal,
+    encode,
+    next_epoch,
+    resume,
+)
+from .permutation import LARGEST, digest_of, order_of, runs_of, weights_of
 
-Algorithm = Literal["feistel", "randperm"]
+T = TypeVar("T")
+Algorithm = Literal["feistel", "randperm", "shards"]
+Over = Callable[[Position], bool]
+"""Whether a position leaves nothing for any rank."""
 
 
-class ElasticDistributedSampler(DistributedSampler[int]):
+class Progress:
+    """The position of one sampler, with what it must remember to move on by itself.
+
+    Samples are used when they are counted (`advance`). Drawing moves nothing, as loaders draw long
+    before training. An epoch gives way to the next when an iterator begins (`begin`), unless
+    `set_epoch` was ever called: after its last sample was counted; or, as long as nobody has
+    counted any, after an iterator that began where it stands has run out.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+        self._fresh = True
+        self._named: int | None = None
+        self._ran_out: Position | None = None
+        self._guessed = False
+        self._account: Literal["nobody's", "advance's", "a loader's", "told"] = "nobody's"
+        """Whose the account is of what was trained on; "told": nobody's, and the user knows."""
+
+    def here(self, over: Over) -> Position:
+        """Where the next sample stands that is to be counted."""
+        used_up = self.position.consumed > 0 and over(self.position)
+        return next_epoch(self.position) if used_up and self._named is None else self.position
+
+    def ahead(self, over: Over) -> Position:
+        """Where an iterator that began now would begin."""
+        return next_epoch(self.position) if self._drawn_out else self.here(over)
+
+    @property
+    def _drawn_out(self) -> bool:
+        uncounted = self._named is None and self._account != "advance's"
+        return uncounted and self._ran_out == self.position
+
+    def begin(self, over: Over) -> Position:
+        """An iterator begins: where."""
+        start = self.ahead(over)
+        self._guessed |= self._drawn_out
+        self.position, self._fresh = start, False
+        return start
+
+    def ended(self, start: Position) -> None:
+        """An iterator that began at `start` has run out."""
+        self._ran_out = start
+
+    def kept(self) -> None:
+        """A loader keeps the position of what was drawn with its own state: nobody has to count."""
+        if self._account != "advance's":
+            self._account = "a loader's"
+
+    def why_misleading(self) -> str:
+        """Why the position is not where training stands, when first asked for; or nothing."""
+        drawn = self._ran_out is not None and self._ran_out.consumed < self._ran_out.length
+        if not drawn or self._account != "nobody's":
+            return ""
+        self._account = "told"
+        here = self.position
+        return (
+            "an epoch was drawn to its end from this ElasticDistributedSampler, and nothing was"
+            f" counted: its state says that {here.consumed} samples of epoch {here.epoch} were"
+            " trained on, and whoever resumes from it trains on the others again. Call"
+            " sampler.advance(batch_size * world_size) after each step, on every rank"
+        )
+
+    def advance(self, count: int) -> None:
+        """As the sampler's; an epoch that began because the one before had been drawn is refused to
+        one who does count: which of the two is trained on?"""
+        if self._guessed and self._named is None and self._account != "advance's":
+            raise ConfigError(
+                f"epoch {self.position.epoch} began by itself, as the one before it was drawn to"
+                " its end and nothing was counted; now samples are. Call set_epoch() before each"
+                " epoch, or look at the order through another sampler"
+            )
+        self.position = advance(self.position, count)
+        self._fresh, self._account = False, "advance's"
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's."""
+        epoch = check_int("epoch", epoch)
+        if epoch < 0:
+            raise ConfigError(f"need epoch >= 0, got {epoch}")
+        here = self.position
+        stays = self._fresh or epoch == here.epoch
+        self.position = attrs.evolve(here, epoch=epoch, consumed=here.consumed if stays else 0)
+        self._fresh, self._named = False, epoch
+
+    def load(self, state: Mapping[str, Any], on_mismatch: OnMismatch = "refuse") -> None:
+        """Go to where `state` stands; see `resume` for what it raises."""
+        self._go_to(resume(state, self.position, on_mismatch))
+        self._account = "nobody's"
+
+    def restore(self, state: Mapping[str, Any], over: Over) -> Position:
+        """Go to where an iterator stood: where.
+
+        A loader does this late, when it is first iterated, so `set_epoch` may have named the next
+        epoch meanwhile; that is right if the state's has come to its end.
+
+        Raises:
+            StateMismatch: as `resume`; or `set_epoch` named an epoch that neither is the state's
+                nor follows its end: some would be trained on again, or passed over.
+        """
+        saved, named = resume(state, self.position), self._named
+        if named is not None and named != saved.epoch:
+            fits = saved.epoch + 1 if over(saved) else saved.epoch
+            if named != fits:
+                raise StateMismatch(
+                    f"epoch is {saved.epoch} in the loader's state, with {saved.consumed} of"
+                    f" {saved.length} samples used, and set_epoch({named}) was called: call"
+                    f" set_epoch({fits}) to go on after it"
+                )
+            saved = next_epoch(saved)
+        self._go_to(saved)
+        return saved
+
+    def _go_to(self, position: Position) -> None:
+        """Stand at `position`; what was drawn before says nothing about it."""
+        self.position, self._fresh = position, False
+        self._ran_out, self._guessed = None, False
+
+
+class Course:
+    """What an iterator has been given, list by list, and how far it has come in that."""
+
+    def __init__(self, source: FromPosition, start: Position) -> None:
+        self._source, self._ran_out = source, False
+        self._begin(start)
+
+    def _begin(self, start: Position) -> None:
+        self._start, self._given = start, 0
+        self._current: Iterator[Any] = iter(())
+        self._runs = self._source._runs(start)
+
+    def position(self) -> Position:
+        """What is used when all that was yielded is, by all ranks alike."""
+        self._source.progress.kept()
+        yielded = self._given - length_hint(self._current)
+        return advance(self._start, yielded * self._source._stride)
+
+    def move(self, state: Mapping[str, Any]) -> None:
+        if self._ran_out:
+            raise StateMismatch("an iterator that has run out cannot go on: load into a new one")
+        start = self._source.progress.restore(state, self._source._over)
+        for _ in self._current:  # whoever iterates holds this list: empty it in their hands
+            pass
+        self._begin(start)
+
+    def given(self) -> Iterator[Iterator[Any]]:
+        """The lists, each as an iterator of which we see how much is left."""
+        while (run := next(self._runs, None)) is not None:
+            self._given += len(run)
+            self._current = iter(run)
+            yield self._current
+        self._ran_out = True
+        self._source.progress.ended(self._start)
+
+
+class ElasticIterator(chain[T]):
+    """Yields as fast as a list, as nothing of ours runs between two items of a run; and knows what
+    the job has used once all that it yielded is used.
+
+    Loaders that save their own state, as torchdata's StatefulDataLoader, ask the iterator for it
+    with each batch that they draw, and keep the answer until that batch has been handed out.
+    """
+
+    course: Course
+
+    def state_dict(self) -> dict[str, Any]:
+        """A state for `load_state_dict` of the sampler or of another iterator."""
+        return encode(self.course.position())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at `state`, and the sampler with it.
+
+        Raises:
+            StateMismatch: the state is another sampler's, of another epoch than `set_epoch`
+                named, or this iterator has run out.
+        """
+        self.course.move(state)
+
+
+class FromPosition:
+    """What iterates from the position of a job: a sampler, or a batch sampler over one."""
+
+    progress: Progress
+
+    @property
+    def _stride(self) -> int:
+        """How many places of the order all ranks use while this one is given one item."""
+        raise NotImplementedError
+
+    def _runs(self, start: Position) -> Iterator[list[Any]]:
+        """This rank's items from a position to the epoch's end, in lists."""
+        raise NotImplementedError
+
+    def _over(self, position: Position) -> bool:
+        """Whether a position leaves nothing for any rank."""
+        raise NotImplementedError
+
+    def __iter__(self) -> ElasticIterator[Any]:
+        """This rank's items from the present position to the epoch's end.
+
+        The iterator has `state_dict` and `load_state_dict` of its own: the position of what it
+        has yielded, for loaders that keep it with each batch.
+        """
+        course = Course(self, self.progress.begin(self._over))
+        made = ElasticIterator.from_iterable(cast(Iterable[Iterable[Any]], course.given()))
+        iterator = cast("ElasticIterator[Any]", made)
+        iterator.course = course
+        return iterator
+
+    @property
+    def position(self) -> Position:
+        """Where the job stands: seed, epoch, samples consumed by all ranks, length, shuffle."""
+        return self.progress.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, or stay where we are if that is the present one.
+
+        From the first call on no epoch begins by itself. One of which nothing was drawn, counted
+        or loaded yet keeps its place, which is how a `start_index` comes to be a place in the first
+        epoch that is named.
+
+        Raises:
+            ConfigError: `epoch` is negative, or no integer.
+        """
+        self.progress.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values, the same on every rank: format, seed, epoch, ...
+
+        Warns, once, if epochs were drawn to their end and nothing was counted: then it is not where
+        training stands.
+        """
+        asker, frames = _asker()
+        if asker == "torchdata":
+            # That loader asks its iterator, too, and it is the iterator's answer that it goes by.
+            self.progress.kept()
+        why = self.progress.why_misleading()
+        if why:
+            warnings.warn(why, UserWarning, stacklevel=frames)
+        return encode(self.position)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "refuse"
+    ) -> None:
+        """Continue from a state that a sampler of any world size gave out.
+
+        Args:
+            state: of `state_dict`; also of the versions before, where that is certain to mean
+                the same: see `elasticlib.data.deal.decode`.
+            on_mismatch: what to do with a state of another dataset length, seed or shuffle.
+                "refuse" it; "restart" its epoch at the start, in this sampler's order; or "keep"
+                its count, so that some of the epoch's samples come twice and others not at all.
+
+        Raises:
+            StateMismatch: the state is not whole, of another format, or of another dataset
+                length, seed or shuffle than this sampler's; nothing has changed then.
+            ConfigError: `on_mismatch` cannot be.
+        """
+        self.progress.load(state, on_mismatch)
+
+
+def _asker() -> tuple[str, int]:
+    """Which package, other than this one, asks for a state; and how many calls it is away."""
+    frames = 1
+    frame = sys._getframe(1)
+    # A program that was given to exec() may have no name.
+    while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) == "elasticlib":
+        if frame.f_back is None:
+            break
+        frame, frames = frame.f_back, frames + 1
+    return package, frames
+
+
+class ElasticDistributedSampler(FromPosition, DistributedSampler[int]):
     """Deals the samples of an epoch to the ranks, and goes on at any world size.
 
     To resume::
@@ -74,14 +361,20 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             may still draw two of the samples that were left out.
         shuffle_algorithm: "feistel" is ours; "randperm" yields just what torch's
             `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
+            "shards" shuffles a `ShardDataset`'s shards, and leaves samples of a shard in order.
+        weights: one for each sample, 0 or more: an epoch draws without replacement, each next
+            sample in proportion to its weight among those that are left; one of weight 0 is never
+            drawn. See `WeightedOrder` for how, and for what that costs.
+        epoch_size: with `weights`, how many samples an epoch draws, of all ranks together; by
+            default all whose weight is not 0, which then come once each, heavy ones sooner.
 
     Raises:
-        ConfigError: `shuffle`, `seed`, `start_index`, `tail` or `shuffle_algorithm` cannot be, or
-            there are more than 2**62 samples to shuffle.
+        ConfigError: `shuffle`, `seed`, `start_index`, `tail`, `shuffle_algorithm`, `weights` or
+            `epoch_size` cannot be, or there are more than 2**62 samples to shuffle.
         ValueError: `rank` is not in the world, or there is no process group to take it from.
     """
 
-    def __init__(  # noqa: PLR0917 - the first six are torch's own, which may be positional
+    def __init__(  # noqa: PLR0913, PLR0917 - the first six are torch's own, by place
         self,
         dataset: Dataset[Any],
         num_replicas: int | None = None,
@@ -93,34 +386,44 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         start_index: int = 0,
         tail: Tail | None = None,
         shuffle_algorithm: Algorithm = "feistel",
+        weights: Sequence[float] | Tensor | None = None,
+        epoch_size: int | None = None,
     ) -> None:
-        if shuffle_algorithm not in get_args(Algorithm):
-            names = " or ".join(get_args(Algorithm))
-            raise ConfigError(f"shuffle_algorithm is {shuffle_algorithm!r}, must be {names}")
         if not isinstance(shuffle, bool):
             raise ConfigError(
                 f"shuffle is {shuffle!r}, must be True or False: torchelastic's sampler took"
                 " start_index as its fourth argument; give it by name, start_index=..., or resume"
                 " by load_state_dict"
             )
+        if shuffle_algorithm not in get_args(Algorithm):
+            names = ", ".join(get_args(Algorithm))
+            raise ConfigError(f"shuffle_algorithm is {shuffle_algorithm!r}, must be one of {names}")
         length = len(cast(Sized, dataset))
-        seed, start_index = whole("seed", seed), whole("start_index", start_index)
-        if not 0 <= start_index <= length:
-            raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start_index}")
+        order: Shuffle = shuffle_algorithm if shuffle else "none"
+        seed, at = check_int("seed", seed), check_int("start_index", start_index)
+        self.made_of: Tensor | None = None
+        if weights is not None:
+            if order != "feistel":
+                raise ConfigError(
+                    "weights make an order of their own: leave shuffle and shuffle_algorithm out"
+                )
+            self.made_of = weights_of(weights, length)
+            order, length = "weighted", _epoch_of(self.made_of, epoch_size)
+        elif epoch_size is not None:
+            raise ConfigError("epoch_size is for weights alone: without them an epoch is all")
+        elif order == "shards":
+            self.made_of = _sizes_of(dataset, length)
+        if not 0 <= at <= length:
+            raise ConfigError(f"need 0 <= start_index <= {length} samples, got {at}")
         if shuffle and length > LARGEST:
             raise ConfigError(f"need at most 2**62 samples to shuffle, got {length}")
-        order = shuffle_algorithm if shuffle else "none"
-        self.progress = Progress(Position(seed, 0, start_index, length, order))
+        digest = "" if self.made_of is None else digest_of(self.made_of)
+        self.progress = Progress(Position(seed, 0, at, length, order, digest))
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
         check_tail(self.tail)
         if drop_last and self.tail != "drop":
             raise ConfigError(f"drop_last=True means tail='drop', got tail={self.tail!r}")
-
-    @property
-    def position(self) -> Position:
-        """Where the job stands: seed, epoch, samples consumed by all ranks, length, shuffle."""
-        return self.progress.position
 
     @property
     def epoch(self) -> int:
@@ -133,20 +436,15 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         if hasattr(self, "tail"):
             self.progress.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[int]:
-        """This rank's indices into the dataset, from the present position to the epoch's end.
+    @property
+    def _stride(self) -> int:
+        return self.num_replicas
 
-        The iterator has `state_dict` and `load_state_dict` of its own: the position of what it
-        has yielded, for loaders that keep it with each batch.
-        """
-        source = Source(
-            runs=lambda start: indices_at(start, self._places(start)),
-            stride=self.num_replicas,
-            restore=lambda state: self.progress.restore(state, self._over),
-            ended=self.progress.ended,
-            kept=self.progress.kept,
-        )
-        return draw(source, self.progress.begin(self._over))
+    def _runs(self, start: Position) -> Iterator[list[int]]:
+        return runs_of(order_of(start, self.made_of), self._places(start))
+
+    def _over(self, position: Position) -> bool:
+        return not self._places(position, rank=0)
 
     def __len__(self) -> int:
         """How many indices an iterator of this rank would yield now: what is left."""
@@ -174,9 +472,6 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         rank = self.rank if rank is None else rank
         return deal(start, rank=rank, world_size=self.num_replicas, tail=self.tail)
 
-    def _over(self, position: Position) -> bool:
-        return not self._places(position, rank=0)
-
     def advance(self, global_batch: int) -> None:
         """Count `global_batch` more samples, over all ranks together, as trained on.
 
@@ -189,59 +484,26 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         """
         self.progress.advance(global_batch)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, or stay where we are if that is the present one.
 
-        From the first call on no epoch begins by itself. See `start_index` for what the first
-        call does to it.
-
-        Raises:
-            ConfigError: `epoch` is negative, or no integer.
-        """
-        self.progress.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, the same on every rank: format, seed, epoch, ...
-
-        Warns, once, if epochs were drawn to their end and nothing was counted: then it is not where
-        training stands.
-        """
-        asker, frames = _asker()
-        if asker == "torchdata":
-            # That loader asks its iterator, too, and it is the iterator's answer that it goes by.
-            self.progress.kept()
-        why = self.progress.why_misleading()
-        if why:
-            warnings.warn(why, UserWarning, stacklevel=frames)
-        return encode(self.position)
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "refuse"
-    ) -> None:
-        """Continue from a state that a sampler of any world size gave out.
-
-        Args:
-            state: of `state_dict`; also of the versions before, where that is certain to mean
-                the same: see `elasticlib.data.state.decode`.
-            on_mismatch: what to do with a state of another dataset length, seed or shuffle.
-                "refuse" it; "restart" its epoch at the start, in this sampler's order; or "keep"
-                its count, so that some of the epoch's samples come twice and others not at all.
-
-        Raises:
-            StateMismatch: the state is not whole, of another format, or of another dataset
-                length, seed or shuffle than this sampler's; nothing has changed then.
-            ConfigError: `on_mismatch` cannot be.
-        """
-        self.progress.load(state, on_mismatch)
+def _epoch_of(weights: Tensor, epoch_size: int | None) -> int:
+    """How many samples an epoch draws by these weights."""
+    most = int((weights > 0).sum())
+    size = most if epoch_size is None else check_int("epoch_size", epoch_size)
+    if not 0 < size <= most:
+        raise ConfigError(
+            f"need 0 < epoch_size <= {most}, the samples whose weight is not 0, got {size}: an"
+            " epoch draws each of them once at most"
+        )
+    return size
 
 
-def _asker() -> tuple[str, int]:
-    """Which package, other than this one, asks for a state; and how many calls it is away."""
-    frames = 1
-    frame = sys._getframe(1)
-    # A program that was given to exec() may have no name.
-    while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) == "elasticlib":
-        if frame.f_back is None:
-            break
-        frame, frames = frame.f_back, frames + 1
-    return package, frames
+def _sizes_of(dataset: Dataset[Any], length: int) -> Tensor:
+    """The samples of each of a dataset's shards."""
+    sizes = getattr(dataset, "sizes", None)
+    if sizes is None or sum(sizes) != length:
+        raise ConfigError(
+            "shuffle_algorithm='shards' needs a dataset that has `sizes`, the samples of each of"
+            f" its shards, as ShardDataset; {type(dataset).__name__} has {sizes!r} and {length}"
+            " samples"
+        )
+    return torch.tensor(sizes, dtype=torch.int64)

@@ -1,12 +1,13 @@
 """A real training job that loses a worker, gains a node and loses it: `make demo`.
 
 Everything here goes through the command line and through signals, as it would on a cluster, and
-the end counts what is left: samples, weights, processes. Exit code 0 means that all was right.
+the end counts what is left: samples and weights. Exit code 0 means that all was right.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import re
@@ -15,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from elasticlib import CheckpointManager, TcpStoreServer
 from elasticlib.clock import monotonic
 from elasticlib.errors import ElasticError
-from elasticlib.examples.trace import Survey, survey
 
 SCRIPT = str(Path(__file__).with_name("train_text.py"))
 BATCH = 16
@@ -37,13 +39,12 @@ class DemoFailed(ElasticError):
 
 
 @attrs.define
-class Recovery:
-    """A generation: why it began, how large it is, and what it cost until training went on.
+class Generation:
+    """Why it began, how large it is, and what it cost until training went on.
 
     seconds: from the fault to the first step that was reported again; None where none was.
     """
 
-    number: int
     cause: str
     world: int = 0
     seconds: float | None = None
@@ -54,16 +55,20 @@ class Stage:
 
     def __init__(self, folder: Path, patience: float) -> None:
         self.folder = folder
-        self.generations: dict[int, Recovery] = {}
-        self.epoch, self.step, self.loss = 0, 0, float("nan")
+        self.generations: dict[int, Generation] = {}
+        self.epoch, self.step, self.world, self.loss = 0, 0, 0, float("nan")
         self._patience = patience
-        self._began = monotonic()
-        self._disturbed = self._began
+        self._began = self._disturbed = monotonic()
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._nodes: list[subprocess.Popen[str]] = []
 
     def say(self, text: str) -> None:
         print(f"{monotonic() - self._began:5.1f} s  {text}", flush=True)
+
+    def disturb(self, what: str) -> None:
+        """From now on, time is lost."""
+        self.say(f"---- {what}")
+        self._disturbed = monotonic()
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         """One node: an elasticrun of its own."""
@@ -91,47 +96,29 @@ class Stage:
                 name, line = self._lines.get(timeout=max(0.01, deadline - monotonic()))
             except queue.Empty:
                 raise DemoFailed(f"no progress within {self._patience:g} s") from None
-            if line == "END":
-                if name == end_of:
+            if line != "END":
+                self.say(f"{name}: {line}")
+                reported = self._note(line)
+                there = (self.epoch, self.step) >= (epoch, step) and world in (0, self.world)
+                if reported and there and not end_of:
                     return
-                continue
-            self.say(f"{name}: {line}")
-            reported = self._note(line)
-            there = (self.epoch, self.step) >= (epoch, step) and world in (0, reported)
-            if reported and there and not end_of:
+            elif name == end_of:
                 return
 
-    def _note(self, line: str) -> int:
-        """Remember what a line tells; the world size, if it reports a step."""
-        started = STARTED.search(line)
-        if started:
-            number = int(started[1])
-            self.generations.setdefault(number, Recovery(number, started[2]))
+    def _note(self, line: str) -> bool:
+        """Remember what a line tells; whether it reports a step."""
+        if started := STARTED.search(line):
+            self.generations.setdefault(int(started[1]), Generation(started[2]))
         progress = PROGRESS.search(line)
-        if progress is not None:
-            self.epoch, self.step, self.loss = (
-                int(progress[1]),
-                int(progress[2]),
-                float(progress[3]),
-            )
-            recovery = self.generations.get(int(progress[5]))
-            if recovery is not None and recovery.seconds is None:
-                recovery.world = int(progress[4])
-                recovery.seconds = monotonic() - self._disturbed
-        return int(progress[4]) if progress is not None else 0
-
-    def disturb(self, what: str) -> None:
-        """From now on, time is lost."""
-        self.say(f"---- {what}")
-        self._disturbed = monotonic()
-
-    def worker_of(self, node: subprocess.Popen[str], local_rank: int) -> int:
-        """The pid of a node's worker, found as an operator would: the agent's fork server has
-        forked them in the order of their ranks."""
-        for child in children(node.pid):
-            if Path(f"/proc/{child}/comm").read_text().strip() == "fork-server":
-                return children(child)[local_rank]
-        raise DemoFailed(f"no fork server among the children of {node.pid}")
+        if progress is None:
+            return False
+        self.epoch, self.step, self.world = (int(progress[at]) for at in (1, 2, 4))
+        self.loss = float(progress[3])
+        generation = self.generations.get(int(progress[5]))
+        if generation is not None and generation.seconds is None:
+            generation.world = self.world
+            generation.seconds = monotonic() - self._disturbed
+        return True
 
     def close(self) -> None:
         for node in self._nodes:
@@ -145,11 +132,19 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def worker_of(node: subprocess.Popen[str], local_rank: int) -> int:
+    """The pid of a node's worker, found as an operator would: the agent's fork server has forked
+    them in the order of their ranks."""
+    for child in children(node.pid):
+        if Path(f"/proc/{child}/comm").read_text().strip() == "fork-server":
+            return children(child)[local_rank]
+    raise DemoFailed(f"no fork server among the children of {node.pid}")
+
+
 def training(folder: Path, name: str, args: argparse.Namespace, epochs: int) -> list[str]:
-    checkpoints = folder / name
-    checkpoints.mkdir()
+    """The script with its arguments."""
     flags = {
-        "--checkpoint-dir": checkpoints,
+        "--checkpoint-dir": folder / name,
         "--trace": folder / f"{name}.trace",
         "--samples": args.samples,
         "--global-batch": BATCH,
@@ -171,9 +166,8 @@ def undisturbed(stage: Stage, args: argparse.Namespace) -> None:
 
 
 def disturbed(stage: Stage, args: argparse.Namespace) -> None:
-    stage.disturb(
-        "2. the same epoch with a worker killed, then more with a node that comes and goes"
-    )
+    what = "the same epoch with a worker killed, then more with a node that comes and goes"
+    stage.disturb(f"2. {what}")
     steps = -(-args.samples // BATCH)
     with TcpStoreServer("127.0.0.1", 0, job="demo").start() as store:
         place = ("--nnodes", "1:2", "--rdzv-id", "demo", "--rdzv-endpoint", store.address)
@@ -181,7 +175,7 @@ def disturbed(stage: Stage, args: argparse.Namespace) -> None:
         work = training(stage.folder, "storm", args, epochs=1 + MORE_EPOCHS)
         first = stage.start("node A", *flags, "--nproc-per-node", "2", *work)
         stage.until(epoch=0, step=steps // 2)
-        victim = stage.worker_of(first, 1)
+        victim = worker_of(first, 1)
         stage.disturb(f"kill -9 {victim}: a worker of node A, in the middle of epoch 0")
         os.kill(victim, signal.SIGKILL)
         stage.until(epoch=1, step=steps + 1)
@@ -202,23 +196,39 @@ def same_weights(folder: Path, step: int) -> bool:
     return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 
-def tell(stage: Stage, args: argparse.Namespace, used: Survey) -> bool:
+def samples_used(folder: Path) -> tuple[int, int, dict[int, Counter[int]]]:
+    """Steps, steps that were begun again, and how often each epoch used each sample: what the last
+    generation that took a step has written down of it counts."""
+    begun: dict[int, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for path in folder.glob("storm.trace.*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "step" in line:
+                begun[line["step"]][line["generation"]].append(line)
+    uses: dict[int, Counter[int]] = defaultdict(Counter)
+    for generations in begun.values():
+        for line in generations[max(generations)]:
+            uses[line["epoch"]].update(line["indices"])
+    return len(begun), sum(len(times) - 1 for times in begun.values()), uses
+
+
+def tell(stage: Stage, args: argparse.Namespace) -> bool:
     """What a person wants to know at the end; whether all of it is right."""
-    steps = -(-args.samples // BATCH)
-    once, equal = used.exactly_once(args.samples), same_weights(stage.folder, steps)
+    steps, redone, uses = samples_used(stage.folder)
+    once = all(used == Counter(range(args.samples)) for used in uses.values())
+    equal = same_weights(stage.folder, -(-args.samples // BATCH))
     print("\ngeneration  workers  back in    because")
-    for recovery in stage.generations.values():
-        cost = "-" if recovery.seconds is None else f"{recovery.seconds:.1f} s"
-        print(f"{recovery.number:10}  {recovery.world:7}  {cost:>7}    {recovery.cause}")
-    print(f"\nlast loss reported {stage.loss:.2f} after {used.steps} steps, {used.redone} redone")
-    for epoch, uses in sorted(used.uses.items()):
-        print(f"epoch {epoch}: {sum(uses.values())} samples used, {len(uses)} of {args.samples}")
+    for number, one in stage.generations.items():
+        cost = "-" if one.seconds is None else f"{one.seconds:.1f} s"
+        print(f"{number:10}  {one.world:7}  {cost:>7}    {one.cause}")
+    print(f"\nlast loss reported {stage.loss:.2f} after {steps} steps, {redone} redone")
+    for epoch, used in sorted(uses.items()):
+        print(f"epoch {epoch}: {sum(used.values())} samples used, {len(used)} of {args.samples}")
     print(f"each sample of each epoch exactly once: {'yes' if once else 'NO'}")
     print(
         f"weights after epoch 0 (world size 2, one worker killed) bitwise equal to the "
         f"undisturbed run's: {'yes' if equal else 'NO'}"
     )
-    return once and equal and len(stage.generations) == 4
+    return once and equal and len(uses) == 1 + MORE_EPOCHS and len(stage.generations) == 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -231,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             undisturbed(stage, args)
             disturbed(stage, args)
-            right = tell(stage, args, survey(stage.folder / "storm.trace"))
+            right = tell(stage, args)
         except ElasticError as error:
             print(f"demo: FAILED: {error}", file=sys.stderr)
             return 1

@@ -1,80 +1,169 @@
-"""Train a residual network on a folder of images, through every crash and resize.
+"""Train a convolutional network on a folder of images, through every crash and resize.
 
 DATA has the folders train/CLASS/ and val/CLASS/ with images in them, as ImageNet comes; without
-one, `--synthetic 512` draws one. Start it with `elasticrun --nproc-per-node 2 imagenet.py DATA`,
-with torchrun, or with plain python. Needs Pillow: pip install 'elasticlib[images]'.
+one, `--synthetic 512` draws one. `elasticrun --nproc-per-node 2 imagenet.py DATA`, or torchrun, or
+plain python starts it. Needs Pillow: pip install 'elasticlib[images]'.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
+import random
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
+import torch.distributed.nn  # DDP would import it late, and hold the group
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from elasticlib import (
     CheckpointManager,
     CollateOrEmpty,
     ElasticBatchSampler,
     ElasticDistributedSampler,
-    Stop,
     context,
     ignore_signals_worker_init,
     plan_batches,
 )
-from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
-from elasticlib.examples.byte_transformer import sha256_of
-from elasticlib.examples.drawn_shapes import draw_shapes
-from elasticlib.examples.image_folder import Augment, Center, ImageFolder, Images
-from elasticlib.examples.image_step import (
-    Scores,
-    Step,
-    choose_precision,
-    join_process_group,
-    leave_process_group,
-    must_be_same,
-    score,
-    scores_of,
-)
-from elasticlib.examples.small_resnet import SMALL, build_model
-from elasticlib.examples.trace import Trace
+
+ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+MEAN, DEVIATION = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
+"""Of red, green and blue from 0 to 1, over ImageNet."""
+DRAWN = {3: (230, 180, 50), 4: (80, 190, 90), 5: (70, 120, 230), 60: (220, 60, 60)}
+"""The colours of polygons, by the number of their corners: the classes that are drawn."""
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """The images of FOLDER/CLASS/, in the order of their names' bytes, as 3 x size x size.
+
+    In an epoch a random part of each is cut out, and mirrored or not; without one, its middle. What
+    chance does follows from seed, epoch and the image's number alone, so a resumed or resized run
+    sees what the undisturbed one would have seen.
+    """
+
+    def __init__(self, folder: Path, size: int, seed: int = 0) -> None:
+        found = [file for file in folder.glob("[!.]*/[!.]*") if file.suffix.lower() in ENDINGS]
+        if not found:
+            raise ConfigError(f"{folder} has no images: it must have some as {folder}/cat/1.png")
+        self.files = sorted(found, key=os.fsencode)
+        self.classes = sorted({file.parent.name for file in found}, key=os.fsencode)
+        self.size, self.seed = size, seed
+        self.epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        file = self.files[index]
+        try:
+            with Image.open(file) as opened:
+                image = opened.convert("RGB")
+        except Exception as error:  # a decoder may raise anything on what is damaged
+            raise ValueError(
+                f"{file} cannot be read as an image ({type(error).__name__}: {error}): replace it,"
+                " or take it out of the data and start the epoch again"
+            ) from error
+        return self.prepare(image, index), self.classes.index(file.parent.name)
+
+    def prepare(self, image: Image.Image, index: int) -> Tensor:
+        chance = random.Random(f"{self.seed}/{self.epoch}/{index}")  # of text: the same anywhere
+        width, height = image.size
+        wide = high = min(image.size) * 7 / 8
+        left, upper = (width - wide) / 2, (height - high) / 2
+        if self.epoch is not None:  # 8 to 100 % of the area, 3:4 to 4:3 in shape, as is usual
+            area = width * height * chance.uniform(0.08, 1.0)
+            shape = math.exp(chance.uniform(math.log(3 / 4), math.log(4 / 3)))
+            wide, high = min(width, math.sqrt(area * shape)), min(height, math.sqrt(area / shape))
+            left, upper = chance.uniform(0, width - wide), chance.uniform(0, height - high)
+        box = (left, upper, min(left + wide, width), min(upper + high, height))
+        small = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
+        pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
+        colours = pixels.view(self.size, self.size, 3).permute(2, 0, 1).float().div_(255)
+        colours = colours.sub_(MEAN).div_(DEVIATION)
+        mirrored = self.epoch is not None and chance.random() < 0.5
+        return colours.flip(2) if mirrored else colours
+
+
+def draw_images(folder: Path, samples: int, size: int) -> None:
+    """Draw `folder`/train with so many polygons, and `folder`/val with a quarter as many.
+
+    A folder that is there is left alone.
+    """
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent))  # so that it is there whole, or not at all
+    for split, count in (("train", samples), ("val", samples // 4)):
+        for number in range(count):
+            chance, corners = random.Random(f"{split}/{number}"), list(DRAWN)[number % 4]
+            image = Image.new("RGB", (size, size), (chance.randrange(90),) * 3)
+            radius = size * chance.uniform(0.25, 0.4)
+            circle = (*(chance.uniform(radius, size - radius) for _ in "xy"), radius)
+            shade = tuple(colour + chance.randrange(-40, 36) for colour in DRAWN[corners])
+            pen = ImageDraw.Draw(image)
+            pen.regular_polygon(circle, corners, chance.randrange(360), fill=shade)
+            file = aside / split / f"{corners}-corners" / f"{number:06}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image.save(file)
+    with contextlib.suppress(OSError):  # another node has drawn the same
+        aside.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def build_model(arch: str, classes: int) -> nn.Module:
+    """A small network, or a ResNet of torchvision's by its name: images to n x classes logits.
+
+    Both normalise within each sample: nothing depends on how a batch is shared out, and there are
+    no running statistics in which ranks differ.
+    """
+    if arch != "small":
+        from torchvision import models
+
+        norm = partial(nn.GroupNorm, 32)
+        model: nn.Module = models.get_model(arch, num_classes=classes, norm_layer=norm)
+        return model
+    layers: list[nn.Module] = []
+    for before, width in ((3, 16), (16, 32), (32, 64)):
+        convolution = nn.Conv2d(before, width, 3, stride=2, padding=1)
+        layers += [convolution, nn.GroupNorm(8, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
 
 class Training:
     """What is trained, and where it stands: `state` is all that a checkpoint must hold."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
-        self.images = ImageFolder(args.data / "train")
-        self.held_out = ImageFolder(args.data / "val", self.images.classes)
-        self.precision = choose_precision(args.amp, device)
+        self.args, most = args, args.max_micro_batch
+        self.images = Images(args.data / "train", args.image_size, args.seed)
+        self.held_out = Images(args.data / "val", args.image_size)
+        if self.held_out.classes != self.images.classes:
+            raise ConfigError(f"{args.data}/val has other classes than {args.data}/train")
         self.sampler = ElasticDistributedSampler(self.images, seed=args.seed, tail="exact")
-        self.batches = ElasticBatchSampler(
-            self.sampler, args.batch_size, max_micro_batch=args.max_micro_batch
-        )
-        self.model = build_model(args.arch, len(self.images.classes)).to(device)
+        self.batches = ElasticBatchSampler(self.sampler, args.batch_size, max_micro_batch=most)
+        self.model = build_model(args.arch, len(self.images.classes)).to(args.device)
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(),
-            args.lr,
-            momentum=args.momentum,
-            weight_decay=args.weight_decay,
+            self.model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay
         )
-        self.scaler = self.precision.scaler()
         self.progress: dict[str, Any] = {"step": 0, "validated": 0, "best": -1.0}
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "scaler": self.scaler,
             "sampler": self.sampler,
-            "images": self.images,
             "progress": self.progress,
         }
 
@@ -82,11 +171,62 @@ class Training:
     def step(self) -> int:
         return int(self.progress["step"])
 
-    @property
-    def epochs_done(self) -> float:
-        """How far the training is, in epochs; the same at any world size."""
-        position = self.sampler.position
-        return position.epoch + position.consumed / position.length
+    def load(self, images: Images, batches: ElasticBatchSampler) -> DataLoader[Any]:
+        """This rank's share of each batch that is left: images and labels."""
+        return DataLoader(
+            images,
+            batch_sampler=batches,
+            collate_fn=CollateOrEmpty(images),
+            num_workers=self.args.workers,
+            worker_init_fn=ignore_signals_worker_init,
+            pin_memory=self.args.device.type == "cuda",
+        )
+
+    def look_at(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of some images, and three sums: loss, right answers, images."""
+        x, y = x.to(self.args.device), y.to(self.args.device)
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.amp):
+            logits = model(x)
+        loss = cross_entropy(logits.float(), y, reduction="sum")
+        seen = (loss.detach(), (logits.argmax(1) == y).sum(), torch.ones_like(y).sum())
+        return loss, torch.stack([part.double() for part in seen])
+
+    def take_step(self, parallel: DistributedDataParallel, x: Tensor, y: Tensor) -> Tensor:
+        """Take this rank's share of a global batch, in pieces that fit its memory; its sums."""
+        position, plan = self.sampler.position, self.batches.plan()
+        rate = learning_rate(self.args, position.epoch + position.consumed / position.length)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        self.optimizer.zero_grad()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        sizes = [micro.size for micro in plan.micro_batches(dist.get_rank())]
+        pieces = zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
+        for turn, piece in enumerate(pieces, 1):
+            with contextlib.nullcontext() if turn == len(sizes) else parallel.no_sync():
+                loss, seen = self.look_at(parallel, *piece)
+                (plan.per_sample * loss).backward()
+            sums += seen
+        self.optimizer.step()
+        self.batches.advance()
+        self.progress["step"] += 1
+        return sums
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """Per cent of the images held out that are right, each seen once; None if asked to stop."""
+        sampler = ElasticDistributedSampler(self.held_out, shuffle=False, tail="exact")
+        world, most = dist.get_world_size(), self.args.max_micro_batch
+        piece = plan_batches(self.args.batch_size, world, most).micro_batches(0)[0].size
+        batches = ElasticBatchSampler(sampler, piece * world)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        self.model.eval()
+        for x, y in self.load(self.held_out, batches):
+            sums += self.look_at(self.model, x, y)[1]
+            context().step(self.step)
+            if context().should_stop():
+                return None
+        return report(f"step {self.step} validated:", sums)
 
 
 def learning_rate(args: argparse.Namespace, epochs_done: float) -> float:
@@ -96,169 +236,13 @@ def learning_rate(args: argparse.Namespace, epochs_done: float) -> float:
     return float(args.lr * 0.1 ** (int(epochs_done) // args.lr_step))
 
 
-def loader(
-    images: Images, batches: ElasticBatchSampler, args: argparse.Namespace
-) -> DataLoader[tuple[Tensor, int, int]]:
-    """This rank's share of each batch that is left: images, labels, and their numbers."""
-    return DataLoader(
-        images,
-        batch_sampler=batches,
-        collate_fn=CollateOrEmpty(images),
-        num_workers=args.workers,
-        worker_init_fn=ignore_signals_worker_init,
-        pin_memory=torch.cuda.is_available(),
-    )
-
-
-class Run:
-    """One process's part in a training, from a restored state to the end or a stop."""
-
-    def __init__(
-        self,
-        training: Training,
-        manager: CheckpointManager,
-        best: CheckpointManager,
-        args: argparse.Namespace,
-    ) -> None:
-        self._training, self._args = training, args
-        self._manager, self._best = manager, best
-        self._trace = Trace(args.trace, args.generation, dist.get_rank(), launch=args.launch)
-        self._since = monotonic()
-        self._seen = self._own = 0
-        self._loss: float | None = None
-
-    def train(self) -> bool:
-        """To the end, or until we are asked to stop; whether it was the end."""
-        training, args = self._training, self._args
-        self._trace.resumed(training.step)
-        take = Step(training.model, training.optimizer, training.scaler, training.precision)
-        for epoch in range(training.sampler.epoch, args.epochs):
-            training.sampler.set_epoch(epoch)
-            for _ in self._epoch(take, epoch):
-                if self._must_stop():
-                    return False
-            if training.progress["validated"] <= epoch and not self._validate(epoch):
-                return False
-            self._manager.snapshot(training.step, training.state)
-            self._manager.save(training.step, training.state)
-        return True
-
-    def _epoch(self, take: Step, epoch: int) -> Iterator[None]:
-        """The steps that are left of an epoch."""
-        training, args = self._training, self._args
-        images = Images(training.images, Augment(args.image_size, args.seed, epoch))
-        for x, y, numbers in loader(images, training.batches, args):
-            step, rate = training.step + 1, learning_rate(args, training.epochs_done)
-            self._trace.step(step, epoch, numbers.tolist(), dist.get_world_size())
-            for group in training.optimizer.param_groups:
-                group["lr"] = rate
-            sums = take(x, y, training.batches.plan())
-            self._seen += training.batches.advance()
-            self._own = len(numbers)
-            training.progress["step"] = step
-            if step % args.print_freq == 0:
-                more = f"lr {rate:.3g} {self._images_a_second():.0f} images/s"
-                scores = scores_of(sums)
-                self._loss = scores.loss
-                self._report(f"epoch {epoch} step {step}", scores, more)
-            yield
-
-    def _must_stop(self) -> bool:
-        """Keep what has to be kept of the step; whether we are to stop after it."""
-        step, state, args = self._training.step, self._training.state, self._args
-        context().step(step, loss=self._loss, samples=self._own)
-        if step % args.snapshot_every == 0:
-            self._manager.snapshot(step, state)
-        stop = context().should_stop()
-        if stop or step % args.save_every == 0:
-            self._manager.save(step, state)
-        return self._says_stop(stop)
-
-    def _says_stop(self, stop: Stop | None) -> bool:
-        if stop:
-            say(f"stopping after step {self._training.step}: {stop.reason}")
-        return stop is not None
-
-    def _validate(self, epoch: int) -> bool:
-        """Score the model, and keep it if it is the best; False if we were asked to stop."""
-        training = self._training
-        scores = self.validation()
-        if scores is None:
-            self._manager.save(training.step, training.state)
-            return False
-        self._report(f"validated epoch {epoch}", scores, f"on {scores.images} images")
-        if scores.top1 > training.progress["best"]:
-            kept = {"model": training.model, "epoch": epoch, "top1": scores.top1}
-            self._best.save(training.step, kept)
-            # Nobody must find it noted as kept before it is.
-            self._best.wait()
-            training.progress["best"] = scores.top1
-        training.progress["validated"] = epoch + 1
-        return True
-
-    def validation(self) -> Scores | None:
-        """Of the images held out, each once; None if we were asked to stop on the way."""
-        training, args = self._training, self._args
-        sampler = ElasticDistributedSampler(training.held_out, shuffle=False, tail="exact")
-        batches = ElasticBatchSampler(sampler, args.batch_size)
-        plan = plan_batches(args.batch_size, dist.get_world_size(), args.max_micro_batch)
-        most = plan.micro_batches(0)[0].size
-        sums = torch.zeros(4, dtype=torch.float64, device=training.precision.device)
-        images = Images(training.held_out, Center(args.image_size))
-        for x, y, _ in loader(images, batches, args):
-            sums += score(training.model, x, y, most, training.precision)
-            context().step(training.step)
-            if self._says_stop(context().should_stop()):
-                return None
-        return scores_of(sums)
-
-    def _images_a_second(self) -> float:
-        """Trained on since this was asked before, by all ranks."""
-        seen, since = self._seen, self._since
-        self._seen, self._since = 0, monotonic()
-        return seen / max(1e-9, self._since - since)
-
-    def _report(self, what: str, scores: Scores, more: str) -> None:
-        group = f"(world {dist.get_world_size()}, generation {self._args.generation})"
-        say(f"{what} {in_words(scores)} {more} {group}")
-
-
-def in_words(scores: Scores) -> str:
-    return f"loss {scores.loss:.4f} top-1 {scores.top1:.2f} top-5 {scores.top5:.2f}"
-
-
-def main(args: argparse.Namespace) -> None:
-    join_process_group(args.dist_backend, args.rank)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", args.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    if args.synthetic and args.local_rank == 0:
-        draw_shapes(args.data, args.synthetic, size=args.image_size, seed=args.seed)
-    dist.barrier()
-    training = Training(args, device)
-    must_be_same("the images", training.images.state_dict())
-    must_be_same("what --amp comes to", training.precision.name)
-    best = CheckpointManager(f"{args.checkpoints}/best", keep_last=1)
-    with CheckpointManager(args.checkpoints, keep_last=args.keep_last) as manager, best:
-        manager.restore(training.state)
-        run = Run(training, manager, best, args)
-        if args.evaluate:
-            evaluate(run, training, args)
-        elif run.train():
-            kept = f"best top-1 {training.progress['best']:.2f}"
-            say(f"done: steps {training.step} {kept} weights sha256 {sha256_of(training.model)}")
-    # DDP goes before its group: torch may hang where it goes after.
-    del run
-    leave_process_group()
-
-
-def evaluate(run: Run, training: Training, args: argparse.Namespace) -> None:
-    if not training.step:
-        raise ConfigError(f"--evaluate needs a checkpoint, and {args.checkpoints} has none")
-    scores = run.validation()
-    if scores:
-        say(f"step {training.step}: {in_words(scores)} on {scores.images} images")
+def report(what: str, sums: Tensor) -> float:
+    """Print what all ranks have seen; per cent of right answers."""
+    dist.all_reduce(sums)
+    loss, right, images = map(float, sums.tolist())
+    top1 = 100 * right / images
+    say(f"{what} loss {loss / images:.4f} top-1 {top1:.2f} on {images:.0f} images")
+    return top1
 
 
 def say(text: str) -> None:
@@ -266,7 +250,67 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def at_least(least: int) -> Any:
+def train(training: Training, manager: CheckpointManager, best: CheckpointManager) -> bool:
+    """To the end, or until we are asked to stop; whether it was the end."""
+    args, progress, state = training.args, training.progress, training.state
+    parallel = DistributedDataParallel(training.model)
+    for epoch in range(training.sampler.epoch, args.epochs):
+        training.sampler.set_epoch(epoch)
+        training.images.epoch = epoch
+        for x, y in training.load(training.images, training.batches):
+            sums = training.take_step(parallel, x, y)
+            context().step(training.step, samples=len(y))
+            if training.step % args.print_freq == 0:
+                world = dist.get_world_size()
+                report(f"epoch {epoch} step {training.step} world {world}:", sums)
+            if training.step % args.snapshot_every == 0:
+                manager.snapshot(training.step, state)
+            stop = context().should_stop()
+            if stop or training.step % args.save_every == 0:
+                manager.save(training.step, state)
+            if stop:
+                say(f"stopping after step {training.step}: {stop.reason}")
+                return False
+        if progress["validated"] <= epoch:
+            top1 = training.validate()
+            if top1 is None:
+                manager.save(training.step, state)
+                return False
+            if top1 > progress["best"]:
+                best.save(training.step, {"model": training.model, "epoch": epoch, "top1": top1})
+                best.wait()  # nobody must find it noted as kept before it is
+            progress.update(validated=epoch + 1, best=max(top1, progress["best"]))
+        manager.snapshot(training.step, state)
+        manager.save(training.step, state)
+    return True
+
+
+def main(args: argparse.Namespace) -> None:
+    on_gpu = torch.cuda.is_available()
+    args.device = torch.device("cuda", args.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(args.device)
+    backend = "nccl" if on_gpu else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if args.synthetic and args.local_rank == 0:
+        draw_images(args.data, args.synthetic, args.image_size)
+    dist.barrier()
+    training = Training(args)
+    best = CheckpointManager(f"{args.checkpoints}/best", keep_last=1)
+    with CheckpointManager(args.checkpoints) as manager, best:
+        manager.restore(training.state)
+        if args.evaluate:
+            training.validate()
+        elif train(training, manager, best):
+            say(f"done: steps {training.step} best top-1 {training.progress['best']:.2f}")
+    dist.destroy_process_group()
+
+
+def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if int(text) < least:
             raise argparse.ArgumentTypeError(f"need at least {least}, got {text}")
@@ -277,54 +321,28 @@ def at_least(least: int) -> Any:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, metavar="DATA", help="the folder with train/ and val/")
-    add_training_flags(parser)
-    add_folder_flags(parser)
-    environment = os.environ
-    parser.set_defaults(
-        rank=environment.get("RANK"),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
-        launch=environment.get("ELASTICLIB_INCARNATION", ""),
-    )
-    return parser.parse_args(arguments)
-
-
-def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """What is trained, and how."""
     add, count = parser.add_argument, at_least(1)
-    add("-a", "--arch", default=SMALL, help="small, or a ResNet of torchvision, as resnet50")
+    add("data", type=Path, metavar="DATA", help="the folder with train/ and val/")
+    add("--synthetic", type=count, metavar="N", help="draw N images into DATA, if it is not there")
+    add("-a", "--arch", default="small", help="small, or a ResNet of torchvision, as resnet50")
     add("--epochs", type=count, default=90)
     add("-b", "--batch-size", type=count, default=256, help="images a step, of all ranks together")
     add("--max-micro-batch", type=count, metavar="N", help="the most that a rank's memory takes")
-    add("--lr", "--learning-rate", type=float, default=0.1, help="after the warm-up")
+    add("--lr", type=float, default=0.1, help="after the warm-up")
     add("--lr-step", type=count, default=30, metavar="EPOCHS", help="a tenth of it after these")
     add("--warmup-epochs", type=float, default=0.0)
-    add("--momentum", type=float, default=0.9)
-    add("--wd", "--weight-decay", dest="weight_decay", type=float, default=1e-4)
-    add("--amp", choices=["auto", "off", "bf16", "fp16"], default="auto", help="auto: on a GPU")
+    add("--weight-decay", type=float, default=1e-4)
+    add("--amp", action="store_true", help="compute in bfloat16 where torch says that it is safe")
     add("--image-size", type=count, default=224, metavar="PIXELS")
     add("--seed", type=int, default=0)
-    add("--dist-backend", choices=["nccl", "gloo"], help="by default nccl where there is a GPU")
     add("-j", "--workers", type=at_least(0), default=4, help="that load images, a rank")
-    add(
-        "-e",
-        "--evaluate",
-        action="store_true",
-        help="score the newest checkpoint, and end; not beside a training that saves there",
-    )
-
-
-def add_folder_flags(parser: argparse.ArgumentParser) -> None:
-    """What is read and kept, and when."""
-    add, count = parser.add_argument, at_least(1)
-    add("--synthetic", type=int, metavar="N", help="draw N images into DATA, if it is not there")
+    add("--evaluate", action="store_true", help="score the newest checkpoint, and end")
     add("--checkpoints", default="checkpoints", help="a folder, or a URL; /best has the best model")
-    add("--keep-last", type=count, default=3, metavar="CHECKPOINTS")
     add("--save-every", type=count, default=1000, metavar="STEPS", help="and after each epoch")
     add("--snapshot-every", type=count, default=10, metavar="STEPS", help="into the agent's memory")
-    add("-p", "--print-freq", type=count, default=10, metavar="STEPS")
-    add("--trace", metavar="PREFIX", help="write which images each step used")
+    add("--print-freq", type=count, default=10, metavar="STEPS")
+    parser.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
 """Train a small byte-level transformer on English text, through every crash and resize.
 
-Start it with `elasticrun --nproc-per-node 2 train_text.py`, with torchrun, or with plain python.
-What makes it elastic: restore first, advance after each step, snapshot and save, stop when asked.
+`elasticrun --nproc-per-node 2 train_text.py`, or torchrun, or plain python starts it. What makes it
+elastic stands in `train` and `finish_step`: restore first, count each batch once it is trained on,
+snapshot and save, stop when asked. Text and model need no download, no dropout and no threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DDP would import it late: see leave_process_group
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from elasticlib import (
     CheckpointManager,
@@ -26,22 +30,80 @@ from elasticlib import (
     LogicalWorkers,
     context,
 )
-from elasticlib.examples.byte_transformer import ByteTransformer, Windows, read_text, sha256_of
-from elasticlib.examples.trace import Trace
+from elasticlib.clock import wall
+
+CONTEXT = 64
+"""Bytes that the model sees at once."""
+
+
+class Windows(Dataset[Tensor]):
+    """Python's own documentation (about 460 kB) as windows of CONTEXT + 1 bytes.
+
+    Indexed by lists: n indices give n x 65 int64.
+    """
+
+    def __init__(self, samples: int) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.windows = whole.unfold(0, CONTEXT + 1, CONTEXT)[:samples]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        return self.windows[torch.tensor(indices, dtype=torch.int64)]
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a perceptron, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        wide, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(wide, nn.GELU(), narrow)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        qkv = self.qkv(self.before_attention(x)).view(n, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(n, length, width))
+        added: Tensor = x + self.mlp(self.before_mlp(x))
+        return added
+
+
+class ByteTransformer(nn.Module):
+    """Bytes (n x length) to logits of each next byte (n x length x 256); 137,216 weights."""
+
+    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+
+    def forward(self, text: Tensor) -> Tensor:
+        places = torch.arange(text.shape[1])
+        logits: Tensor = self.head(self.blocks(self.byte(text) + self.place(places)))
+        return logits
 
 
 class Training:
     """What is trained, and where it stands: `state` is all that a checkpoint must hold."""
 
-    def __init__(self, args: argparse.Namespace, text: bytes) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
-        self.windows = Windows(text, args.samples)
-        # Logical workers find their samples in the whole batch, of which each rank has its own.
-        ranks = (1, 0) if args.logical_workers else (dist.get_world_size(), dist.get_rank())
-        self.sampler = ElasticDistributedSampler(self.windows, *ranks, seed=args.seed, tail="exact")
-        self.batches = ElasticBatchSampler(self.sampler, args.global_batch)
+        count, seed = args.logical_workers, args.seed
         self.model = ByteTransformer()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
+        self.logical = LogicalWorkers(self.model, count, seed=seed) if count else None
+        self.windows = Windows(args.samples)
+        # Logical workers find their samples in the whole batch, of which each rank has its own.
+        ranks = (1, 0) if count else (dist.get_world_size(), dist.get_rank())
+        self.sampler = ElasticDistributedSampler(self.windows, *ranks, seed=seed, tail="exact")
+        self.batches = ElasticBatchSampler(self.sampler, args.global_batch)
         self.progress = {"step": 0, "loss": float("nan")}
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -49,106 +111,72 @@ class Training:
             "sampler": self.sampler,
             "progress": self.progress,
         }
+        if self.logical:
+            self.state["logical"] = self.logical  # so that another count or seed is refused
 
     @property
     def step(self) -> int:
         return int(self.progress["step"])
 
-
-def join_process_group() -> None:
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
-def leave_process_group() -> None:
-    # If the group's threads still hold a tensor when Python ends, the process aborts, about once
-    # in 20 runs. They end here, if nothing else has the group any more: not DDP, which went with
-    # its step, nor torch.distributed.nn, whose functions take a group that exists as a default.
-    dist.destroy_process_group()
-
-
-class ParallelStep:
-    """Gradients by DDP: the ranks' shares of each batch side by side."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._model = DistributedDataParallel(training.model)
-
     def mine(self, batch: list[int]) -> list[int]:
-        """Which of the indices that the sampler gives this rank it uses: all of them."""
-        return batch
-
-    def gradients(self, windows: Tensor) -> Tensor:
-        """Leave the whole batch's gradient behind; this rank's share of its mean loss."""
-        batches = self._training.batches
-        self._training.optimizer.zero_grad()
-        share = loss_of(self._model, windows) / batches.samples
-        torch.autograd.backward(share * dist.get_world_size())  # DDP averages; these are shares
-        return share.detach()
-
-
-class LogicalStep:
-    """Gradients of a fixed number of logical workers: the same weights at any world size."""
-
-    def __init__(self, training: Training, count: int, seed: int) -> None:
-        self._training = training
-        self._logical = LogicalWorkers(training.model, count, seed=seed)
-        training.state["logical"] = self._logical  # so that another count or seed is refused
-
-    def mine(self, batch: list[int]) -> list[int]:
-        """Of the whole batch those of this rank's logical workers."""
-        places = self._logical.samples(len(batch))
+        """Of the indices that the sampler gives this rank those that it trains on."""
+        if self.logical is None:
+            return batch
+        places = self.logical.samples(len(batch))
         return batch[places.start : places.stop]
 
-    def gradients(self, windows: Tensor) -> Tensor:
-        """Leave the whole batch's gradient behind; this rank's share of its mean loss."""
-        batch = self._training.batches.samples
-        first = self._logical.samples(batch).start
-        share = torch.zeros(())
-        for worker in self._logical.step(self._training.step):
-            places = worker.samples(batch)
-            if places:
-                own = windows[places.start - first : places.stop - first]
-                loss = loss_of(self._training.model, own) / batch
-                torch.autograd.backward(loss)
-                share += loss.detach()
-        self._logical.reduce()
-        return share
 
-
-def loss_of(model: torch.nn.Module, windows: Tensor) -> Tensor:
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     """The sum over windows of their mean loss; 0 of none, for a rank that has none."""
     logits, targets = model(windows[:, :-1]), windows[:, 1:]
     total = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total / targets.shape[1]
 
 
-def batches_of(training: Training, how: ParallelStep | LogicalStep) -> Iterator[Any]:
-    """What is left of the epoch: this rank's indices of each batch, and their windows."""
-    drawn = [how.mine(indices) for indices in training.batches]
-    return zip(drawn, DataLoader(training.windows, sampler=drawn, batch_size=None), strict=True)
+def parallel_gradient(training: Training, parallel: nn.Module, windows: Tensor) -> Tensor:
+    """Leave the whole batch's gradient behind, by DDP; this rank's share of its mean loss."""
+    training.optimizer.zero_grad()
+    share = loss_of(parallel, windows) / training.batches.samples
+    (share * dist.get_world_size()).backward()  # DDP averages; these are shares
+    return share.detach()
+
+
+def logical_gradient(training: Training, logical: LogicalWorkers, windows: Tensor) -> Tensor:
+    """The same, by logical workers: with the same bits at any world size."""
+    batch = training.batches.samples
+    first, share = logical.samples(batch).start, torch.zeros(())
+    for worker in logical.step(training.step):
+        places = worker.samples(batch)
+        if places:
+            own = windows[places.start - first : places.stop - first]
+            loss = loss_of(training.model, own) / batch
+            loss.backward()
+            share += loss.detach()
+    logical.reduce()
+    return share
 
 
 def train(training: Training, manager: CheckpointManager, args: argparse.Namespace) -> bool:
     """To the end, or until we are asked to stop; whether it was the end."""
-    count, seed = args.logical_workers, args.seed
-    how = LogicalStep(training, count, seed) if count else ParallelStep(training)
+    logical = training.logical
+    model = training.model if logical else DistributedDataParallel(training.model)
     manager.restore(training.state)
-    trace = Trace(args.trace, args.generation, dist.get_rank(), launch=args.launch)
-    trace.resumed(training.step)
+    write_down(args.trace, resumed=training.step, at=wall())
     for epoch in range(training.sampler.epoch, args.epochs):
         training.sampler.set_epoch(epoch)
-        for indices, windows in batches_of(training, how):
-            world, number = dist.get_world_size(), training.step + 1
-            trace.step(number, epoch, indices, world)
-            share = how.gradients(windows)
+        drawn = [training.mine(indices) for indices in training.batches]
+        loader = DataLoader(training.windows, sampler=drawn, batch_size=None)
+        for indices, windows in zip(drawn, loader, strict=True):
+            step, world = training.step + 1, dist.get_world_size()
+            write_down(args.trace, step=step, epoch=epoch, indices=indices, world_size=world)
+            if logical:
+                share = logical_gradient(training, logical, windows)
+            else:
+                share = parallel_gradient(training, model, windows)
             training.optimizer.step()
             training.batches.advance()
             dist.all_reduce(share)
-            training.progress.update(step=number, loss=share.item())
+            training.progress.update(step=step, loss=share.item())
             if finish_step(training, manager, args, samples=len(indices)):
                 return False
     manager.save(training.step, training.state)
@@ -160,38 +188,66 @@ def finish_step(
 ) -> bool:
     """Keep what has to be kept of this step; whether we are to stop after it. samples: this
     rank's."""
-    step, state = training.step, training.state
-    context().step(step, loss=training.progress["loss"], samples=samples)
+    step, state, loss = training.step, training.state, training.progress["loss"]
+    context().step(step, loss=loss, samples=samples)
     if step % args.snapshot_every == 0:
         manager.snapshot(step, state)
     stop = context().should_stop()
     if stop or step % args.save_every == 0:
         manager.save(step, state)
     if stop or (step % args.print_every == 0 and dist.get_rank() == 0):
-        report(training, args, f"stopping: {stop.reason}" if stop else "")
+        last = args.epochs * -(-len(training.windows) // args.global_batch)
+        progress = f"epoch {training.sampler.epoch} step {step}/{last} loss {loss:.2f}"
+        group = f"(world {dist.get_world_size()}, generation {args.generation})"
+        print(progress, group, f"stopping: {stop.reason}" if stop else "", flush=True)
     return stop is not None
 
 
-def last_step(training: Training, args: argparse.Namespace) -> int:
-    """Of a run that has always had this global batch: to show, not to decide by."""
-    per_epoch = -(-len(training.windows) // args.global_batch)
-    return int(args.epochs * per_epoch)
+def write_down(prefix: str | None, **line: Any) -> None:
+    """Append a line to PREFIX.LAUNCH.GENERATION.RANK.jsonl, if there is a prefix.
+
+    It is out of the process when the call returns, so SIGKILL loses none. A rank writes a step's
+    line before it takes part in that step: whatever a checkpoint holds has been written down.
+    """
+    if prefix:
+        names = ("ELASTICLIB_INCARNATION", "ELASTICLIB_GENERATION", "RANK")
+        launch, generation, rank = (os.environ.get(name, "0") for name in names)
+        with open(f"{prefix}.{launch}.{generation}.{rank}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"generation": int(generation), **line}) + "\n")
 
 
-def report(training: Training, args: argparse.Namespace, more: str) -> None:
-    epoch, step, loss = training.sampler.epoch, training.step, training.progress["loss"]
-    progress = f"epoch {epoch} step {step}/{last_step(training, args)} loss {loss:.2f}"
-    group = f"(world {dist.get_world_size()}, generation {args.generation})"
-    print(progress, group, more, flush=True)
+def sha256_of(model: nn.Module) -> str:
+    """Equal for two models only if their weights are bitwise equal."""
+    digest = hashlib.sha256()
+    for weights in model.state_dict().values():
+        plain = weights.cpu().contiguous()  # and no .numpy(): the demo runs without NumPy
+        digest.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
+    return digest.hexdigest()
+
+
+def join_process_group() -> None:
+    """The launcher's, or one of this process alone."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def leave_process_group() -> None:
+    """End its threads, which abort the process, about once in 20 runs, if one of them still holds a
+    tensor when Python ends.
+
+    They end here if nothing else has the group any more: not DDP, which went with `train`, nor
+    torch.distributed.nn, whose functions take a group that exists at its import as a default.
+    """
+    dist.destroy_process_group()
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     join_process_group()
-    text, pinned = read_text()
-    if not pinned and dist.get_rank() == 0:
-        print("the text is not Python 3.11.7's: the loss will differ a little", flush=True)
-    training = Training(args, text)
+    training = Training(args)
     with CheckpointManager(args.checkpoint_dir, keep_last=args.keep_last) as manager:
         done = train(training, manager, args)
     if done and dist.get_rank() == 0:
@@ -202,27 +258,20 @@ def main(args: argparse.Namespace) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint-dir", default="checkpoints", help="a folder, or a URL")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--global-batch", type=int, default=16, help="samples a step, of all ranks")
-    parser.add_argument("--samples", type=int, default=6400, help="how much of the text to use")
-    parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
-    parser.add_argument("--snapshot-every", type=int, default=1, metavar="STEPS")
-    parser.add_argument("--keep-last", type=int, default=3, metavar="CHECKPOINTS")
-    parser.add_argument("--print-every", type=int, default=20, metavar="STEPS")
-    parser.add_argument(
-        "--logical-workers",
-        type=int,
-        default=0,
-        metavar="V",
-        help="the same weights at any world size from 1 to V; 0 for DDP",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--trace", metavar="PREFIX", help="write which samples each step used")
-    generation = int(os.environ.get("ELASTICLIB_GENERATION", "0"))
-    launch = os.environ.get("ELASTICLIB_INCARNATION", "")  # generations count from 1 in each
-    parser.set_defaults(generation=generation, launch=launch)
+    add = parser.add_argument
+    add("--checkpoint-dir", default="checkpoints", help="a folder, or a URL")
+    add("--epochs", type=int, default=1)
+    add("--global-batch", type=int, default=16, help="samples a step, of all ranks")
+    add("--samples", type=int, default=6400, help="how much of the text to use")
+    add("--save-every", type=int, default=20, metavar="STEPS")
+    add("--snapshot-every", type=int, default=1, metavar="STEPS")
+    add("--keep-last", type=int, default=3, metavar="CHECKPOINTS")
+    add("--print-every", type=int, default=20, metavar="STEPS")
+    add("--logical-workers", type=int, default=0, metavar="V", help="equal weights at any world")
+    add("--seed", type=int, default=0)
+    add("--lr", type=float, default=2e-3)
+    add("--trace", metavar="PREFIX", help="write which samples each step used")
+    parser.set_defaults(generation=int(os.environ.get("ELASTICLIB_GENERATION", "0")))
     return parser.parse_args(arguments)
 
 

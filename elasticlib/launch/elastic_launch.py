@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -20,11 +21,15 @@ from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.keeper import SnapshotKeeper
 from ..checkpoint.persist import persist
 from ..checkpoint.persisting import Persist
+from ..checkpoint.replicas import Stores
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
 from ..observe.journal import View
 from ..rendezvous.interface import RendezvousHandler
 from ..signals import as_signal
+from ..stores.memory import MemoryStore
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from ..workers.run_program import check_not_importing, pickled
@@ -55,6 +60,8 @@ log = logging.getLogger("elasticlib.launch")
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_SECONDS = 30.0
+STRANGERS = 32
+"""So many may be on their way in to where replicas are taken; one more, and the first makes way."""
 
 
 class elastic_launch:
@@ -273,11 +280,18 @@ def _memory(
     asked = config.rdzv_backend in TCP_BACKENDS
     return SnapshotKeeper(
         runners.memory.era,
+        snapshot_stores(replicas),
         replicas=replicas,
         secret=secret if asked else None,
         address=config.local_addr or "",
         persist=persist,
     )
+
+
+def snapshot_stores(replicas: int) -> Stores:
+    """How agents that keep so many replicas of one another's snapshots reach each other."""
+    limits = ServerLimits(connections=STRANGERS + replicas)
+    return Stores(TcpStore, partial(TcpStoreServer, limits=limits), MemoryStore)
 
 
 def shutdown_seconds(config: LaunchConfig) -> float:

@@ -2,11 +2,18 @@
 
 What a logical worker computes follows from its index and the step alone, and their gradients are
 added in one order. So a job may be killed and resized at will, and ends with the same bits.
+
+What must be alike on all ranks, and from start to start, is compared where it can be read off, and
+named where it differs. What cannot (that the program draws no other random numbers, that its
+kernels give the same bits each time) stands in docs/same_weights.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ctypes
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,26 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError, NotReproducible, StateMismatch, present
-from ..whole import whole
-from .conditions import (
-    buffers_of,
-    check_buffers,
-    check_device,
-    check_ranks_agree,
-    conditions,
-    differences,
-    digest_of,
-    seed_all,
-)
-from .exchange import BUCKET_BYTES, Exchange
-from .gradients import FlatGradient, Gradients, Layout
-from .seeds import seed_of
-from .shares import share, workers_of
-from .tree import TreeSum, pieces
+from ..data.deal import check_int
+from ..errors import ConfigError, NotReproducible, StateMismatch
+from .gradients import BUCKET_BYTES, Exchange, ModelSum
+from .shares import seed_of, share, workers_of
 
 FORMAT = 1
 """The version of the plain form of a state."""
+ADVICE = {
+    "threads": "call torch.set_num_threads(1), or another fixed number, before training;"
+    " launchers choose it by the number of workers on a node",
+    "weights": "load the same checkpoint on every rank, or seed torch alike before making them",
+}
+"""What to do about a difference, where the name does not say it."""
 
 
 class LogicalWorker:
@@ -107,7 +107,7 @@ class LogicalWorkers:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        count, seed = whole("count", count), whole("seed", seed)
+        count, seed = check_int("count", count), check_int("seed", seed)
         if count < 1 or bucket_bytes < 1:
             raise ConfigError(f"need count and bucket_bytes >= 1, got {count} and {bucket_bytes}")
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -118,10 +118,9 @@ class LogicalWorkers:
         self.model, self.count, self.seed = model, count, seed
         self._group = group
         self._exchange = Exchange(count, group, bucket_bytes)
-        self._layout: Layout | None = None
-        self._spare: list[FlatGradient] = []
+        self._sum: ModelSum | None = None
         self._step: int | None = None
-        self._restart()
+        self._done = 0
 
     @property
     def workers(self) -> range:
@@ -151,15 +150,16 @@ class LogicalWorkers:
                 sparse, or another step was not reduced; the message names what and what to do. The
                 weights have not changed.
         """
-        step = whole("step", step)
-        layout = self._begin(step)
+        step = check_int("step", step)
+        total = self._begin(step)
         buffers = buffers_of(self.model)
         for index in self.workers:
             worker = LogicalWorker(index, self.count, step, self.seed)
-            seed_all(worker.seed, layout.parameters)
+            seed_all(worker.seed, total.parameters.values())
             yield worker
             buffers = check_buffers(self.model, buffers, index)
-            self._sums.push(range(index, index + 1), layout.taken())
+            total.take(index)
+            self._done += 1
 
     def reduce(self) -> None:
         """Add up the gradients of all logical workers, into `.grad`; called by all ranks.
@@ -171,21 +171,15 @@ class LogicalWorkers:
         Raises:
             NotReproducible: the loop over `step` has not come to its end.
         """
-        nodes = pieces(self.count, self._exchange.world_size, self._exchange.rank)
-        if self._step is None or self._sums.nodes != nodes:
+        total, step, mine = self._sum, self._step, self.workers
+        if total is None or step is None or self._done != len(mine):
             raise NotReproducible(
-                f"of logical workers {list(self.workers)} only those in"
-                f" {[list(node) for node in self._sums.nodes]} are done: reduce comes once in each"
-                " step, after the whole loop over LogicalWorkers.step"
+                f"of logical workers {list(mine)} only {list(mine[: self._done])} are done: reduce"
+                " comes once in each step, after the whole loop over LogicalWorkers.step"
             )
-        sums = [value for _, value in self._sums.waiting if isinstance(value, FlatGradient)]
-        for flat in zip(*(total.flat for total in sums), strict=True):
-            self._exchange.complete(list(flat))
-        sums[0].give()
-        seed_all(seed_of(self.seed, self._step, self.count, "update"), self._parameters().values())
-        self._step = None
-        self._spare += sums
-        self._restart()
+        total.complete()
+        seed_all(seed_of(self.seed, step, self.count, "update"), total.parameters.values())
+        self._step, self._done = None, 0
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be the same wherever training goes on: for the job's checkpoint."""
@@ -220,46 +214,151 @@ class LogicalWorkers:
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
-    def _begin(self, step: int) -> Layout:
+    def _begin(self, step: int) -> ModelSum:
         if self._step not in (None, step):
             raise NotReproducible(
                 f"step {step} begins, and step {self._step} was begun but not reduced: call"
                 " reduce after each loop over LogicalWorkers.step, or begin the same step again"
             )
-        self._spare += [value for _, value in self._sums.waiting if isinstance(value, FlatGradient)]
-        self._restart()
         parameters = self._parameters()
-        if self._layout is None or not self._layout.fits(parameters):
-            layout = Layout(parameters, self._exchange.world_size)
+        if self._sum is None or not self._sum.fits(parameters):
+            total = ModelSum(parameters, self._exchange)
             check_device(parameters)
             mine = conditions(parameters) | {"weights": digest_of(self.model)}
             mine |= {"count": self.count, "seed": self.seed, "step": step}
-            mine |= {"trained parameters": layout.names}
+            mine |= {"trained parameters": list(parameters)}
             check_ranks_agree(mine, self._group)
-            self._layout, self._spare = layout, []
+            self._sum = total
+        self._sum.restart()
         # Of all parameters: one that was frozen since would keep the last step's sum, which the
         # optimizer would go on applying, and which a job that was killed would not have.
         for parameter in self.model.parameters():
             parameter.grad = None
-        self._step = step
-        return self._layout
+        self._step, self._done = step, 0
+        return self._sum
 
-    def _restart(self) -> None:
-        self._sums = TreeSum[FlatGradient | Gradients](self.count, self._added, self._kept)
 
-    def _added(
-        self, left: FlatGradient | Gradients, right: FlatGradient | Gradients
-    ) -> FlatGradient:
-        if not isinstance(left, FlatGradient):
-            raise TypeError(f"a sum is of gradients that lie in one piece, got {type(left)}")
-        if isinstance(right, FlatGradient):
-            self._spare.append(right)
-        return left.add_(right)
+def conditions(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What this process computes with: plain values that may be saved."""
+    devices = {parameter.device.type for parameter in parameters.values()}
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "devices": sorted(torch.cuda.get_device_name() if d == "cuda" else d for d in devices),
+        "matmul precision": torch.get_float32_matmul_precision(),
+    }
 
-    def _kept(self, value: FlatGradient | Gradients) -> FlatGradient:
-        if isinstance(value, FlatGradient):
-            raise TypeError("what is kept has been kept already")
-        layout = present(self._layout, "the gradients' layout")
-        kept = self._spare.pop() if self._spare else FlatGradient(layout)
-        kept.copy_(value)
-        return kept
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The names and values that differ, the first one's first, and what to do; None if none do."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    if not names:
+        return None
+    found = ", ".join(f"{name} is {one.get(name)} and {other.get(name)}" for name in names)
+    advice = "; ".join(ADVICE[name] for name in names if name in ADVICE)
+    return f"{found} ({advice})" if advice else found
+
+
+def check_device(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a GPU whose kernels may give other bits each time.
+
+    Raises:
+        ConfigError: says what to call.
+    """
+    if not any(parameter.device.type == "cuda" for parameter in parameters.values()):
+        return
+    if not torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.benchmark:
+        raise ConfigError(
+            "on a GPU, kernels give other bits each time: call"
+            " torch.use_deterministic_algorithms(True), leave torch.backends.cudnn.benchmark"
+            " False, and set CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        )
+
+
+def check_ranks_agree(mine: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Refuse to train where the ranks do not begin alike. Called by all ranks.
+
+    Raises:
+        NotReproducible: on every rank, with the same sentence, since all of them have to end.
+    """
+    if not dist.is_initialized():
+        return
+    everyone = gather_plain(dict(mine), group)
+    for rank, theirs in enumerate(everyone):
+        found = differences(everyone[0], theirs)
+        if found:
+            raise NotReproducible(f"ranks 0 and {rank} differ: {found}")
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of all weights and buffers, names and bits: BLAKE2b, in hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        plain = tensor.detach().cpu().contiguous()
+        size = plain.numel() * plain.element_size()
+        digest.update((ctypes.c_char * size).from_address(plain.data_ptr()) if size else b"")
+    return digest.hexdigest()
+
+
+Buffers = dict[str, tuple[int, int]]
+"""Of each buffer, which tensor it is and how often that was written to."""
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """What would show a change of a buffer."""
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+
+
+def check_buffers(model: nn.Module, before: Buffers, worker: int) -> Buffers:
+    """What they are now, or a refusal where a logical worker changed one: no other rank sees that.
+
+    Raises:
+        NotReproducible: names the buffer and its module.
+    """
+    after = buffers_of(model)
+    for name in after.keys() | before.keys():
+        if after.get(name) != before.get(name):
+            place = name.rpartition(".")[0]
+            kind = type(model.get_submodule(place)).__name__
+            raise NotReproducible(
+                f"logical worker {worker} changed the buffer {name} of a {kind}: it would come to"
+                " depend on which logical workers this rank computes. Use a module without"
+                " running statistics (track_running_stats=False, GroupNorm, LayerNorm), or put it"
+                " into eval mode"
+            )
+    return after
+
+
+def seed_all(seed: int, parameters: Iterable[Tensor]) -> None:
+    """Seed the generators of the CPU and of all devices of the kinds that the parameters are on.
+
+    `torch.manual_seed` does so, too, but takes 0.4 ms to keep it in mind for all other kinds.
+    """
+    torch.default_generator.manual_seed(seed)
+    for kind in {parameter.device.type for parameter in parameters} - {"cpu"}:
+        module = torch.get_device_module(kind)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank says, by rank; called by all. (torch's all_gather_object needs NumPy.)
+
+    Args:
+        value: what JSON can hold.
+    """
+    group = dist.group.WORLD if group is None else group
+    on_cpu = group is not None and "cpu:" in dist.get_backend_config(group)
+    place = None if on_cpu else torch.accelerator.current_accelerator()
+    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(place)
+    size = torch.tensor([len(said)], device=place)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(each) for each in sizes]
+    mine = torch.zeros(max(lengths), dtype=torch.uint8, device=place)
+    mine[: len(said)] = said
+    every = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(every, mine, group=group)
+    texts = zip(every, lengths, strict=True)
+    return [json.loads(bytes(text[:length].tolist())) for text, length in texts]

@@ -168,6 +168,7 @@ class TcpStoreServer:
         secret: what its clients must prove to know; it is never sent. What follows the proof is
             neither encrypted nor signed.
         more_hosts: addresses to bind besides, where that can be done.
+        space: what it serves, if not a keyspace of its own.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class TcpStoreServer:
         limits: ServerLimits | None = None,
         secret: bytes | None = None,
         more_hosts: Sequence[str] = (),
+        space: KeySpace | None = None,
     ) -> None:
         if not host or not 0 <= port <= 65535:
             raise ConfigError(f"a server binds a named host, port 0..65535, got {host!r}, {port}")
@@ -186,6 +188,7 @@ class TcpStoreServer:
         self.port = port
         self.job = job
         self._more_hosts = more_hosts
+        self._given = space
         self._limits = limits or ServerLimits()
         self._secret = check_secret(secret)
         self.begin_anew()
@@ -201,7 +204,8 @@ class TcpStoreServer:
         limits = self._limits
         # What can be written can be read: it fits an answer.
         value_bytes = min(limits.store.value_bytes, limits.frame_bytes - HEADER_ROOM)
-        self._space = KeySpace(attrs.evolve(limits.store, value_bytes=value_bytes))
+        own = KeySpace(attrs.evolve(limits.store, value_bytes=value_bytes))
+        self._space = self._given or own
         self._shared = Shared(monotonic, self._space, is_served=True, rouse=self._rouse)
         self._news: deque[tuple[int, int, Watched]] = deque()
         self._peers: dict[int, _Peer] = {}

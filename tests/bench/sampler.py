@@ -1,12 +1,14 @@
-"""Shuffled samplers: time to the first index, memory, and a whole epoch, beside torch's.
+"""Shuffled samplers: time to the first index, memory, and each index, beside torch's.
 
     python tests/bench/sampler.py [--repeat 5] [--torch-until 1000000]
 
-Each figure is taken in a process of its own, forked from one that has imported torch. Memory is
-what its peak grows by until the first index. An epoch of at most `--torch-until` samples is drawn
-whole, by all. Of longer ones ours draws the first 2 million of the job, and torch's has no figure:
-its list of 10^9 would take 40 GB. `randperm` is our sampler with `shuffle_algorithm="randperm"`,
-which deals in torch's own order.
+Each figure is taken in a process of its own, forked from one that has imported torch; ours and
+torch's take turns, and a ratio is of one turn. Memory is what its peak grows by until the first
+index. An epoch of at most `--torch-until` samples is drawn whole, by all. Of longer ones ours draws
+the first 2 million of the job beside torch's epoch of `--torch-until` samples, which is the longest
+that torch is asked for: its list of 10^9 would take 40 GB. Batches are of 256 samples a rank.
+`randperm` is our sampler with `shuffle_algorithm="randperm"`, which deals in torch's own order;
+`weights` draws a tenth of the samples, beside `WeightedRandomSampler` without replacement.
 """
 
 from __future__ import annotations
@@ -15,14 +17,27 @@ import itertools
 import multiprocessing
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 from figures import Row, Samples, run
 
-OURS, RANDPERM, TORCH = "ours", "ours, `randperm`", "DistributedSampler"
+OURS = "ElasticDistributedSampler"
 DRAWN = 2 * 10**6
 """Samples, over all ranks, that are drawn of an epoch that is not drawn whole."""
+BATCH = 256
+PAIRS = (
+    ("", "", OURS, "DistributedSampler"),
+    (".random", "", OURS, "RandomSampler"),
+    (".batches", " in batches", "ElasticBatchSampler", "BatchSampler"),
+    (".randperm", " by `randperm`", "randperm", "DistributedSampler"),
+    (".weights", " by weight", "weights", "WeightedRandomSampler"),
+)
+"""What is appended to a row's name, what is said of it, our way and torch's."""
+OF_ONE_RANK = ("RandomSampler", "WeightedRandomSampler")
+IN_LISTS_OF_ALL = ("randperm", "weights")
+"""Ours that take time and memory with the length of the epoch."""
 
 
 class Length:
@@ -33,67 +48,102 @@ class Length:
         return self.length
 
 
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def sampler_of(kind: str, length: int, world: int, seed: int) -> Any:
+    import torch
+    from torch.utils import data
+
+    from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
+
+    torch.manual_seed(seed)
+    torchs = data.DistributedSampler(Length(length), world, 0, seed=seed)
+    if kind == "RandomSampler":
+        return data.RandomSampler(Length(length))
+    if kind == "BatchSampler":
+        return data.BatchSampler(torchs, BATCH, drop_last=False)
+    if kind == "DistributedSampler":
+        return torchs
+    options: dict[str, Any] = {}
+    if kind in {"weights", "WeightedRandomSampler"}:
+        weights = torch.rand(length, generator=torch.Generator().manual_seed(1)) + 0.1
+        if kind == "WeightedRandomSampler":
+            return data.WeightedRandomSampler(weights, length // 10, replacement=False)
+        options = {"weights": weights, "epoch_size": length // 10}
+    if kind == "randperm":
+        options = {"shuffle_algorithm": "randperm"}
+    sampler = ElasticDistributedSampler(Length(length), world, 0, seed=seed, **options)
+    return ElasticBatchSampler(sampler, BATCH * world) if kind == "ElasticBatchSampler" else sampler
 
 
 def take(kind: str, length: int, world: int, drawn: int, told: Connection) -> None:
     """Tells seconds to the first index, bytes until then, and seconds an index."""
     import torch
-    from torch.utils.data import DistributedSampler
-
-    from elasticlib import ElasticDistributedSampler
 
     torch.set_num_threads(1)
-
-    def begin(samples: int, seed: int) -> Iterator[int]:
-        if kind == TORCH:
-            return iter(DistributedSampler(Length(samples), world, 0, seed=seed))
-        algorithm = "feistel" if kind == OURS else "randperm"
-        sampler = ElasticDistributedSampler(
-            Length(samples), world, 0, seed=seed, shuffle_algorithm=algorithm
-        )
-        return iter(sampler)
-
     # What torch loads with its first operations is in neither figure.
-    list(itertools.islice(begin(1000, 1), 1000))
+    list(itertools.islice(sampler_of(kind, 1000, world, 1), 1000))
+    sampler = sampler_of(kind, length, world, 0)
     before = peak()
     start = time.perf_counter()
-    indices = begin(length, 0)
+    indices = iter(sampler)
     next(indices)
     first, memory = time.perf_counter() - start, peak() - before
+    width = BATCH if "Batch" in kind else 1
     count = 1
-    for _ in itertools.islice(indices, drawn // world - 1):
+    for _ in itertools.islice(indices, drawn // world // width - 1):
         count += 1
-    each = (time.perf_counter() - start) / count
+    each = (time.perf_counter() - start) / (count * width)
     told.send((first, memory, each))
 
 
-def measured(kind: str, length: int, world: int, drawn: int, repeat: int) -> list[Samples]:
-    """Of several processes: seconds to the first index, bytes, seconds an index."""
-    rounds = []
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_turns(cases: list[tuple[Any, ...]], repeat: int) -> list[list[Samples]]:
+    """Of each case, by several processes: seconds to the first index, bytes, seconds an index."""
+    rounds: list[list[tuple[float, ...]]] = [[] for _ in cases]
     server = multiprocessing.get_context("forkserver")
     for _ in range(repeat):
-        ours, theirs = server.Pipe()
-        process = server.Process(target=take, args=(kind, length, world, drawn, theirs))
-        process.start()
-        theirs.close()
-        rounds.append(ours.recv())
-        process.join()
+        for case, found in zip(cases, rounds, strict=True):
+            ours, theirs = server.Pipe()
+            process = server.Process(target=take, args=(*case, theirs))
+            process.start()
+            theirs.close()
+            found.append(ours.recv())
+            process.join()
     units = ("s", "bytes", "s")
-    return [Samples(unit, of) for unit, of in zip(units, zip(*rounds, strict=True), strict=True)]
+    return [
+        [Samples(unit, of) for unit, of in zip(units, zip(*found, strict=True), strict=True)]
+        for found in rounds
+    ]
 
 
 def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[Row]:
     small = length <= torch_until
-    case = (length, world, length if small else min(length, DRAWN), repeat)
-    beside: Sequence[Samples | None] = measured(TORCH, *case) if small else (None,) * 3
     job = f"10^{len(str(length)) - 1} samples, {world} rank{'s' * (world > 1)}"
-    for kind, mark in ((OURS, ""), (RANDPERM, ".randperm"))[: 2 if small else 1]:
-        things = ("first", "memory", "each"), ("first index", "memory for it", "an index")
-        for name, what, ours, theirs in zip(*things, measured(kind, *case), beside, strict=True):
-            said = f"{job}: {what}" + (f" ({RANDPERM})" if mark else "")
-            yield Row(f"{name}{mark}.{length:.0e}.{world}", said, ours, theirs, TORCH)
+    things = ("first", "memory", "each"), ("first index", "memory for it", "an index")
+    for mark, how, ours, theirs in PAIRS:
+        if (theirs in OF_ONE_RANK and world > 1) or (ours in IN_LISTS_OF_ALL and not small):
+            continue
+        part = 10 if ours == "weights" else 1
+        cases = [(ours, length, world, min(length, DRAWN) // part)]
+        if torch_until:
+            torchs = min(length, torch_until)
+            cases.append((theirs, torchs, world, torchs // part))
+        mine, *beside = in_turns(cases, repeat)
+        name_of_it = theirs if small else f"{theirs}, {torch_until:.0e}"
+        for name, what, one, other in zip(
+            *things, mine, beside[0] if beside else [None] * 3, strict=True
+        ):
+            said = f"{job}{how}: {what}"
+            yield Row(
+                f"{name}{mark}.{length:.0e}.{world}",
+                said,
+                one,
+                other,
+                name_of_it,
+                paired=name != "memory" and other is not None,
+            )
 
 
 def measure(

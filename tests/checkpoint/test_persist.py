@@ -14,9 +14,9 @@ from managers import manager_at
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.disk import Disk, LocalPlace
+from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import persist
-from elasticlib.checkpoint.slot import Record
 from elasticlib.errors import CheckpointError, CheckpointRefused
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import secrets
 import shutil
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jobs import until
 
 from elasticlib import (
@@ -29,22 +31,19 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.buddies import Place, decode_place, encode_place
 from elasticlib.checkpoint.keeper import SnapshotKeeper
+from elasticlib.checkpoint.memory import Found, Record, word_sum
 from elasticlib.checkpoint.persisting import Claim, Persist, persist_all
-from elasticlib.checkpoint.replica_link import Link, Refused
-from elasticlib.checkpoint.replica_wire import (
+from elasticlib.checkpoint.replicas import (
     CHUNK_BYTES,
-    HEAD,
-    PROTOCOL,
-    Kind,
-    Proofs,
-    control,
-    read_fields,
-    read_header,
+    Place,
+    decode_place,
+    encode_place,
 )
-from elasticlib.checkpoint.slot import Found, Record, word_sum
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
+from elasticlib.launch.elastic_launch import STRANGERS, snapshot_stores
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 SECRET = b"the secret of the job"
 
@@ -59,7 +58,12 @@ class Host:
         folder.mkdir()
         self.era, self.sequence = 0, 0
         self.keeper = SnapshotKeeper(
-            self._era, replicas=1, secret=secret, address="127.0.0.1", persist=persist
+            self._era,
+            snapshot_stores(1),
+            replicas=1,
+            secret=secret,
+            address="127.0.0.1",
+            persist=persist,
         )
         self.slots: dict[int, memory.Slots] = {}
 
@@ -223,13 +227,10 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
     store = MemoryStore()
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
-    hosts[0].info = taker
     link = let_in(store, giver, taker.rank)
     give(link, Record("s", 1, 1, 3, "run", 1), b"old")
     record = Record("s", 2, 2, 10, "run", 1)
-    link.say(Kind.OFFER, record=attrs.asdict(record))
-    link.hear(Kind.TAKE)
-    link.send([b"half"])
+    link.set(offer(link, record) + sum_of(b"half"), b"half")
     link.close()
     # It comes again: the broken one has left nothing that counts.
     link = let_in(store, giver, taker.rank)
@@ -239,78 +240,99 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
     link.close()
 
 
-def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = SECRET) -> Link:
+def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = SECRET) -> Store:
     """A connection of the node with this seat, as an agent of it would make it."""
     key = f"{info.board}snapshots/place/{to}"
     entry = until("the place", lambda: store.get(key))
     place = decode_place(entry.value)
     assert place is not None
-    link = Link(socket.create_connection((place.address, place.port), timeout=5))
+    link = TcpStore(
+        place.address,
+        place.port,
+        job=place.job(info.board),
+        secret=place.key(secret),
+        timeout=10.0,
+        connect_timeout=1.0,
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(link.close)
-        challenge = link.hear(Kind.CHALLENGE)
-        proofs, nonce = Proofs(place.token, secret, info.board), "ab" * 32
-        link.say(Kind.HELLO, rank=info.rank, nonce=nonce)
-        taker = link.hear(Kind.PROOF)
-        known = proofs.is_taker(taker["proof"], challenge["nonce"], nonce, info.rank)
-        assert known is (secret == SECRET and "/1/" in info.board)
-        link.say(Kind.PROOF, proof=proofs.of_giver(challenge["nonce"], nonce, info.rank))
-        link.hear(Kind.WELCOME)
+        link.connect()
         stack.pop_all()
     return link
 
 
-def give(link: Link, record: Record, pack: bytes) -> None:
-    link.say(Kind.OFFER, record=attrs.asdict(record))
-    link.hear(Kind.TAKE)
-    link.send([bytes(pack)])
-    link.say(Kind.SEAL, sum="")
-    link.hear(Kind.KEPT)
+def sum_of(piece: bytes) -> str:
+    return f"{zlib.crc32(piece):08x}"
+
+
+def offer(link: Store, record: Record, rank: int = 0) -> str:
+    """What the keys of what follows begin with."""
+    number = f"{rank}/{secrets.token_hex(8)}/"
+    link.set(number + "offer", json.dumps(attrs.asdict(record)).encode())
+    return number
+
+
+def give(link: Store, record: Record, pack: bytes, rank: int = 0) -> None:
+    number = offer(link, record, rank)
+    link.set(number + sum_of(pack), pack)
+    link.set(number + "seal", b"")
 
 
 def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Host]) -> None:
     store = MemoryStore()
     infos = generation(1, 3, store)
     hosts[1].begin(infos[1])
-    for info, secret in (
-        (infos[0], b"another"),
-        (infos[0], None),
-        (infos[2], SECRET),
-        (attrs.evolve(infos[0], generation=2), b""),
-    ):
-        with pytest.raises(Refused, match="replicas"):
-            let_in(store, info, 1, secret)
-    let_in(store, infos[0], 1).close()
-    # And a place that does not know the secret is not believed.
-    listener = socket.create_server(("127.0.0.1", 0))
-    place = Place("127.0.0.1", listener.getsockname()[1], "cd" * 32)
-    store.set(f"{infos[0].board}snapshots/place/1", encode_place(place))
-    hosts[0].begin(infos[0])
-    connection, _ = listener.accept()
-    link = Link(connection)
-    link.say(Kind.CHALLENGE, protocol=PROTOCOL, nonce="ab" * 32)
-    link.hear(Kind.HELLO)
-    link.say(Kind.PROOF, proof="ef" * 32)
-    # It is not even given a proof, which it could guess the secret from.
-    with pytest.raises(OSError, match="closed the connection"):
-        link.hear(Kind.PROOF)
+    for secret in (b"another", None):
+        with pytest.raises(StoreRefused, match="another secret"):
+            let_in(store, infos[0], 1, secret)
+    earlier = attrs.evolve(infos[0], board="run/board/0/")
+    store.set(
+        f"{earlier.board}snapshots/place/1", present(store, f"{infos[0].board}snapshots/place/1")
+    )
+    with pytest.raises(StoreRefused):
+        let_in(store, earlier, 1)
+    link = let_in(store, infos[2], 1)
+    with pytest.raises(StoreRefused, match="no node whose replicas I keep"):
+        give(link, Record("s", 1, 1, 3, "run", 1), b"one", rank=2)
     link.close()
-    listener.close()
+    let_in(store, infos[0], 1).close()
+
+
+def present(store: Store, key: str) -> bytes:
+    return until("what stands there", lambda: store.get(key)).value
+
+
+def test_a_place_that_does_not_know_the_secret_is_given_nothing(
+    hosts: list[Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "elasticlib.checkpoint")
+    store = MemoryStore()
+    infos = generation(1, 3, store)
+    place, job = Place("127.0.0.1", 1, "cd" * 32), infos[0].board
+    with TcpStoreServer(
+        place.address, 0, job=place.job(job), secret=place.key(b"another")
+    ).start() as false:
+        place = attrs.evolve(place, port=false.port)
+        store.set(f"{job}snapshots/place/1", encode_place(place))
+        hosts[0].begin(infos[0]).snapshot(5, b"the state")
+        until("the refusal", lambda: "do not reach node 1" in caplog.text)
+        assert "another secret" in caplog.text
+        assert not false.client().list("").entries
 
 
 def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host]) -> None:
     store = MemoryStore()
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
-    entry = until("the place", lambda: store.get(f"{giver.board}snapshots/place/{taker.rank}"))
-    place = decode_place(entry.value)
+    place = decode_place(present(store, f"{giver.board}snapshots/place/{taker.rank}"))
     assert place is not None
     with contextlib.ExitStack() as stack:
-        for _ in range(60):
-            address = (place.address, place.port)
-            silent = stack.enter_context(socket.create_connection(address, timeout=10))
-            # It has been taken in, and is never heard of again.
-            assert silent.recv(1)
+        strangers = [
+            stack.enter_context(socket.create_connection((place.address, place.port), timeout=30))
+            for _ in range(2 * STRANGERS)
+        ]
+        # All of them have been taken in, and the first are cut.
+        assert strangers[0].recv(1) == b""
         link = let_in(store, giver, taker.rank)
         give(link, Record("s", 1, 1, 3, "run", 1), b"one")
         link.close()
@@ -322,29 +344,33 @@ def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> 
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
     link = let_in(store, giver, taker.rank)
-    link.say(Kind.OFFER, record=attrs.asdict(Record("s", 1, 1, 1 << 60, "run", 1)))
-    with pytest.raises(Refused, match=r"no memory for a replica of \d+ bytes"):
-        link.hear(Kind.TAKE)
+    with pytest.raises(StoreRefused, match=r"no memory for a replica of \d+ bytes"):
+        offer(link, Record("s", 1, 1, 1 << 60, "run", 1))
     give(link, Record("s", 1, 1, 3, "run", 1), b"old")
+    record = Record("s", 2, 2, 4, "run", 1)
+    for name, piece, why in (
+        (sum_of(b"1234"), b"1235", "changed on its way"),
+        (sum_of(b"12345"), b"12345", "5 bytes came where 4 were left"),
+        (sum_of(b""), b"", "0 bytes came"),
+        ("seal", b"", "at byte 0 of 4"),
+        ("more", b"", "no node whose replicas"),
+    ):
+        number = offer(link, record)
+        with pytest.raises(StoreRefused, match=why):
+            link.set(number + name, piece)
+    with pytest.raises(StoreRefused, match="not been offered"):
+        link.set(f"0/{'a' * 16}/" + sum_of(b"1234"), b"1234")
+    number = offer(link, record)
+    link.set(number + sum_of(b"1234"), b"1234")
+    with pytest.raises(StoreRefused, match="is to end"):
+        link.set(number + "seal", b"xyz")
+    for value in (b"", b"[" * 5000, b"{}", b"\xff"):
+        with pytest.raises(StoreRefused):
+            link.set(f"0/{'a' * 16}/offer", value)
+    # It is no store: nothing is kept that anybody could read.
+    assert not link.list("").entries
     link.close()
-    for payload in (b"12345", b""):  # of 4 bytes
-        link = let_in(store, giver, taker.rank)
-        link.say(Kind.OFFER, record=attrs.asdict(Record("s", 2, 2, 4, "run", 1)))
-        link.hear(Kind.TAKE)
-        link._send(HEAD.pack(Kind.DATA, len(payload), 0) + payload)
-        with pytest.raises(OSError, match=r"closed the connection|reset"):
-            link.hear(Kind.KEPT)
-        link.close()
     assert [one.record.step for one in hosts[0].found("0")] == [1]
-
-
-@given(st.data())
-def test_a_frame_that_was_changed_in_any_byte_is_refused(data: st.DataObject) -> None:
-    frame = bytearray(control(Kind.REFUSED, message="no room", final=True))
-    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    head, payload = bytes(frame[: HEAD.size]), bytes(frame[HEAD.size :])
-    with pytest.raises(StoreRefused):
-        read_fields(read_header(head), payload)
 
 
 def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]) -> None:
@@ -352,7 +378,9 @@ def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]
         hosts[0].begin(generation(1, 2, None)[0])
     hosts[0].begin(generation(1, 1, None)[0])
     hosts[0].snapshot(1)
-    hosts[0].keeper = SnapshotKeeper(hosts[0]._era, replicas=1, address="192.0.2.1")
+    hosts[0].keeper = SnapshotKeeper(
+        hosts[0]._era, snapshot_stores(1), replicas=1, address="192.0.2.1"
+    )
     with pytest.raises(ConfigError, match=r"cannot take replicas at 192\.0\.2\.1"):
         hosts[0].begin(generation(2, 2, MemoryStore())[0])
 

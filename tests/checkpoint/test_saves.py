@@ -143,6 +143,42 @@ def test_on_every_rank_it_is_known_whether_a_save_is_durable_or_why_not(
     assert other[3][2] == "step 4 was not saved: rank 0 failed, and says why"
 
 
+def fail_and_go_on(folder: Path) -> list[Any]:
+    """A save that fails, one that is not begun for that, one that cannot be, and one that is."""
+    place, first = Gated(folder), dist.get_rank() == 0
+    place.gate.set()
+    found: list[Any] = []
+    with CheckpointManager(place) as manager:
+        place.fails = True
+        manager.save(1, state(1))
+        for step, made in ((2, state(2)), (3, {"w": object() if first else 0})):
+            with told() as said:
+                manager.save(step, made).wait()
+            found.append(said)
+            place.fails = False
+        manager.save(4, state(4)).wait()
+        found.append(manager.steps())
+        with told() as said:
+            manager.wait()
+        found.append(said)
+    return found
+
+
+def test_after_a_save_that_was_not_begun_all_ranks_still_mean_the_same_one(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    writer, other = ranks.run(fail_and_go_on, 2, tmp_path)
+    full = os.strerror(errno.ENOSPC)
+    assert full in writer[0][0]
+    assert other[0] == [f"step 2 was not saved by rank 0: {writer[0][0]}"]
+    assert "state['w'] is a builtins.object" in writer[1][0]
+    assert other[1] == [f"step 3 was not saved by rank 0: {writer[1][0]}"]
+    assert writer[2] == other[2] == [4]
+    # That of step 1, which nobody on this rank has asked about.
+    assert (writer[3], len(other[3])) == ([], 1)
+    assert other[3][0].startswith("step 1 was not saved by rank 0: ")
+
+
 # -- metrics -----------------------------------------------------------------------------------
 
 

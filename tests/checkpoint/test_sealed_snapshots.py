@@ -14,16 +14,16 @@ from jobs import until
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.persisting import persist_all
-from elasticlib.checkpoint.sealing import torch_sum
-from elasticlib.checkpoint.slot import (
+from elasticlib.checkpoint.memory import (
     RECORD_BYTES,
     SEAL_AT,
     Record,
     decode_seal,
     encode_seal,
+    torch_sum,
     word_sum,
 )
+from elasticlib.checkpoint.persisting import persist_all
 
 
 @pytest.fixture

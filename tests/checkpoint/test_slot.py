@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint.buddies import Place, decode_place, encode_place, givers, takers
-from elasticlib.checkpoint.persisting import to_persist
-from elasticlib.checkpoint.slot import (
+from elasticlib.checkpoint.memory import (
     Found,
     Record,
     Slot,
@@ -22,6 +20,8 @@ from elasticlib.checkpoint.slot import (
     outlived,
     that_count,
 )
+from elasticlib.checkpoint.persisting import to_persist
+from elasticlib.checkpoint.replicas import Place, decode_place, encode_place, givers, takers
 from elasticlib.errors import CheckpointError
 
 RECORD = Record("state", 7, 3, 64, "run", 2, part=1, parts=4, folder="/där", shared=False)
@@ -161,5 +161,6 @@ def test_each_node_keeps_as_many_replicas_as_it_gives_and_none_of_its_own(
 def test_a_place_is_read_as_it_was_written_and_nothing_else_is_one() -> None:
     place = Place("::1", 4711, "ab" * 32)
     assert decode_place(encode_place(place)) == place
-    for data in (b"", b"{}", b"[1]", encode_place(attrs.evolve(place, token="x")), b"\xff"):
+    text = encode_place(place)
+    for data in (b"", b"{}", b"[1]", text.replace(b"ab", b"x", 1), b"\xff"):
         assert decode_place(data) is None

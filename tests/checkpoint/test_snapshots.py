@@ -33,11 +33,12 @@ from elasticlib import (
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.interface import Held
 from elasticlib.checkpoint.keeper import SnapshotKeeper
+from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack
-from elasticlib.checkpoint.slot import Record
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 from elasticlib.errors import CheckpointError
+from elasticlib.launch.elastic_launch import snapshot_stores
 
 
 class Agent:
@@ -136,8 +137,7 @@ def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_b
 
 FILLS = """
 import sys
-from elasticlib.checkpoint.memory import Slots, look
-from elasticlib.checkpoint.slot import Record
+from elasticlib.checkpoint.memory import Record, Slots, look
 from elasticlib.errors import CheckpointError
 folder, slots = sys.argv[1] + "/1", Slots(sys.argv[1] + "/1")
 for step, size in enumerate((1000, 1 << 22), 1):
@@ -296,7 +296,7 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
             raise ZeroDivisionError
         slots.close()
     assert len(list(agent.folder.glob("1/*.*"))) == 3
-    keeper = SnapshotKeeper(lambda number: agent.folder / str(number))
+    keeper = SnapshotKeeper(lambda number: agent.folder / str(number), snapshot_stores(0))
     with memory.Slots(agent.folder / "1").writing(record):
         keeper.begin(info, group)
         # One stood still in the middle of it, and goes on.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import mse_loss
 
-from elasticlib import linear_learning_rate, plan_batches, square_root_learning_rate
+from elasticlib import plan_batches
 from elasticlib.data.deal import Position, deal
 from elasticlib.errors import ConfigError
 
@@ -97,10 +97,3 @@ def test_a_plan_that_cannot_be_is_refused(numbers, named):
 def test_a_rank_outside_the_world_has_no_share():
     with pytest.raises(ConfigError, match=r"rank.*got 2 and 2"):
         plan_batches(4, 2).micro_batches(2)
-
-
-def test_learning_rates_follow_a_global_batch_that_is_changed_on_purpose():
-    assert linear_learning_rate(0.1, of=256, to=1024) == pytest.approx(0.4)
-    assert square_root_learning_rate(0.1, of=256, to=1024) == pytest.approx(0.2)
-    with pytest.raises(ConfigError, match="of=0 and to=2"):
-        linear_learning_rate(0.1, of=0, to=2)

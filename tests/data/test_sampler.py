@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler, permutation
-from elasticlib.data.permuted import permuted
 from elasticlib.errors import CheckpointError, ConfigError, StateMismatch
 
 worlds = st.integers(1, 7)
@@ -148,7 +147,7 @@ def test_fewer_samples_than_ranks(n, shuffle):
 def test_a_long_epoch_is_the_same_in_the_runs_it_is_drawn_in_as_at_once():
     """Runs grow from 32 to 16384 positions; the end of each rank's is a repeat."""
     n = 100_001
-    order = permuted(permutation(n, seed=2), torch.arange(n)).tolist()
+    order = permutation(n, seed=2).many(torch.arange(n)).tolist()
     ranks = [list(sampler) for sampler in world_of(n, 2, seed=2)]
     assert ranks == [order[0::2], [*order[1::2], order[0]]]
 
@@ -239,7 +238,7 @@ def test_a_state_of_before_goes_on_in_torchs_order():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice'.*feistel or randperm"),
+        ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice'.*feistel, randperm, shards"),
         ({"start_index": 11}, "start_index.*10.*got 11"),
         ({"start_index": -1}, "start_index.*got -1"),
         ({"start_index": 1.0}, "start_index is 1.0"),

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from elasticlib import permutation
-from elasticlib.data.permuted import permuted
 
 LIMIT = 4.5
 """One fair score in 150,000 is further out; some 100 are taken, of seeds that never change."""
@@ -25,7 +24,7 @@ SHUFFLES = ("feistel", "randperm")
 def order(shuffle, length, seed, epoch=0, places=None):
     places = torch.arange(length) if places is None else places
     if shuffle == "feistel":
-        return permuted(permutation(length, seed=seed, epoch=epoch), places)
+        return permutation(length, seed=seed, epoch=epoch).many(places)
     generator = torch.Generator()
     generator.manual_seed(1000 * epoch + seed)
     return torch.randperm(length, generator=generator)[places]

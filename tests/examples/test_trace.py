@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+from traces import TraceError, survey
 
-from elasticlib.examples.trace import Trace, TraceError, survey
+from elasticlib.examples.train_text import write_down
 
 
-def play(prefix, generation, world, resumed, steps, **launch):
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch):
+    for name in ("ELASTICLIB_INCARNATION", "ELASTICLIB_GENERATION", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def become(generation, rank, launch="0"):
+    """From here on this process writes as that rank."""
+    os.environ.update(
+        ELASTICLIB_INCARNATION=launch, ELASTICLIB_GENERATION=str(generation), RANK=str(rank)
+    )
+
+
+def play(prefix, generation, world, resumed, steps, **start):
     """One generation: at each step k, rank r uses sample k * 2 + r (or both, alone)."""
     for rank in range(world):
-        trace = Trace(str(prefix), generation, rank, **launch)
-        trace.resumed(resumed)
+        become(generation, rank, start.get("launch", "0"))
+        write_down(str(prefix), resumed=resumed, at=start.get("at", 0.0))
         for step in steps:
             pair = [2 * step - 2, 2 * step - 1]
-            trace.step(step, 0, pair if world == 1 else [pair[rank]], world)
+            indices = pair if world == 1 else [pair[rank]]
+            write_down(str(prefix), step=step, epoch=0, indices=indices, world_size=world)
 
 
 def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
@@ -42,7 +58,7 @@ def test_generations_that_count_from_1_in_each_launch_are_told_apart(tmp_path):
     """Launches are in the order of their clocks, whatever their names and worlds."""
     prefix = tmp_path / "run"
     for launch, began, world, resumed in (("f.1", 5, 2, 0), ("c.2", 7, 1, 4), ("e.1", 9, 2, 8)):
-        from_when = {"launch": launch, "clock": lambda began=began: began}
+        from_when = {"launch": launch, "at": began}
         play(prefix, 1, world, resumed, range(resumed + 1, resumed + 5), **from_when)
         play(prefix, 2, 1, resumed + 2, range(resumed + 3, resumed + 6), **from_when)
     told = survey(prefix)
@@ -68,7 +84,7 @@ def test_of_two_launches_side_by_side_the_one_counts_whose_state_is_taken(tmp_pa
         ("second", 2, 2, 8, range(9, 12)),
     ):
         began = {"first": 5, "second": 7}[launch]
-        play(prefix, generation, world, resumed, steps, launch=launch, clock=lambda at=began: at)
+        play(prefix, generation, world, resumed, steps, launch=launch, at=began)
     told = survey(prefix)
     assert (told.steps, told.redone) == (11, 3)
     assert told.exactly_once(22)
@@ -79,7 +95,8 @@ def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
     play(prefix, 1, 1, 0, range(1, 4))
     assert survey(prefix).exactly_once(6)
     assert not survey(prefix).exactly_once(7)
-    Trace(str(prefix), 1, 0).step(4, 0, [5], 1)
+    become(1, 0)
+    write_down(str(prefix), step=4, epoch=0, indices=[5], world_size=1)
     assert not survey(prefix).exactly_once(6)
 
 
@@ -94,7 +111,7 @@ def test_a_missing_step_and_a_missing_rank_are_errors(tmp_path):
 
 
 def test_the_lines_are_plain_json(tmp_path):
-    play(tmp_path / "run", 3, 1, 0, [1], launch="a1", clock=lambda: 7.5)
+    play(tmp_path / "run", 3, 1, 0, [1], launch="a1", at=7.5)
     lines = [json.loads(line) for line in (tmp_path / "run.a1.3.0.jsonl").read_text().splitlines()]
     assert lines == [
         {"generation": 3, "resumed": 0, "at": 7.5},
@@ -110,5 +127,5 @@ def test_the_lines_are_plain_json(tmp_path):
 
 def test_without_a_prefix_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Trace(None, 1, 0).resumed(3)
+    write_down(None, resumed=3)
     assert list(tmp_path.iterdir()) == []

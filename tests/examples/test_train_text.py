@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from traces import survey
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import ElasticError
 from elasticlib.examples import train_text
-from elasticlib.examples.trace import survey
 
 SAMPLES, BATCH = 206, 8  # 25 full steps an epoch, and one of 6 samples
 DONE = r"done: loss (\S+) steps (\d+) weights sha256 (\w{64})"

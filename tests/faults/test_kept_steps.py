@@ -17,9 +17,9 @@ import attrs
 import pytest
 from jobs import PROGRAMS, Job, Node, until
 from processes import workers_of
+from traces import survey
 
 from elasticlib import CheckpointManager
-from elasticlib.examples.trace import survey
 
 pytestmark = pytest.mark.faults
 

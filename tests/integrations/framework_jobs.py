@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from jobs import PROGRAMS, Job, Node, until
-
-from elasticlib.examples.trace import Survey, survey
+from traces import Survey, survey
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -40,7 +39,7 @@ class FrameworkJob:
 
     def start(self, node: str, *flags: str, kills: str = "") -> Node:
         program = (str(PROGRAMS / "framework_job.py"), self.name, kills, str(self.hold))
-        arguments = ("--checkpoints", str(self.checkpoints), "--trace", str(self.trace))
+        arguments = (str(self.trace), str(self.checkpoints))
         run = (sys.executable, "-m", "elasticlib.launch")
         return self.job.start(
             node, *run, *self.start_flags, *flags, *program, *arguments, **OFFLINE
@@ -83,9 +82,10 @@ class FrameworkJob:
 
 def said(node: Node, word: str) -> tuple[int, str]:
     """What rank 0 said at the end: the steps, and the weights' hash."""
-    found = re.findall(rf"^{word}, steps (\d+) weights sha256 (\w{{64}})$", node.text, re.MULTILINE)
-    assert len(found) == 1, node.text
-    return int(found[0][0]), found[0][1]
+    found = re.findall(rf"^{word} after (\d+) steps$", node.text, re.MULTILINE)
+    weights = re.findall(r"^weights sha256 (\w{64})$", node.text, re.MULTILINE)
+    assert (len(found), len(weights)) == (1, 1), node.text
+    return int(found[0]), weights[0]
 
 
 @cache

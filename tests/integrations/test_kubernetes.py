@@ -23,8 +23,7 @@ from manifests import (
     with_master,
 )
 from pods import Pods
-
-from elasticlib.examples.trace import survey
+from traces import survey
 
 pytestmark = pytest.mark.timeout(240)
 

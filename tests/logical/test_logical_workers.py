@@ -16,7 +16,7 @@ from torch import nn
 
 from elasticlib import LogicalWorkers
 from elasticlib.errors import ConfigError, NotReproducible, StateMismatch
-from elasticlib.logical.seeds import seed_of
+from elasticlib.logical.shares import seed_of
 
 LAST = 5
 WORLDS = [3, 5, 1, 4, 2]
@@ -243,12 +243,11 @@ def test_gradients_are_put_into_the_same_memory_at_each_step():
     model, x = nn.Linear(3, 3), torch.ones(8, 3)
     logical = LogicalWorkers(model, 8)
     places = []
-    for step in range(3):
+    for step in range(12):
         run_step(logical, x, step)
         places.append(model.weight.grad.data_ptr())
     # Three buffers, used in turn.
-    assert len(logical._spare) == 3
-    assert set(places) <= {flat.flat[0].data_ptr() for flat in logical._spare}
+    assert len(set(places)) <= 3
 
 
 # What would break the promise is refused

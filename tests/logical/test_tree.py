@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.logical.seeds import seed_of
-from elasticlib.logical.shares import share, workers_of
-from elasticlib.logical.tree import TreeSum, buffers, gradients_sent, pieces
+from elasticlib.logical.shares import TreeSum, pieces, seed_of, share, workers_of
 
 CASES = [(count, world) for count in range(1, 17) for world in range(1, count + 1)]
 counts_and_worlds = st.integers(1, 300).flatmap(
@@ -54,6 +52,21 @@ def test_the_additions_are_the_same_whatever_the_world(count, world):
 @given(counts_and_worlds)
 def test_the_additions_are_the_same_for_many_logical_workers_too(case):
     assert by_ranks(*case) == [(range(case[0]), in_one_place(0, case[0]))]
+
+
+def buffers(count, world, rank):
+    """How many gradients a rank holds at once at most, its last sums included."""
+    own, most = TreeSum(count, pair), 0
+    for worker in workers_of(count, world, rank):
+        own.push(range(worker, worker + 1), worker)
+        most = max(most, len(own.waiting))
+    return most
+
+
+def gradients_sent(count, world, rank):
+    """What a rank sends in a step, in units of one whole gradient: it needs one slice of everyone's
+    pieces, and gives everyone the result."""
+    return (len(pieces(count, world, rank)) + 1) * (world - 1) / world
 
 
 @pytest.mark.parametrize(("count", "world"), CASES)
@@ -120,5 +133,5 @@ def test_seeds_differ_in_each_of_what_they_are_for_and_stay_the_same_for_ever():
 
 
 def test_the_order_is_decided_without_torch():
-    code = "import sys, elasticlib.logical.tree; sys.exit('torch' in sys.modules)"
+    code = "import sys, elasticlib.logical.shares; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from elasticlib.checkpoint.slot import Record
+from elasticlib.checkpoint.memory import Record
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
 

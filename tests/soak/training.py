@@ -27,8 +27,14 @@ from elasticlib import (
     context,
 )
 from elasticlib.errors import CheckpointError
-from elasticlib.examples.byte_transformer import ByteTransformer, Windows, read_text, sha256_of
-from elasticlib.examples.train_text import join_process_group, leave_process_group, loss_of
+from elasticlib.examples.train_text import (
+    ByteTransformer,
+    Windows,
+    join_process_group,
+    leave_process_group,
+    loss_of,
+    sha256_of,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from soak.board import Board
@@ -95,8 +101,7 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        text, _ = read_text()
-        self.windows = Windows(text, SAMPLES)
+        self.windows = Windows(SAMPLES)
         self.sampler = ElasticDistributedSampler(self.windows, 1, 0, seed=0, tail="exact")
         self.batches = ElasticBatchSampler(self.sampler, BATCH)
         self.model = ByteTransformer(width=32, layers=2, heads=2)

@@ -6,10 +6,10 @@ import sys
 
 import attrs
 import pytest
+from drawn_runs import HUES, LOST, cost_of, draw_crashes, draw_steps
 from matplotlib.axes import Axes
 
 from elasticlib.errors import ConfigError
-from elasticlib.examples.drawn_runs import HUES, LOST, cost_of, draw_crashes, draw_steps
 from elasticlib.observe.history import (
     Cost,
     Generation,

@@ -6,11 +6,11 @@ import sys
 from typing import Any
 
 import pytest
+from drawn_samples import HUES, Use, draw_samples, draw_turns
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from elasticlib.errors import ConfigError
-from elasticlib.examples.drawn_samples import HUES, Use, draw_samples, draw_turns
 
 USES = [Use(0, 1, 0, 0), Use(1, 1, 1, 0), Use(3, 1, 0, 1), Use(1, 2, 0, 0), Use(5, 2, 2, 0)]
 

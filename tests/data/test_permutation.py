@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import permutation
-from elasticlib.data.permute import LARGEST, SMALL
-from elasticlib.data.permuted import permuted
+from elasticlib.data.permutation import LARGEST, SMALL
 from elasticlib.errors import ConfigError
 
 lengths = st.one_of(
@@ -24,7 +23,7 @@ integers = st.integers(-(2**70), 2**70)
 
 
 def whole(length, **keys):
-    return permuted(permutation(length, **keys), torch.arange(length)).tolist()
+    return permutation(length, **keys).many(torch.arange(length)).tolist()
 
 
 @given(st.integers(0, 3000), integers, integers)
@@ -45,7 +44,7 @@ def test_torch_and_python_agree_up_to_2_to_the_62(length, seed, epoch, fractions
     ends = {0, length - 1, length // 2, max(0, length - 2)}
     places = sorted({min(length - 1, int(part * length)) for part in fractions} | ends)
     one_by_one = [order.at(place) for place in places]
-    assert permuted(order, torch.tensor(places)).tolist() == one_by_one
+    assert order.many(torch.tensor(places)).tolist() == one_by_one
     assert len(set(one_by_one)) == len(places)
     assert all(0 <= number < length for number in one_by_one)
 

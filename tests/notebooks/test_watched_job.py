@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import watched_job
 from jobs import PROGRAMS, WITHOUT_TORCH, until
+from watched_job import JobStuck, WatchedJob
 
 from elasticlib.errors import ConfigError
-from elasticlib.examples.watched_job import JobStuck, WatchedJob
 from elasticlib.observe.history import JobState, Why
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
@@ -95,13 +96,15 @@ def test_what_cannot_come_any_more_is_said_with_the_nodes_words(job: WatchedJob)
 
 def test_a_job_that_is_left_open_goes_with_its_python(tmp_path: Path) -> None:
     code = (
-        "from elasticlib.examples.watched_job import WatchedJob\n"
+        "from watched_job import WatchedJob\n"
         f"job = WatchedJob(script={PROGRAM!r})\n"
         "job.start_node('first', 1)\n"
         "job.until_step(1)\n"
         "print(job.status().nodes[0].status.pid, job.folder)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH, "TMPDIR": str(tmp_path)}
+    beside = str(Path(watched_job.__file__).parent)
+    path = os.pathsep.join((WITHOUT_TORCH, beside))
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )

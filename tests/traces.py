@@ -1,15 +1,14 @@
-"""A record of which samples a run trained on, and the proof that each was used exactly once.
+"""The proof that a run used each sample exactly once, from what its ranks have written down.
 
-A rank writes a step's line before it takes part in that step, so whatever a checkpoint holds has
-been written down by every rank. Steps that a later generation, or one of a later launch, did not
-build on are struck out.
+A rank writes a step's line before it takes part in that step (`train_text.write_down`), so whatever
+a checkpoint holds has been written down by every rank. Steps that a later generation, or one of a
+later launch, did not build on are struck out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,55 +16,7 @@ from typing import Any
 
 import attrs
 
-from elasticlib.clock import Clock, wall
 from elasticlib.errors import ElasticError
-
-
-class Trace:
-    """Appends to `PREFIX.LAUNCH.GENERATION.RANK.jsonl`; does nothing without a prefix.
-
-    Each line is out of the process before the call returns, so SIGKILL loses none.
-
-    Args:
-        prefix: of the files; the same in all launches of a run.
-        generation: counted from 1 in each launch.
-        rank: this process in the generation.
-        launch: what tells launches apart, by default none; which was first, `clock` says.
-    """
-
-    def __init__(
-        self,
-        prefix: str | None,
-        generation: int,
-        rank: int,
-        *,
-        launch: str = "",
-        clock: Clock = wall,
-    ) -> None:
-        self.generation, self._clock = generation, clock
-        name = f"{prefix}.{launch or 0}.{generation}.{rank}.jsonl"
-        self.path = Path(name) if prefix else None
-
-    @classmethod
-    def of_this_worker(cls, prefix: str | None) -> Trace:
-        """In the place in the job that the launcher's variables say."""
-        told = os.environ
-        generation, rank = int(told.get("ELASTICLIB_GENERATION", "0")), int(told.get("RANK", "0"))
-        return cls(prefix, generation, rank, launch=told.get("ELASTICLIB_INCARNATION", ""))
-
-    def resumed(self, step: int) -> None:
-        """Say which step the weights came from, 0 for fresh ones; once a process."""
-        self._append({"resumed": step, "at": self._clock()})
-
-    def step(self, step: int, epoch: int, indices: list[int], world: int) -> None:
-        """Say that this rank is about to train on `indices` in the global `step`, from 1."""
-        what = {"step": step, "epoch": epoch, "indices": indices}
-        self._append({**what, "world_size": world})
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self.path:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"generation": self.generation, **line}) + "\n")
 
 
 class TraceError(ElasticError):

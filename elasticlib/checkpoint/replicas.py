@@ -1,0 +1,378 @@
+"""Replicas: one node's agent gives another the snapshots that its workers make.
+
+Node r gives to the next nodes by rank, wrapping at the end; so each node keeps as many as it gives,
+and the loss of any one node leaves another with its snapshots. This goes on behind the training:
+the newest is given as soon as the one before is there, and those that came in between are passed
+over.
+
+Each node serves a TCP store of its own for one generation, whose place stands on the generation's
+board. What is written there is not kept: it becomes a replica in the agent's memory, by the keys
+
+    RANK/OFFER/offer     the record of a snapshot; refused where there is no memory for it
+    RANK/OFFER/CRC       its pack, piece after piece, each with its CRC-32
+    RANK/OFFER/seal      its sum, or nothing if it has none yet: now it is whole
+
+where RANK is the giver's and OFFER a number of this one. To come in, both ends prove that they have
+read the place and know the job's secret where there is one; the taker first, so that who pretends
+to be one is given nothing to guess the secret from. What breaks off in the middle leaves the last
+whole replica as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import secrets
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import attrs
+
+from ..errors import CheckpointError, ElasticError, StoreRefused, present
+from ..foreign import read_fields, read_json
+from ..rendezvous.interface import RendezvousInfo
+from ..stores.interface import Store
+from ..stores.keyspace import Entry, KeySpace, Lease
+from ..stores.secret import NONCE_BYTES, is_digits
+from ..threads import helper
+from .memory import Found, Record, Slots, held, pieces, read_record, sum_of
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+PROTOCOL = 3
+CHUNK_BYTES = 4 << 20
+ANSWER_SECONDS = 60.0
+"""For a node to answer, which may have to find memory first."""
+RETRY_SECONDS = 0.5
+SORTS = 256
+"""So many different snapshots, by name and part, are kept of one node."""
+SPARE_BYTES = 16 << 20
+"""Of memory, which replicas leave to the workers here besides what one more snapshot takes."""
+
+Sort = tuple[str, int]
+"""Of a snapshot, its name and part."""
+
+
+class Server(Protocol):
+    """A store that is served here, such as a TcpStoreServer."""
+
+    port: int
+
+    def start(self) -> object: ...
+
+    def close(self) -> None: ...
+
+
+@attrs.frozen
+class Stores:
+    """How stores are reached, for who composes to say.
+
+    connect: (host, port, job=, secret=, timeout=) to a client. serve: (host, port, job=, secret=,
+    space=) to a server of this keyspace. alone: makes a store in this process.
+    """
+
+    connect: Callable[..., Store]
+    serve: Callable[..., Server]
+    alone: Callable[[], Store]
+
+
+# -- who gives to whom: pure -----------------------------------------------------------------------
+
+
+def takers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:
+    """The ranks of the nodes that keep this one's replicas; itself is never among them."""
+    return tuple((rank + by) % nodes for by in range(1, min(replicas, nodes - 1) + 1))
+
+
+def givers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:
+    """The ranks of the nodes whose replicas this one keeps."""
+    return tuple((rank - by) % nodes for by in range(1, min(replicas, nodes - 1) + 1))
+
+
+@attrs.frozen
+class Place:
+    """Where a node takes replicas in one generation. token: what it makes sure by that whoever
+    comes has read this; 64 hexadecimal digits."""
+
+    address: str
+    port: int
+    token: str
+
+    def job(self, board: str) -> str:
+        """The name of the store there. No job's has a NUL: its proofs are of no use elsewhere."""
+        return f"replicas {PROTOCOL}\0{board}"
+
+    def key(self, secret: bytes | None) -> bytes:
+        """What both ends prove to know."""
+        return hashlib.sha256(self.token.encode() + (secret or b"")).hexdigest().encode()
+
+
+def encode_place(place: Place) -> bytes:
+    return json.dumps(attrs.asdict(place)).encode()
+
+
+def decode_place(data: bytes) -> Place | None:
+    """None for what no node of this version has written."""
+    try:
+        place = read_fields(Place, read_json(data))
+    except ValueError:
+        return None
+    return place if is_digits(place.token) and 0 < place.port < 65536 else None
+
+
+# -- taking ----------------------------------------------------------------------------------------
+
+
+@attrs.define
+class _Coming:
+    """A snapshot on its way in. open: holds its slot. at: so many bytes are there."""
+
+    offer: str
+    record: Record
+    slots: Slots
+    open: contextlib.ExitStack
+    view: memoryview
+    at: int = 0
+
+
+class Mailbox(KeySpace):
+    """What the nodes of these ranks write here becomes replicas in this folder of an agent's
+    memory. kept: called when one is whole, by the server's thread as all else here."""
+
+    def __init__(self, folder: Path, ranks: Iterable[int], kept: Callable[[], None]) -> None:
+        super().__init__()
+        self._folder, self._kept = folder, kept
+        self._slots: dict[int, dict[Sort, Slots]] = {rank: {} for rank in ranks}
+        self._coming: dict[int, _Coming] = {}
+
+    def put(self, key: str, value: bytes, lease: Lease | None, now: float) -> Entry:  # noqa: ARG002
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9a-f]{16})/([0-9a-f]{8}|offer|seal)", key)
+        if found is None or int(found[1]) not in self._slots:
+            raise StoreRefused("this is no node whose replicas I keep")
+        rank, offer, what = int(found[1]), found[2], found[3]
+        try:
+            if what == "offer":
+                self._begin(rank, offer, value)
+            elif rank not in self._coming or self._coming[rank].offer != offer:
+                raise ValueError("this has not been offered, or another was after it")
+            elif what == "seal":
+                self._end(rank, value)
+            else:
+                self._add(self._coming[rank], int(what, 16), value)
+        except (CheckpointError, OSError, ValueError) as error:
+            self._drop(rank)
+            raise StoreRefused(str(error)) from error
+        return Entry(key, b"", self.version + 1)
+
+    def close(self) -> None:
+        """What is whole stays."""
+        for rank, kinds in self._slots.items():
+            self._drop(rank)
+            for slots in kinds.values():
+                slots.close()
+
+    def _begin(self, rank: int, offer: str, value: bytes) -> None:
+        self._drop(rank)  # it has come again: what it began before is not going to be finished
+        record = read_record(read_json(value))
+        kinds, sort = self._slots[rank], (record.name, record.part)
+        if sort not in kinds and len(kinds) >= SORTS:
+            raise ValueError(f"a node has at most {SORTS} kinds of snapshots")
+        slots = kinds.setdefault(sort, Slots(self._folder, owner=str(rank)))
+        slots.make_folder()
+        free = shutil.disk_usage(self._folder).free
+        if record.size + SPARE_BYTES > free:
+            raise CheckpointError(
+                f"no memory for a replica of {record.size} bytes: {free} are free, of which "
+                f"{SPARE_BYTES} are left to others"
+            )
+        stack = contextlib.ExitStack()
+        view = stack.enter_context(slots.writing(record))
+        self._coming[rank] = _Coming(offer, record, slots, stack, view)
+
+    def _add(self, coming: _Coming, crc32: int, value: bytes) -> None:
+        if zlib.crc32(value) != crc32:
+            raise ValueError(
+                f"a piece was changed on its way: its CRC-32 is {zlib.crc32(value):08x}, and it "
+                f"says {crc32:08x}"
+            )
+        if not 0 < len(value) <= len(coming.view) - coming.at:
+            left = len(coming.view) - coming.at
+            raise ValueError(f"{len(value)} bytes came where {left} were left")
+        coming.view[coming.at : coming.at + len(value)] = value
+        coming.at += len(value)
+
+    def _end(self, rank: int, value: bytes) -> None:
+        coming = self._coming[rank]
+        if coming.at != coming.record.size or not re.fullmatch(b"(?:[0-9a-f]{16})?", value):
+            raise ValueError(f"it is to end at byte {coming.at} of {coming.record.size}")
+        del self._coming[rank]
+        coming.open.close()
+        if value:
+            coming.slots.seal(coming.record, int(value, 16))
+        self._kept()
+
+    def _drop(self, rank: int) -> None:
+        coming = self._coming.pop(rank, None)
+        if coming is not None:
+            error = CheckpointError("it broke off")
+            coming.open.__exit__(type(error), error, None)
+
+
+def serve(
+    mailbox: Mailbox, address: str, board: str, *, stores: Stores, secret: bytes | None
+) -> tuple[Server, Place]:
+    """Let replicas in at one address of this node, on a port that the kernel chooses.
+
+    Raises:
+        OSError: the address is not this node's.
+    """
+    place = Place(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
+    server = stores.serve(address, 0, job=place.job(board), secret=place.key(secret), space=mailbox)
+    server.start()
+    return server, attrs.evolve(place, port=server.port)
+
+
+# -- giving ----------------------------------------------------------------------------------------
+
+
+class Giver:
+    """Gives one node the snapshots of this one, in one generation.
+
+    place_key: where in the generation's store the node says where it takes replicas. newest: the
+    newest snapshot of each sort that is to be given. kept: called in another thread, when one is.
+    """
+
+    def __init__(
+        self,
+        info: RendezvousInfo,
+        rank: int,
+        place_key: str,
+        *,
+        stores: Stores,
+        secret: bytes | None,
+        memory: Path,
+        newest: Callable[[], Iterable[Found]],
+        kept: Callable[[], None],
+    ) -> None:
+        self._info, self._rank, self._place_key = info, rank, place_key
+        self._stores, self._secret = stores, secret
+        self._memory, self._newest, self._kept = memory, newest, kept
+        self._over = threading.Event()
+        self._news = threading.Event()
+        self._idle = threading.Event()
+        self._store: Store | None = None
+        self._offered: dict[Sort, int] = {}
+        self.given: set[Sort] = set()
+        """Of which the node has kept a snapshot."""
+        self._said = ""
+        self._thread = helper(self._run, "agent-replicas-to")
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be a new snapshot."""
+        self._idle.clear()
+        self._news.set()
+
+    def lacking(self) -> list[Found]:
+        """The snapshots that the node has not been offered."""
+        return [found for found in self._newest() if self._lacks(found.record)]
+
+    def flush(self, seconds: float) -> None:
+        """Until the node has all that there is, or can be given no more; for at most `seconds`."""
+        self.wake()
+        self._idle.wait(seconds)
+
+    def stop(self) -> None:
+        """Give no more; its thread ends with the call of a store that it may be in."""
+        self._over.set()
+        self._news.set()
+        store = self._store
+        if store is not None:
+            store.close()
+
+    def close(self) -> None:
+        """The same, and wait for it within bounds."""
+        self.stop()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._give_all()
+            except (OSError, ElasticError) as error:
+                self._say(f"replicas do not reach node {self._rank}: {error}")
+            # Nobody waits for a node that cannot be reached just now.
+            self._idle.set()
+            self._over.wait(RETRY_SECONDS)
+        self._idle.set()
+
+    def _say(self, text: str) -> None:
+        if text != self._said and not self._over.is_set():
+            log.info("%s", text)
+        self._said = text
+
+    def _give_all(self) -> None:
+        place = self._place()
+        if place is None:
+            return
+        self._store = store = self._stores.connect(
+            place.address,
+            place.port,
+            job=place.job(self._info.board),
+            secret=place.key(self._secret),
+            timeout=ANSWER_SECONDS,
+        )
+        with store:
+            store.get("in")  # who is not let in tries again
+            while True:
+                # Cleared first: who ends this says so before it wakes it.
+                self._news.clear()
+                if self._over.is_set():
+                    return
+                lacking = self.lacking()
+                for found in lacking:
+                    self._give(store, found)
+                if not lacking and not self._news.is_set():
+                    self._idle.set()
+                    self._news.wait()
+
+    def _place(self) -> Place | None:
+        store = present(self._info.store, "the store")
+        while not self._over.is_set():
+            listing = store.list(self._place_key)
+            for entry in listing.entries:
+                place = decode_place(entry.value)
+                if entry.key == self._place_key and place is not None:
+                    return place
+            store.wait(self._place_key, after=listing.version, timeout=RETRY_SECONDS)
+        return None
+
+    def _lacks(self, record: Record) -> bool:
+        return self._offered.get((record.name, record.part), 0) < record.sequence
+
+    def _give(self, store: Store, found: Found) -> None:
+        record = found.record
+        offer = f"{self._info.rank}/{secrets.token_hex(8)}"
+        with held(self._memory, found) as handle:
+            if handle is None:
+                return  # there is a newer one
+            try:
+                store.set(f"{offer}/offer", json.dumps(attrs.asdict(record)).encode())
+                for piece in pieces(handle, record.size, CHUNK_BYTES):
+                    store.set(f"{offer}/{zlib.crc32(piece):08x}", piece)
+                # It takes longer to send than to sum: by now there is one, if its worker lives.
+                summed = sum_of(self._memory, found)
+                store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)
+                self.given.add((record.name, record.part))
+            except StoreRefused as error:
+                # For want of memory, say: the next one is offered again.
+                self._say(f"node {self._rank} does not keep a replica: {error}")
+        self._offered[record.name, record.part] = record.sequence
+        self._kept()

@@ -1,0 +1,240 @@
+"""Samples in tar files, through fsspec: each exactly once, through resizes and kills.
+
+The files are drawn by the tests, onto a disk and into fsspec's memory; the loaders are torchdata's
+StatefulDataLoader and torch's own, with workers that are processes.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import tarfile
+import uuid
+from collections import Counter
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from elasticlib import (
+    CollateOrEmpty,
+    ElasticBatchSampler,
+    ElasticDistributedSampler,
+    ShardDataset,
+    deal_ranges,
+)
+from elasticlib.errors import ConfigError, StateMismatch
+
+pytestmark = [
+    # The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    # torchdata 0.11 calls what torch 2.13 has deprecated.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+SIZES = (5, 9, 0, 14, 7, 20)
+TOTAL = sum(SIZES)
+
+
+@pytest.fixture(params=["memory", "file"])
+def urls(request, tmp_path):
+    """Tar files of SIZES members, each of which says its number among all."""
+    root = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}"
+    numbers, found = itertools.count(), []
+    for shard, size in enumerate(SIZES):
+        found.append(f"{root}/shard-{shard}.tar")
+        with fsspec.open(found[-1], "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+            for _ in range(size):
+                sample = str(next(numbers)).encode("ascii")
+                member = tarfile.TarInfo(f"{sample.decode('ascii')}.txt")
+                member.size = len(sample)
+                tar.addfile(member, io.BytesIO(sample))
+    return found
+
+
+def read(url, start, stop):
+    with fsspec.open(url) as file, tarfile.open(fileobj=file) as tar:
+        for member in itertools.islice(tar, start, stop):
+            yield int(tar.extractfile(member).read())
+
+
+def rank_of(dataset, world, rank, *, global_batch=8, seed=0):
+    sampler = ElasticDistributedSampler(
+        dataset, world, rank, shuffle_algorithm="shards", seed=seed, tail="exact"
+    )
+    return ElasticBatchSampler(sampler, global_batch, contiguous=True)
+
+
+def in_order(epoch):
+    """The numbers of all samples in the order of an epoch."""
+    sampler = ElasticDistributedSampler(
+        ShardDataset(SIZES, SIZES, read), 1, 0, shuffle_algorithm="shards"
+    )
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_at_any_world_size_from_any_ranks_state(urls, workers):
+    """Each generation is killed a step after its last save, and that step is taken again."""
+    dataset, used, state = ShardDataset(urls, SIZES, read), [], None
+    for world, steps, saver in ((2, 2, 1), (3, 2, 0), (1, None, 0)):
+        states, dealt = [], []
+        for rank in range(world):
+            loader = StatefulDataLoader(
+                dataset,
+                batch_sampler=rank_of(dataset, world, rank),
+                collate_fn=list,
+                num_workers=workers,
+            )
+            if state:
+                loader.load_state_dict(state)
+            batches = iter(loader)
+            dealt.append(list(itertools.islice(batches, steps)))
+            states.append(loader.state_dict())
+            next(batches, None)
+        used += [sample for step in zip(*dealt, strict=True) for part in step for sample in part]
+        state = states[saver]
+    assert used == in_order(0)
+    assert Counter(used) == Counter(range(TOTAL))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_torchs_loader_follows_the_count_over_epochs_also_with_workers_that_persist(
+    urls, persistent
+):
+    dataset, state = ShardDataset(urls, SIZES, read), None
+    used = {epoch: [] for epoch in range(3)}
+    for world, steps in ((3, 5), (2, 6), (1, 99)):
+        ranks = [rank_of(dataset, world, rank) for rank in range(world)]
+        loaders = [
+            DataLoader(
+                dataset,
+                batch_sampler=batches,
+                collate_fn=CollateOrEmpty(dataset),
+                num_workers=1,
+                persistent_workers=persistent,
+            )
+            for batches in ranks
+        ]
+        if state:
+            for batches in ranks:
+                batches.load_state_dict(state)
+        taken = 0
+        for epoch in range(ranks[0].position.epoch, 3):
+            for batches in ranks:
+                batches.set_epoch(epoch)
+            for parts in zip(*loaders, strict=True):
+                if taken == steps:
+                    break
+                used[epoch] += torch.cat(parts).tolist()
+                taken += 1
+                for batches in ranks:
+                    batches.advance()
+                state = ranks[-1].state_dict()
+            if taken == steps:
+                break
+    assert used == {epoch: in_order(epoch) for epoch in range(3)}
+    assert used[0] != used[1]
+
+
+def test_a_batch_opens_each_shard_once_and_reads_it_in_order():
+    asked = []
+
+    def told(shard, start, stop):
+        asked.append((shard, start, stop))
+        return range(stop - start)
+
+    dataset = ShardDataset("abc", (4, 3, 5), told)
+    sampler = ElasticDistributedSampler(dataset, 2, 1, shuffle=False, tail="exact")
+    for indices in ElasticBatchSampler(sampler, 8, contiguous=True):
+        dataset.__getitems__(indices)
+    assert asked == [("b", 0, 3), ("c", 0, 1), ("c", 3, 5)]
+    assert dataset[-1] == 0
+    assert asked[-1] == ("c", 4, 5)
+    with pytest.raises(IndexError):
+        dataset[12]
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(0, 99))
+def test_the_order_is_shard_after_shard_and_each_shard_from_its_start(sizes, seed):
+    dataset = ShardDataset(sizes, sizes, read)
+    sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle_algorithm="shards", seed=seed)
+    drawn = list(sampler)
+    first = [sum(sizes[:shard]) for shard in range(len(sizes))]
+    rows = [list(range(at, at + size)) for at, size in zip(first, sizes, strict=True) if size]
+    found = []
+    while drawn:
+        (row,) = (row for row in rows if row[0] == drawn[0])
+        assert drawn[: len(row)] == row
+        found.append(row)
+        del drawn[: len(row)]
+    assert sorted(found) == rows
+
+
+@given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 5))
+def test_contiguous_shares_are_the_same_batches_and_as_large(n, batch, world):
+    samplers = [ElasticDistributedSampler(range(n), world, rank) for rank in range(world)]
+    order = list(ElasticDistributedSampler(range(n), 1, 0))
+    ranks = [ElasticBatchSampler(s, batch, tail="exact", contiguous=True) for s in samplers]
+    for step, shares in enumerate(zip(*ranks, strict=True)):
+        plan = ranks[0].plan()
+        assert [len(share) for share in shares] == [plan.share(rank) for rank in range(world)]
+        assert sum(shares, []) == order[step * batch : (step + 1) * batch]  # noqa: RUF017 - short
+        for batches in ranks:
+            batches.advance()
+
+
+class Stream(IterableDataset):
+    """As docs/guide/data.md has it: for a reader that is to be told which ranges come next."""
+
+    def __init__(self, dataset, sampler, batch):
+        self.dataset, self.sampler, self.batch = dataset, sampler, batch
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker = {"worker": info.id, "workers": info.num_workers} if info else {}
+        rank = {"rank": self.sampler.rank, "world_size": self.sampler.num_replicas}
+        for places in deal_ranges(self.sampler.position, batch=self.batch, **rank, **worker):
+            yield from self.dataset.samples(places)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_dealt_ranges_goes_on_at_another_world_size(urls, workers):
+    dataset, used, state = ShardDataset(urls, SIZES, read), Counter(), None
+    for world, batch, steps in ((2, 3, 3), (3, 2, 2), (1, 4, None)):
+        for rank in range(world):
+            sampler = ElasticDistributedSampler(dataset, world, rank, shuffle=False)
+            if state:
+                sampler.load_state_dict(state)
+            loader = DataLoader(Stream(dataset, sampler, batch), batch, num_workers=workers)
+            for samples in itertools.islice(loader, steps):
+                used.update(samples.tolist())
+                sampler.advance(batch * world)
+        state = sampler.state_dict()
+        assert sum(used.values()) == state["consumed"]
+    assert used == Counter(range(TOTAL))
+
+
+@pytest.mark.parametrize("gives", [2, 4])
+def test_a_shard_that_has_not_as_many_samples_as_it_was_said_is_told(gives):
+    dataset = ShardDataset(["a.tar"], [9], lambda _shard, _start, _stop: range(gives))
+    with pytest.raises(ConfigError, match=rf"'a.tar', 2, 5\) gave {gives} .* of 3: .* the 9 of"):
+        dataset.__getitems__([2, 3, 4])
+
+
+def test_shards_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="a size for each shard, got 1 for 2"):
+        ShardDataset(["a", "b"], [1], read)
+    with pytest.raises(ConfigError, match=r"'shards' needs a dataset that has `sizes`.* range has"):
+        ElasticDistributedSampler(range(9), 1, 0, shuffle_algorithm="shards")
+
+
+def test_a_state_of_shards_of_other_sizes_is_refused():
+    state = rank_of(ShardDataset("ab", (4, 3), read), 2, 0).state_dict()
+    rank_of(ShardDataset("cd", (4, 3), read), 3, 1).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="the sizes of the shards have the digest"):
+        rank_of(ShardDataset("ab", (3, 4), read), 2, 0).load_state_dict(state)
