@@ -223,8 +223,9 @@ class CheckpointManager:
         if self._forget is None:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
-        told = {"metrics": metrics, "number": number, "began": began}
-        self._last = OwnSave(step, partial(self._write, step, data, writers, **told))
+        write = partial(self._write, step, data, writers)
+        write = partial(write, metrics=metrics, number=number, began=began)
+        self._last = OwnSave(step, write)
         return self._last
 
     def _write(
