@@ -240,7 +240,11 @@ def test_what_cannot_be_converted_is_told_and_nothing_is_written_over(
         (("c", "new", "--to", "dcp"), 1, "DCP saves a dict of names"),
         (("d", "new", "--to", "dcp"), 1, "duplicated flatten key"),
         (("there.pt", "new", "--to", "folder"), 2, "needs --step"),
-        (("there.pt", "new", "--to", "folder", "--step", "1"), 1, "there.pt is no whole checkpoint"),
+        (
+            ("there.pt", "new", "--to", "folder", "--step", "1"),
+            1,
+            "there.pt is no whole checkpoint",
+        ),
         (("absent", "new", "--to", "torch"), 1, "absent"),
     ):
         places = [str(tmp_path / word) for word in words[:2]]
