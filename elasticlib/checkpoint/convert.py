@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..errors import CheckpointCorrupt, CheckpointError, describe, present
-from .file import load_checkpoint, save_checkpoint
+from .file import load_checkpoint
 from .manager import CheckpointManager
 
 DCP_LIST = ".metadata"
@@ -97,7 +98,7 @@ def write(target: str, state: object, form: str, step: int | None = None) -> lis
         write_dcp(target, state)
         return _empty(state)
     if form == "torch":
-        save_checkpoint(target, state)
+        write_torch_save(target, state)
         return []
     with CheckpointManager(target) as manager:
         manager.save(present(step, "a step"), state).wait()
@@ -127,6 +128,33 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(
             f"{os.fspath(path)} cannot be read by torch.load(weights_only=True): {error}"
         ) from error
+
+
+def write_torch_save(path: str | os.PathLike[str], state: object) -> None:
+    """Write a new file of `torch.save` that `torch.load(weights_only=True)` reads.
+
+    Raises:
+        CheckpointError: that would not read it back, or the disk failed. Then nothing is left.
+    """
+    target = Path(path)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
+            made = Path(aside, "made")
+            with open(made, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            # Mapped, so that no tensor is read.
+            torch.load(made, weights_only=True, mmap=True)
+            os.rename(made, target)
+    except pickle.UnpicklingError as error:
+        why = re.search(r"Unsupported [^.]*(\.[^ ][^.]*)*", str(error))
+        raise CheckpointError(
+            f"{target} was not written, as torch.load(weights_only=True) would not read it back: "
+            f"{why[0] if why else error}"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
 
 
 # -- torch.distributed.checkpoint -----------------------------------------------------------------

@@ -29,7 +29,6 @@ from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
 from .disk_source import DiskSource, OneStep
 from .folder import CheckpointFolder, open_place
-from .gather import take_shards, values_of
 from .interface import Source
 from .job_memory import JobMemory
 from .pack import lay_out
@@ -39,6 +38,7 @@ from .put import check_names
 from .remote import RemotePlace
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .sharded import lay_out_part
+from .state import take_shards, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")

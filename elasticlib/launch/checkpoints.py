@@ -17,9 +17,9 @@ from typing import Any, TextIO
 import attrs
 
 from ..checkpoint.commit import Committer
+from ..checkpoint.contents import Row, rows_of
 from ..checkpoint.fence import Writer
 from ..checkpoint.folder import CheckpointFolder, Found, open_place
-from ..checkpoint.outline import Row, rows_of
 from ..checkpoint.pack_head import read_head
 from ..checkpoint.prune import Retention
 from ..clock import date_of, monotonic, wall
