@@ -302,7 +302,7 @@ class WeightedOrder:
     of 0 come last.
 
     Keys are not kept. They are counted once, by their highest bits, to know which of them stand
-    where; then what is wanted and what comes after it, at most an eighth of all, is sorted at a
+    where; then what is wanted and what comes after it, about an eighth of all, is sorted at a
     time. That takes about 8 bytes a sample. The first index comes after two passes over the
     weights, of some 80 ns a sample each, and a whole epoch costs ten.
 
@@ -357,10 +357,10 @@ class WeightedOrder:
                 self._ends = counts.cumsum(0)
             first = int(torch.searchsorted(self._ends, place, right=True))
             begin = int(self._ends[first - 1]) if first else 0
-            last = int(torch.searchsorted(self._ends, begin + self._most, right=True)) - 1
+            last = int(torch.searchsorted(self._ends, min(begin + self._most, self._length)))
         found = []
         for start, keys, buckets in self._blocks():
-            chosen = ((buckets >= first) & (buckets <= max(first, last))).nonzero().squeeze(1)
+            chosen = ((buckets >= first) & (buckets <= last)).nonzero().squeeze(1)
             found.append((keys[chosen], chosen + start))
         keys, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
         self._begin, self._sorted = begin, indices[keys.sort(stable=True).indices]
