@@ -257,6 +257,25 @@ def test_the_learning_rate_follows_the_epochs_at_any_world_size() -> None:
     assert rates == pytest.approx([0.004, 0.202, 0.4, 0.4, 0.04, 0.004])
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_rate_that_is_right_for_another_batch_size_follows_the_batch(drawn: Path) -> None:
+    """The same steps as with the rate that is scaled by hand, and nothing scaled in the state."""
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 3, 16, 16), torch.randint(0, 4, (4,))
+    found = []
+    for rate in (["--lr", "0.1", "--lr-batch", "2"], ["--lr", "0.2"]):
+        args = imagenet.parse([str(drawn), "-b", "4", *rate])
+        args.device = torch.device("cpu")
+        training = imagenet.Training(args)
+        parallel = DistributedDataParallel(training.model)
+        for _ in range(2):
+            training.take_step(parallel, x, y)
+        assert training.optimizer.state_dict()["param_groups"][0]["lr"] == args.lr
+        found.append(torch.cat([w.detach().flatten() for w in training.model.parameters()]))
+        del parallel
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("flags", [["-b", "0"], ["-j", "-1"], ["--arch", "small", "--resume", "x"]])
 def test_flags_that_cannot_be_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
