@@ -37,6 +37,7 @@ from elasticlib import (
     context,
     ignore_signals_worker_init,
     plan_batches,
+    scale_learning_rates,
 )
 from elasticlib.errors import ConfigError
 
@@ -159,6 +160,8 @@ class Training:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay
         )
+        # Whichever batch a later launch may ask for, of what is saved nothing is scaled.
+        scale_learning_rates(self.optimizer, args.batch_size, reference_batch=256)
         self.progress: dict[str, Any] = {"step": 0, "validated": 0, "best": -1.0}
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -328,7 +331,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=count, default=90)
     add("-b", "--batch-size", type=count, default=256, help="images a step, of all ranks together")
     add("--max-micro-batch", type=count, metavar="N", help="the most that a rank's memory takes")
-    add("--lr", type=float, default=0.1, help="after the warm-up")
+    add("--lr", type=float, default=0.1, help="of 256 images a step; it follows --batch-size")
     add("--lr-step", type=count, default=30, metavar="EPOCHS", help="a tenth of it after these")
     add("--warmup-epochs", type=float, default=0.0)
     add("--weight-decay", type=float, default=1e-4)

@@ -257,6 +257,25 @@ def test_the_learning_rate_follows_the_epochs_at_any_world_size() -> None:
     assert rates == pytest.approx([0.004, 0.202, 0.4, 0.4, 0.04, 0.004])
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_learning_rate_follows_the_batch_and_a_checkpoint_has_that_of_256(drawn: Path) -> None:
+    """The same eight images, once and twice, have the same gradient."""
+    torch.manual_seed(1)
+    x, y, moved = torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,)), []
+    for times in (1, 2):
+        flags = ["-b", str(8 * times), "--lr", "0.8", "--weight-decay", "0"]
+        args = imagenet.parse([str(drawn), *flags])
+        args.device = torch.device("cpu")
+        training = imagenet.Training(args)
+        before = [weights.detach().clone() for weights in training.model.parameters()]
+        parallel = DistributedDataParallel(training.model)
+        training.take_step(parallel, x.repeat(times, 1, 1, 1), y.repeat(times))
+        pairs = zip(before, training.model.parameters(), strict=True)
+        moved.append(torch.cat([(one - other).flatten() for one, other in pairs]).norm().item())
+        assert training.optimizer.state_dict()["param_groups"][0]["lr"] == 0.8
+    assert moved[1] == pytest.approx(2 * moved[0], rel=1e-3)
+
+
 @pytest.mark.parametrize("flags", [["-b", "0"], ["-j", "-1"], ["--arch", "small", "--resume", "x"]])
 def test_flags_that_cannot_be_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):

@@ -62,7 +62,7 @@ class Run:
     def start(self, ranks: int, restarts: int = 3) -> Node:
         agent = (*LAUNCH, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
         sizes = ("--image-size", "32", "--epochs", str(EPOCHS), "-b", str(BATCH), "-j", "1")
-        pace = ("--lr", "0.05", "--print-freq", "1", "--snapshot-every", "4", "--save-every", "9")
+        pace = ("--lr", "1.6", "--print-freq", "1", "--snapshot-every", "4", "--save-every", "9")
         script = (str(SCRIPT), str(self.images), "--checkpoints", str(self.checkpoints))
         return self.job.start(self.name, *agent, *script, *sizes, *pace, OMP_NUM_THREADS="1")
 
