@@ -63,7 +63,7 @@ class Committer:
         """When the last one became durable, on this machine's monotonic clock."""
         self._claimed = False
         self._count = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def claim(self) -> None:
         """Take the folder, and clear away what crashes of others left; once is enough.
@@ -268,8 +268,8 @@ class Committer:
         except (CheckpointError, OSError) as error:
             failed.append(error)
             # At each save it is tried again, and said once.
-            if str(error) not in self._told:
-                self._told.add(str(error))
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
                 what = "what is not needed could not be deleted"
                 log.warning("%s: %s: %s", self._place.name, what, error)
 

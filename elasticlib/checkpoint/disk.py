@@ -7,6 +7,7 @@ is replaced by a rename. All system calls that change anything go through `Disk`
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import io
@@ -33,6 +34,10 @@ MAKES = 100
 """So often a folder is made that goes again before there is a file in it."""
 
 
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_ALL, _SYNC_FILE_RANGE_WRITE = ctypes.c_int64(0), 2
+
+
 class Disk:
     """The system calls that change a disk, one method each."""
 
@@ -40,7 +45,12 @@ class Disk:
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
 
     def write(self, handle: int, data: memoryview) -> int:
-        return os.write(handle, data)
+        count = os.write(handle, data)
+        if count == CHUNK and _sync_file_range is not None:
+            # The disk begins with it while the next is copied, rather than at the sync, which waits
+            # until it is there, and says so if it cannot be.
+            _sync_file_range(handle, _ALL, _ALL, _SYNC_FILE_RANGE_WRITE)
+        return count
 
     def sync(self, handle: int) -> None:
         os.fsync(handle)

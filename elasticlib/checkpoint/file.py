@@ -1,34 +1,34 @@
 """A state in one file that is there whole or not at all, and is never trusted unread.
 
-A save writes beside the target, syncs, and renames; a crash at any moment leaves the old file or
-the new one. A load checks every byte first, and unpickles with `weights_only=True` alone.
+The file is a pack (see `pack`), and so a safetensors file, which any tool opens; its head tells the
+sum of its data. A save writes beside the target, syncs, and renames; a crash at any moment leaves
+the old file or the new one. A load checks every byte before anything is made of them.
+
+Files of earlier versions, archives of `torch.save` with a record of their size and CRC-32 at the
+end, are still read: checked as well, and unpickled with `weights_only=True` alone.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import pickle
+import re
 import secrets
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from .format import (
-    LEGACY_MAGIC,
-    NO_COMMENT,
-    SEAL_BYTES,
-    Digest,
-    can_be_sealed,
-    flaw,
-    is_legacy,
-    seal,
-)
-from .names import aside_name, natural_key, target_of
-from .savable import why_unsavable
+from .interface import Unreadable
+from .names import aside_name, target_of
+from .pack import Layout, lay_out, pieces, unpack
+from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
+from .state import values_of
 from .storages import MapLocation
 
 _CHUNK = 1 << 20
@@ -44,24 +44,26 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
     one that began first may fail. Save from one rank only.
 
     Args:
-        path: the file; plain `torch.load(path, weights_only=True)` reads it too.
-        state: nested dicts, lists, tuples and sets of tensors, numbers, strings and None. Exact
-            types only: what `weights_only` cannot read is refused before anything is written.
+        path: the file. It is a safetensors file, whatever its name ends in: other tools read its
+            tensors, by their paths in the state.
+        state: what `CheckpointManager.save` takes, but for sharded tensors; objects that have a
+            state of their own are saved as that.
 
     Raises:
         CheckpointError: the state cannot be saved (the message says which object, and where it
             stands in the state), or the disk failed (full, read-only, ...). The old file stays.
     """
     target = Path(path)
-    reason = why_unsavable(state)
-    if reason:
-        raise CheckpointError(f"{target} was not written: {reason}")
+    try:
+        layout = lay_out(values_of(state))
+    except CheckpointError as error:
+        raise CheckpointError(f"{target} was not written: {error}") from None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         aside = target.with_name(aside_name(target.name, secrets.randbits(32)))
         try:
-            _write(aside, state)
+            _write(aside, layout)
             _put_in_place(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -80,19 +82,21 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointCorrupt: the file was cut short or changed, or is not one of ours.
-        CheckpointError: plain `torch.save` wrote the file; or it is whole, but `weights_only` does
-            not read what is in it.
+        CheckpointError: plain `torch.save` or a `CheckpointManager` wrote the file, or a newer
+            version; or it is whole, and this program lacks a class or library for what is in it.
     """
     with open(path, "rb") as file:
-        _verify(file, path)
-        file.seek(0)
-        try:
-            where: Any = map_location
-            return torch.load(file, map_location=where, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{os.fspath(path)} is whole, but not readable: {error}"
-            ) from error
+        if _is_archive(file):
+            _check_archive(file, path)
+            return _unpickled(file, path, map_location)
+        head = _head(file, path)
+        # The memory is the tensors' own.
+        memory = memoryview(mmap.mmap(-1, head.size))
+        _check_pack(file, path, head, memory)
+    try:
+        return unpack(memory, map_location=map_location, copy=False)
+    except CheckpointCorrupt as error:
+        raise _corrupt(path, error) from error
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> Path | None:
@@ -106,11 +110,14 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         pattern: which names are checkpoints, as a glob.
     """
     names = [path.name for path in Path(folder).glob(pattern) if not target_of(path.name)]
-    for name in sorted(names, key=natural_key, reverse=True):
+    for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
         try:
             with open(path, "rb") as file:
-                _verify(file, path)
+                if _is_archive(file):
+                    _check_archive(file, path)
+                else:
+                    _check_pack(file, path, _head(file, path))
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint passed over: %s", error)
         else:
@@ -118,48 +125,23 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
     return None
 
 
-class _Sums:
-    """A file that torch writes an archive to, which sums it up on the way."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.digest = Digest()
-        self.error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        try:
-            written = self.file.write(data)
-        except OSError as error:
-            # torch answers with a RuntimeError about positions, which hides the cause.
-            self.error = error
-            raise
-        self.digest = self.digest.over(data)
-        return written
-
-    def flush(self) -> None:
-        self.file.flush()
+def _natural_key(name: str) -> tuple[list[str | int], str]:
+    """Sorts names with numbers in them as people do: step-9 before step-10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
-def _write(aside: Path, state: object) -> None:
-    with open(aside, "x+b") as file:
-        sums = _Sums(file)
-        try:
-            torch.save(state, sums)  # type: ignore[arg-type]
-        except RuntimeError:
-            if sums.error:
-                raise sums.error from None
-            raise
-        _seal(file, sums.digest)
+def _write(aside: Path, layout: Layout) -> None:
+    with open(aside, "xb", buffering=_CHUNK) as file:
+        file.write(layout.head)
+        summed = 0
+        for piece in pieces(layout):
+            file.write(piece)
+            summed = zlib.crc32(piece, summed)
+        file.seek(0)
+        file.write(with_sum(layout.head, summed))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _seal(file: BinaryIO, digest: Digest) -> None:
-    file.seek(-min(_CHUNK, digest.size), os.SEEK_END)
-    if not can_be_sealed(file.read()):
-        raise CheckpointError("torch.save made something else than a plain zip archive")
-    file.seek(-len(NO_COMMENT), os.SEEK_END)
-    file.write(seal(digest))
 
 
 def _put_in_place(aside: Path, target: Path) -> None:
@@ -184,32 +166,110 @@ def _remove_leftovers(target: Path) -> None:
                 Path(entry).unlink(missing_ok=True)
 
 
-def _verify(file: BinaryIO, path: str | os.PathLike[str]) -> None:
-    left = max(0, os.fstat(file.fileno()).st_size - SEAL_BYTES)
-    digest = Digest()
+def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{os.fspath(path)} is no whole checkpoint: {reason}")
+
+
+def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
+    """That of a pack of ours, which has as many bytes as it says."""
+    file.seek(0)
+    first, there = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+    try:
+        size, start = size_of(first)
+        if size != there:
+            raise CheckpointCorrupt(f"it says that it has {size} bytes, there are {there}")
+        head = read_head(first + file.read(start - len(first)))
+    except CheckpointCorrupt as error:
+        raise _corrupt(path, f"{error}: cut short, changed, or not one of ours") from error
+    except Unreadable as error:
+        raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
+    if head.summed is None:
+        raise CheckpointError(
+            f"{os.fspath(path)} has no sum to check it by, as a file of a CheckpointManager: load "
+            "it with CheckpointManager(folder).load(step)"
+        )
+    return head
+
+
+def _check_pack(
+    file: BinaryIO, path: str | os.PathLike[str], head: Head, memory: memoryview | None = None
+) -> None:
+    """Read a pack, all of it, into `memory` if there is one, and compare its sum."""
+    file.seek(0)
+    room = memoryview(bytearray(min(_CHUNK, head.size))) if memory is None else memory
+    summed = at = 0
+    while at < head.size:
+        # First the head, which carries a sum of its own.
+        end = head.start if at < head.start else head.size
+        begin = 0 if memory is None else at
+        piece = room[begin : begin + min(_CHUNK, end - at)]
+        count = file.readinto(piece)  # type: ignore[attr-defined]
+        if not count:
+            raise _corrupt(path, f"it ends after {at} of {head.size} bytes")
+        if at >= head.start:
+            summed = zlib.crc32(piece[:count], summed)
+        at += count
+    if summed != head.summed:
+        raise _corrupt(
+            path, f"it says CRC-32 {head.summed:08x} of its data, these give {summed:08x}"
+        )
+
+
+# -- files of earlier versions, and of torch -------------------------------------------------------
+
+_ARCHIVE, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""How `torch.save` begins a file: a zip archive, and before that a pickled number."""
+_END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
+_NO_COMMENT = b"\0\0"
+"""How an archive ends as torch writes it: the length of its comment, 0."""
+
+
+def _is_archive(file: BinaryIO) -> bool:
+    file.seek(0)
+    return file.read(len(_LEGACY)).startswith((_ARCHIVE, _LEGACY))
+
+
+def _seal(size: int, crc32: int) -> bytes:
+    """What stands in the place of `_NO_COMMENT` in a file of ours: the archive's size and sum."""
+    record = f"elasticlib checkpoint 1 size={size:020d} crc32={crc32:08x}\n".encode("ascii")
+    return len(record).to_bytes(2, "little") + record
+
+
+_SEAL_BYTES = len(_seal(0, 0))
+
+
+def _check_archive(file: BinaryIO, path: str | os.PathLike[str]) -> None:
+    file.seek(0)
+    size = left = max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES)
+    summed = 0
     while left and (data := file.read(min(left, _CHUNK))):
-        digest = digest.over(data)
+        summed = zlib.crc32(data, summed)
         left -= len(data)
-    reason = flaw(digest.over(NO_COMMENT), file.read())
-    if reason and _is_of_plain_torch(file):
+    if file.read() == _seal(size + len(_NO_COMMENT), zlib.crc32(_NO_COMMENT, summed)):
+        return
+    if _is_of_plain_torch(file):
         name = os.fspath(path)
         raise CheckpointError(
             f"{name} is a file of plain torch.save, which has no sum to check it by: load it with "
             f"torch.load({name!r}, weights_only=True), and write the state with save_checkpoint "
             "to have it checked from then on"
         )
-    if reason:
-        raise CheckpointCorrupt(f"{os.fspath(path)} is no whole checkpoint: {reason}")
+    raise _corrupt(
+        path,
+        "it does not end in the integrity record of its bytes: cut short, changed, or not one of "
+        "ours",
+    )
 
 
 def _is_of_plain_torch(file: BinaryIO) -> bool:
     file.seek(0)
-    if is_legacy(file.read(len(LEGACY_MAGIC))):
+    if file.read(len(_LEGACY)) == _LEGACY:
         return True
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - SEAL_BYTES))
+    file.seek(max(0, size - _END_BYTES))
+    end = file.read()
     # One of ours that was cut short does not end like this.
-    if not can_be_sealed(file.read()):
+    if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(_NO_COMMENT)):
         return False
     try:
         with zipfile.ZipFile(file) as archive:
@@ -217,3 +277,12 @@ def _is_of_plain_torch(file: BinaryIO) -> bool:
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
         return False
     return "data.pkl" in names and "constants.pkl" not in names  # which a script's archive has
+
+
+def _unpickled(file: BinaryIO, path: str | os.PathLike[str], map_location: MapLocation) -> Any:
+    file.seek(0)
+    where: Any = map_location
+    try:
+        return torch.load(file, map_location=where, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{os.fspath(path)} is whole, but not readable: {error}") from error

@@ -359,9 +359,8 @@ class CheckpointFolder:
         return state
 
     def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
-        from .fresh import parameters_in
-        from .gather import values_of
         from .sharded import Parts, load_parts
+        from .state import parameters_in, values_of
 
         parts = Parts(
             manifest.parts,

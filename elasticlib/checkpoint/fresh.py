@@ -12,26 +12,10 @@ from typing import Any
 
 import torch
 
-from .containers import Way
-from .gather import is_sharded_kind
+from .state import Way, is_sharded_kind
 
 Parameters = Mapping[Way, Sequence[torch.Tensor]]
 """Of each optimizer in a state, by its way: in the order in which its state numbers them."""
-
-
-def parameters_in(state: object, way: Way = ()) -> dict[Way, Sequence[torch.Tensor]]:
-    """Those of the optimizers that stand in the containers of `state`."""
-    if isinstance(state, torch.optim.Optimizer):
-        return {way: [p for group in state.param_groups for p in group["params"]]}
-    items: Any = ()
-    if isinstance(state, dict):
-        items = state.items()
-    elif isinstance(state, list | tuple):
-        items = enumerate(state)
-    found: dict[Way, Sequence[torch.Tensor]] = {}
-    for key, part in items:
-        found.update(parameters_in(part, (*way, key)))
-    return found
 
 
 def with_states(

@@ -26,7 +26,6 @@ from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
 from .disk_source import DiskSource, OneStep
 from .folder import CheckpointFolder, open_place
-from .gather import take_shards, values_of
 from .here import Here
 from .host import HostBuffer
 from .interface import Source
@@ -38,6 +37,7 @@ from .place import Place
 from .prune import Retention, Selection
 from .put import check_names
 from .remote import RemotePlace
+from .state import take_shards, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")

@@ -27,6 +27,7 @@ from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt
 from .interface import Unreadable
+from .outline import Encoder, decode
 from .pack_head import Entry, Head, read_head, up, write_head
 from .pack_head import read_meta as read_meta
 from .storages import (
@@ -41,9 +42,9 @@ from .storages import (
     unexpanded,
     viewed,
 )
-from .tree import Encoder, decode
 
 _ALIGN = 64
+_PIECE = 16 << 20
 
 _ENTRY_DTYPES = {
     torch.float64: "F64",
@@ -95,7 +96,7 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     """How to pack `state`, which is not copied yet.
 
     Args:
-        state: nested containers of tensors, arrays and plain values, as `tree.Encoder` knows
+        state: nested containers of tensors, arrays and plain values, as `outline.Encoder` knows
             them. Dense tensors of any dtype, on any device.
         meta: what `read_meta` gives back without the tensors: plain JSON, such as the step.
 
@@ -162,6 +163,25 @@ def fill(
     # Each of them, and not the current one alone: copies into page-locked memory are on their way.
     for device in elsewhere:
         wait(device)
+
+
+def pieces(layout: Layout) -> Iterator[memoryview]:
+    """The data of a pack without a second state in memory: piece by piece, of 16 MiB at most.
+
+    Each is valid until the next one is asked for.
+    """
+    most = max((tensor.nbytes for tensor in layout.tensors), default=0)
+    memory = bytearray(max(1, min(most, _PIECE)))
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    gaps = dict(layout.gaps)
+    for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        for begin in range(0, len(flat), len(memory)):
+            piece = flat[begin : begin + len(memory)]
+            buffer[: len(piece)].copy_(piece)
+            yield memoryview(memory)[: len(piece)]
+        end = offset + len(flat)
+        yield memoryview(bytes(gaps.get(end, end) - end))
 
 
 def _alignment(size: int) -> int:
@@ -240,7 +260,8 @@ class _Blocks:
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        self._tensors, self._paths = encoder.tensors, encoder.paths
+        self._tensors = encoder.tensors
+        self._paths = [".".join(map(str, way)) or "state" for way in encoder.ways]
         self._arrays = encoder.arrays
         self.blocks: list[_Block] = []
         self.rows: list[Any] = [None] * len(self._tensors)

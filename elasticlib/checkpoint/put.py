@@ -6,17 +6,27 @@ All of it is compared before any of it is changed, so a state that does not fit 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, StateMismatch, describe
-from . import arrays
-from .containers import Way, changed, is_mapping, is_sequence, is_stateful, parts_of, with_parts
-from .gather import is_sharded_kind
+from .outline import is_array, is_leaf
+from .state import (
+    Holder,
+    Way,
+    changed,
+    holder_of,
+    is_mapping,
+    is_sequence,
+    is_sharded_kind,
+    parts_of,
+    spoken,
+    with_parts,
+)
 from .storages import Copies, bits_of, form_of, unexpanded
-from .tree import is_leaf
 
 
 def check_names(state: object) -> dict[str, Any]:
@@ -43,15 +53,13 @@ def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None
         surplus = [name for name in found if name not in state]
         if missing or surplus:
             raise StateMismatch(_about_names(missing, surplus))
-    unfit = [
-        sentence
-        for name in state
-        if name in found
-        for sentence in _unfit(state[name], found[name], f"state[{name!r}]")
-    ]
-    if unfit:
-        more = f" (and {len(unfit) - 3} more like this)" if len(unfit) > 3 else ""
-        raise StateMismatch("; ".join(unfit[:3]) + more)
+    plan = _Plan()
+    for name in state:
+        if name in found:
+            plan.make(state[name], found[name], (name,))
+    if plan.unfit:
+        more = f" (and {len(plan.unfit) - 3} more like this)" if len(plan.unfit) > 3 else ""
+        raise StateMismatch("; ".join(plan.unfit[:3]) + more)
 
 
 def put(state: MutableMapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -65,11 +73,24 @@ def put(state: MutableMapping[str, Any], found: Mapping[str, Any]) -> None:
         CheckpointError: an object refused its state, or failed. What stands before it in `state`
             has been changed by then.
     """
-    putting = _Putting()
+    plan = _Plan()
+    steps = {name: plan.make(state[name], found[name], (name,)) for name in state if name in found}
     with torch.no_grad():
-        for name in state:
-            if name in found:
-                state[name] = putting.put(state[name], found[name], f"state[{name!r}]")
+        for name, step in steps.items():
+            state[name] = step()
+
+
+def owned(value: Any, copies: Copies | None = None) -> Any:
+    """A copy that shares no memory with the pack that `value` was read from, which has no
+    DTensors."""
+    made = Copies() if copies is None else copies
+
+    def copy(_way: Way, part: object) -> object:
+        if isinstance(part, torch.Tensor) and not is_sharded_kind(part):
+            return made.of(part)
+        return part
+
+    return changed(value, copy)
 
 
 def _about_names(missing: list[str], surplus: list[str]) -> str:
@@ -81,44 +102,105 @@ def _about_names(missing: list[str], surplus: list[str]) -> str:
     return "; ".join(told) + ": give the same names, or strict=False to restore those in both"
 
 
-def _unfit(old: Any, new: Any, where: str) -> Iterator[str]:
-    if is_stateful(old) or old is None:
-        return
-    if isinstance(old, torch.Tensor):
+class _Plan:
+    """How one state goes into another: what does not fit, as sentences, and what is to be done.
+
+    What several things in the state share, they share again.
+    """
+
+    def __init__(self) -> None:
+        self.unfit: list[str] = []
+        self._copies = Copies()
+
+    def make(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
+        """What puts `new` where `old` stands, and returns what is to stand there then: `old` itself
+        wherever it can be changed in place."""
+        holder = holder_of(old)
+        if holder is not None:
+            return partial(self._load, old, holder, new, way)
+        if isinstance(old, torch.Tensor):
+            return self._into_tensor(old, new, way)
+        if is_array(old):
+            return self._into_array(old, new, way)
+        if is_mapping(old) or is_sequence(old):
+            return self._into_container(old, new, way)
+        if old is not None and not is_leaf(old):
+            self.unfit.append(f"{spoken(way)} is a {_name(old)}, which has no load_state_dict")
+        return partial(self._own, new)
+
+    def _own(self, new: Any) -> Any:
+        return owned(new, self._copies)
+
+    def _into_tensor(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         if shape_of(old) != shape_of(new):
-            yield f"{where} is {shape_of(old)}, and {shape_of(new)} was saved"
+            self.unfit.append(f"{spoken(way)} is {shape_of(old)}, and {shape_of(new)} was saved")
         elif not _is_alike_where(local_of(old), local_of(new)):
-            yield f"{where} is {shape_of(old)} that is expanded, and what was saved is not"
-    elif arrays.is_array(old):
-        if not arrays.is_array(new) or arrays.shape_of(old) != arrays.shape_of(new):
-            saved = arrays.shape_of(new) if arrays.is_array(new) else f"a {_name(new)}"
-            yield f"{where} is {arrays.shape_of(old)}, and {saved} was saved"
-    elif is_mapping(old) or is_sequence(old):
-        yield from _unfit_inside(old, new, where)
-    elif not is_leaf(old):
-        yield f"{where} is a {_name(old)}, which has no load_state_dict"
+            what = f"{shape_of(old)} that is expanded"
+            self.unfit.append(f"{spoken(way)} is {what}, and what was saved is not")
 
+        def copy() -> Any:
+            target = unexpanded(local_of(old))
+            target.copy_(local_of(new)[tuple(slice(n) for n in target.shape)])
+            return old
 
-def _unfit_inside(old: Any, new: Any, where: str) -> Iterator[str]:
-    if type(old) is not type(new):
-        yield f"{where} is a {_name(old)}, and a {_name(new)} was saved"
-        return
-    if type(old) is deque and old.maxlen != new.maxlen:
-        yield f"{where} is a deque of maxlen {old.maxlen}, and one of {new.maxlen} was saved"
-    theirs = parts_of(new)
-    for key, part in parts_of(old).items():
-        if key in theirs:
-            yield from _unfit(part, theirs[key], f"{where}[{key!r}]")
-        elif is_stateful(part):
-            yield f"nothing was saved for {where}[{key!r}], a {_name(part)}"
+        return copy
+
+    def _into_array(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
+        about = f"a NumPy array of {old.shape} {old.dtype}"
+        saved = f"a NumPy array of {new.shape} {new.dtype}" if is_array(new) else f"a {_name(new)}"
+        if about != saved:
+            self.unfit.append(f"{spoken(way)} is {about}, and {saved} was saved")
+        if not old.flags.writeable:
+            return partial(self._own, new)
+
+        def copy() -> Any:
+            old[...] = new
+            return old
+
+        return copy
+
+    def _into_container(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
+        if type(old) is not type(new):
+            self.unfit.append(f"{spoken(way)} is a {_name(old)}, and a {_name(new)} was saved")
+            return partial(self._own, new)
+        if type(old) is deque and old.maxlen != new.maxlen:
+            what = f"a deque of maxlen {old.maxlen}, and one of {new.maxlen} was saved"
+            self.unfit.append(f"{spoken(way)} is {what}")
+        mine, theirs = parts_of(old), parts_of(new)
+        for key, part in mine.items():
+            if key not in theirs and holder_of(part) is not None:
+                where = spoken((*way, key))
+                self.unfit.append(f"nothing was saved for {where}, a {_name(part)}")
+        steps = {key: self.make(mine.get(key), theirs[key], (*way, key)) for key in theirs}
+
+        def refill() -> Any:
+            parts = {key: step() for key, step in steps.items()}
+            if isinstance(old, tuple):
+                return with_parts(old, parts)
+            old.clear()
+            old.update(parts) if is_mapping(old) else old.extend(parts.values())
+            return old
+
+        return refill
+
+    def _load(self, old: Any, holder: Holder, new: Any, way: Way) -> Any:
+        # A module copies what it is given into its own parameters, and needs no copy before.
+        mine = new if isinstance(old, torch.nn.Module) else owned(new, self._copies)
+        try:
+            with torch.enable_grad():
+                holder.take(mine)
+        except Exception as error:
+            raise CheckpointError(
+                f"{spoken(way)}, a {_name(old)}, could not load its state: {describe(error)}"
+            ) from error
+        return old
 
 
 def shape_of(value: Any) -> str:
     """In words, what a tensor must have in common with another to be copied into it."""
     if not isinstance(value, torch.Tensor):
         return f"a {_name(value)}"
-    sharded: Any = value
-    cut = f" sharded as {list(sharded.placements)}" if is_sharded_kind(value) else ""
+    cut = f" sharded as {list(getattr(value, 'placements', ()))}" if is_sharded_kind(value) else ""
     return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{cut}"
 
 
@@ -140,69 +222,3 @@ def _is_alike_where(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _name(value: object) -> str:
     return type(value).__qualname__
-
-
-class _Putting:
-    """One state's way back. What several things in it share, they share again."""
-
-    def __init__(self) -> None:
-        self._copies = Copies()
-
-    def put(self, old: Any, new: Any, where: str) -> Any:
-        """What is to stand where `old` does: `old` itself wherever it could be changed in place."""
-        if is_stateful(old):
-            self._load(old, new, where)
-            return old
-        if isinstance(old, torch.Tensor):
-            target = unexpanded(local_of(old))
-            target.copy_(local_of(new)[tuple(slice(n) for n in target.shape)])
-            return old
-        if arrays.is_array(old) and old.flags.writeable:
-            old[...] = new
-            return old
-        if is_mapping(old):
-            parts = {
-                key: self.put(old.get(key), part, f"{where}[{key!r}]") for key, part in new.items()
-            }
-            old.clear()
-            old.update(parts)
-            return old
-        if is_sequence(old):
-            return self._put_items(old, new, where)
-        return owned(new, self._copies)
-
-    def _put_items(self, old: Any, new: Any, where: str) -> Any:
-        before = [*old, *[None] * len(new)]
-        items = {
-            at: self.put(item, part, f"{where}[{at}]")
-            for at, (item, part) in enumerate(zip(before, new, strict=False))
-        }
-        if isinstance(old, tuple):
-            return with_parts(old, items)
-        old.clear()
-        old.extend(items.values())
-        return old
-
-    def _load(self, old: Any, new: Any, where: str) -> None:
-        # A module copies what it is given into its own parameters, and needs no copy before.
-        mine = new if isinstance(old, torch.nn.Module) else owned(new, self._copies)
-        try:
-            with torch.enable_grad():
-                old.load_state_dict(mine)
-        except Exception as error:
-            raise CheckpointError(
-                f"{where}, a {_name(old)}, could not load its state: {describe(error)}"
-            ) from error
-
-
-def owned(value: Any, copies: Copies | None = None) -> Any:
-    """A copy that shares no memory with the pack that `value` was read from, which has no
-    DTensors."""
-    made = Copies() if copies is None else copies
-
-    def change(_way: Way, part: object) -> object:
-        if isinstance(part, torch.Tensor) and not is_sharded_kind(part):
-            return made.of(part)
-        return part
-
-    return changed(value, change)

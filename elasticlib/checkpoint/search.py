@@ -18,12 +18,11 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch, describe
 from .choose import Leg, Plan, choose, state_of
-from .fresh import parameters_in
-from .gather import values_of
 from .interface import DirectSource, Held, Source, Unreadable
 from .pack import lay_out, read_meta, unpack
 from .peers import MAX_WORD_BYTES, Pack, Peers
 from .put import fit, put
+from .state import parameters_in, values_of
 from .storages import in_memory_order
 
 _MAX_SENTENCE = 4000

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import location_tag
 
 from ..errors import CheckpointError, StateMismatch
-from .containers import Way
 from .fresh import Parameters, with_states
-from .gather import put_shards, take_shards
 from .pack import Layout, lay_out, read_meta, unpack
+from .state import Way, put_shards, take_shards
 from .storages import Form, MapLocation, dtype_named, moved
 
 

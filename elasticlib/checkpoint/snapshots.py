@@ -20,7 +20,6 @@ import torch
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
-from .gather import take_shards, values_of
 from .interface import Held, Source
 from .memory import (
     NEWS,
@@ -35,6 +34,7 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
+from .state import take_shards, values_of
 from .told import Told
 
 

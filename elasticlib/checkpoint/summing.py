@@ -100,17 +100,9 @@ def crc32_of(data: memoryview, threads: int = 1) -> int:
 
 
 def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
-    """The CRC-32 of `data`, which must not change, summed while this thread does something else."""
-    found: list[int] = []
-    thread = helper(lambda: found.append(crc32_of(data, BESIDE)), "elasticlib-sum")
-    with contextlib.suppress(RuntimeError):  # there may be no more threads
-        thread.start()
-    try:
-        act()
-    finally:
-        if thread.ident is not None:
-            thread.join()
-    return found[0] if found else crc32_of(data)
+    """The CRC-32 of `data`, which must not change, summed by other threads while `act` runs."""
+    both = (act, lambda: crc32_of(data, BESIDE))
+    return in_threads(lambda which: both[which](), 2, 2)[1]  # type: ignore[return-value]
 
 
 def in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
@@ -131,7 +123,7 @@ def in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
         except BaseException as error:
             errors.append(error)
 
-    others = [helper(work, "elasticlib-read") for _ in range(min(threads, count) - 1)]
+    others = [helper(work, "elasticlib-sum") for _ in range(min(threads, count) - 1)]
     for thread in others:
         with contextlib.suppress(RuntimeError):  # there may be no more threads
             thread.start()

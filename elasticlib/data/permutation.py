@@ -17,6 +17,7 @@ secret.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,13 @@ FOLD = 31
 
 ONE_BY_ONE = 24
 """Up to so many results that must go through again go alone: a pass costs as much as they do."""
+
+FEW = 8
+"""Up to so many places are worked out one by one: torch takes longer to begin than they do."""
+
+TABLED, TABLED_BITS = 1 << 14, 15
+"""From so many places on, rounds of halves of at most so many bits, which is up to 2**30 samples,
+are looked up in tables of 1 MB together, instead of being computed: that takes half the time."""
 
 
 @attrs.frozen
@@ -102,6 +110,8 @@ class Permutation:
         """
         if self.table:
             return torch.tensor(self.table, dtype=torch.int64)[places]
+        if len(places) <= FEW:
+            return torch.tensor([self.walk(place) for place in places.tolist()], dtype=torch.int64)
         numbers = self._once_each(places)
         again = (numbers >= self.length).nonzero().squeeze(1)
         while len(again) > ONE_BY_ONE:
@@ -113,31 +123,55 @@ class Permutation:
         return numbers
 
     def _once_each(self, numbers: Tensor) -> Tensor:
-        """As `_once`, within int64 and without wrapping round, in place on a few buffers."""
-        size, mask = self.high_size, (1 << self.low_bits) - 1
-        high, low = numbers >> self.low_bits, numbers & mask
-        mixed, folded = torch.empty_like(numbers), torch.empty_like(numbers)
-        for turn, (factor, summand) in enumerate(self.rounds):
+        """As `_once`, in place on a few buffers."""
+        tabled = self.low_bits <= TABLED_BITS and len(numbers) >= TABLED
+        tables = _tables(self) if tabled else ()
+        high, low = numbers >> self.low_bits, numbers & ((1 << self.low_bits) - 1)
+        if tables:
+            high, low = high.int(), low.int()
+        mixed, spare = torch.empty_like(high), torch.empty_like(high)
+        for turn in range(len(self.rounds)):
             source = high if turn % 2 else low
-            torch.add(torch.tensor(summand), source, alpha=factor, out=mixed)
-            torch.bitwise_right_shift(mixed, FOLD, out=folded)
-            mixed ^= folded
+            if tables:
+                torch.index_select(tables[turn], 0, source, out=mixed)
+            else:
+                self.mix(turn, source, mixed, spare)
             if turn % 2:
-                mixed &= mask
                 low ^= mixed
             else:
-                # Scaled to -size ... -1 rather than 0 ... size - 1: the sum is negative just where
-                # it needs no reduction, and its sign, as a mask, adds the size again there.
-                mixed |= -(1 << FOLD)
-                mixed *= size
-                mixed >>= FOLD
+                # The sum is negative just where it needs no reduction, and its sign, as a mask,
+                # adds the size again there.
                 high += mixed
-                torch.bitwise_right_shift(high, 63, out=folded)
-                folded &= size
-                high += folded
-        high <<= self.low_bits
-        high |= low
-        return high
+                torch.bitwise_right_shift(high, FOLD, out=spare)
+                spare &= self.high_size
+                high += spare
+        return (high.long() << self.low_bits).bitwise_or_(low)
+
+    def mix(self, turn: int, source: Tensor, mixed: Tensor, spare: Tensor) -> None:
+        """Make of each source what a round adds to the other half, without leaving int64: of a high
+        half, scaled to -size ... -1 rather than 0 ... size - 1."""
+        factor, summand = self.rounds[turn]
+        torch.add(torch.tensor(summand), source, alpha=factor, out=mixed)
+        torch.bitwise_right_shift(mixed, FOLD, out=spare)
+        mixed ^= spare
+        if turn % 2:
+            mixed &= (1 << self.low_bits) - 1
+        else:
+            mixed |= -(1 << FOLD)
+            mixed *= self.high_size
+            mixed >>= FOLD
+
+
+@functools.lru_cache(maxsize=2)
+def _tables(permutation: Permutation) -> tuple[Tensor, ...]:
+    """What each round makes of every number of a half."""
+    made = []
+    for turn in range(ROUNDS):
+        size = permutation.high_size if turn % 2 else 1 << permutation.low_bits
+        mixed, spare = torch.empty(2, size, dtype=torch.int64)
+        permutation.mix(turn, torch.arange(size), mixed, spare)
+        made.append(mixed.int())
+    return tuple(made)
 
 
 def permutation(length: int, *, seed: int, epoch: int = 0) -> Permutation:
@@ -182,8 +216,8 @@ Order = Callable[[Tensor], Tensor]
 """Places (int64, one-dimensional, not negative) to indices. A place of the epoch's length or more
 stands for a repeat, from the order's start again."""
 
-FIRST, AT_ONCE, LISTED = 1 << 5, 3 << 12, 1 << 11
-"""Places worked out in the first run and in the largest, which with its buffers is half a MB.
+FIRST, AT_ONCE, LISTED = FEW, 1 << 15, 1 << 11
+"""Places worked out in the first run and in the largest, which with its buffers is a MB.
 Of that, so many are Python's integers at a time, which need five times the memory."""
 
 

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticlib.checkpoint.agree import restore_from, restore_over
-from elasticlib.checkpoint.gather import values_of
 from elasticlib.checkpoint.interface import DirectSource, Held
 from elasticlib.checkpoint.pack import Layout, fill, lay_out, unpack
 from elasticlib.checkpoint.peers import Pack, Peers, peers_of
 from elasticlib.checkpoint.sharded import lay_out_part
+from elasticlib.checkpoint.state import values_of
 from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 

@@ -12,18 +12,27 @@ import signal
 import stat
 import threading
 import zipfile
+import zlib
+from pathlib import Path
 
-import numpy
+import older_state
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib import latest_checkpoint, load_checkpoint, save_checkpoint
-from elasticlib.checkpoint.format import NO_COMMENT, Digest, seal
-from elasticlib.checkpoint.names import aside_name
-from elasticlib.checkpoint.savable import MAX_DEPTH, why_unsavable
+from elasticlib import (
+    CheckpointManager,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from elasticlib.checkpoint import pack_head
+from elasticlib.checkpoint.names import aside_name, target_of
+from elasticlib.checkpoint.state import MAX_DEPTH
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
+
+OLDER = Path(__file__).parent / "format_2" / "one.pt"
 
 
 def training_state():
@@ -44,18 +53,32 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def test_what_is_saved_is_loaded_by_us_and_by_plain_torch(tmp_path):
+def test_what_is_saved_is_loaded(tmp_path):
     path, state = tmp_path / "new" / "step-7.pt", training_state()
     save_checkpoint(path, state)
     assert same(load_checkpoint(path), state)
     assert same(load_checkpoint(str(path), map_location=torch.device("cpu")), state)
-    assert same(torch.load(path, weights_only=True), state)
-    assert same(torch.load(path, weights_only=True, mmap=True), state)
     assert os.listdir(path.parent) == ["step-7.pt"]
 
 
-def test_a_large_archive_is_summed_in_pieces(tmp_path):
-    path, state = tmp_path / "a.pt", {"w": torch.arange(1 << 20), "x": [torch.ones(3)] * 3}
+def test_all_that_a_state_may_hold_comes_back_to_the_bit(tmp_path):
+    save_checkpoint(tmp_path / "a.pt", older_state.everything())
+    found = older_state.in_words(load_checkpoint(tmp_path / "a.pt"))
+    assert found == older_state.in_words(older_state.everything())
+
+
+def test_an_object_with_a_state_is_saved_as_that(tmp_path):
+    model, optimizer = older_state.trained()
+    save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
+    found = load_checkpoint(tmp_path / "a.pt")
+    want = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
+    assert older_state.in_words(found) == older_state.in_words(want)
+
+
+def test_a_large_file_is_written_and_summed_in_pieces(tmp_path):
+    wide, odd = torch.arange(5 << 20), torch.arange(17, dtype=torch.uint8)
+    views = [odd, odd[:16].view(torch.int64), wide[1::2]]
+    path, state = tmp_path / "a.pt", {"w": wide, "x": [torch.ones(3)] * 3, "views": views}
     save_checkpoint(path, state)
     assert same(load_checkpoint(path), state)
     with open(path, "r+b") as file:
@@ -77,6 +100,18 @@ def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
                 load_checkpoint(path)
     path.write_bytes(whole)
     assert load_checkpoint(path)["step"] == 1
+
+
+def test_every_flipped_byte_and_every_cut_of_a_file_of_before_is_refused(tmp_path):
+    path, whole = tmp_path / "a.pt", OLDER.read_bytes()
+    for at in range(len(whole)):
+        flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
+        for damaged in (
+            (flipped, whole[:at]) if at % 7 == 0 or at > len(whole) - 100 else (flipped,)
+        ):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointCorrupt, match=r"a\.pt"):
+                load_checkpoint(path)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -107,7 +142,13 @@ def test_files_of_others_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
         archive.writestr("script/data.pkl", "")
         archive.writestr("script/constants.pkl", "")
-    for name in ("cut.pt", "zip.pt", "script.pt"):
+    with CheckpointManager(tmp_path / "folder") as manager:
+        manager.save(1, {"w": torch.ones(2)})
+    (pack,) = (tmp_path / "folder").glob("step-*/*.pack")
+    with pytest.raises(CheckpointError, match=r"load it with CheckpointManager\(folder\).load"):
+        load_checkpoint(pack)
+    (tmp_path / "foreign.pt").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    for name in ("cut.pt", "zip.pt", "script.pt", "foreign.pt"):
         with pytest.raises(CheckpointCorrupt, match="not one of ours"):
             load_checkpoint(tmp_path / name)
     with pytest.raises(FileNotFoundError):
@@ -127,15 +168,6 @@ class Colour(enum.Enum):
     RED = 1
 
 
-Pair = collections.namedtuple("Pair", "a b")
-
-
-def tagged():
-    tensor = torch.ones(2)
-    tensor.tag = {"owner": object()}
-    return tensor
-
-
 def nested(levels):
     state = None
     for _ in range(levels):
@@ -152,19 +184,11 @@ def endless():
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"a": [1, (2, {"b": Colour.RED})]}, r"state['a'][1][1]['b'] is a test_file.Colour"),
-        ({"loss": numpy.float64(1)}, "state['loss'] is a numpy.float64"),
-        ([numpy.ones(2)], "state[0] is a numpy.ndarray"),
-        ({"p": Pair(1, 2)}, "state['p'] is a test_file.Pair"),
-        ({"d": collections.defaultdict(int)}, "state['d'] is a collections.defaultdict"),
-        ({"f": frozenset()}, "state['f'] is a builtins.frozenset"),
+        ({"a": [1, (2, {"b": object()})]}, "state['a'][1][1]['b'] is a builtins.object"),
         ({"f": print}, "state['f'] is a builtins.builtin_function_or_method"),
-        ({Colour.RED: 1}, "state.key(<Colour.RED: 1>) is a test_file.Colour"),
-        ({"t": tagged()}, "state['t'].tag['owner'] is a builtins.object"),
-        ({"b": b""}, "state['b'] is an empty bytes object"),
-        ({"i": -(1 << 2040)}, "state['i'] is an integer of more than 2032 bits"),
-        ({"r": range(3)}, "state['r'] is a builtins.range"),
-        (torch.nn.Linear(1, 1), "state is a torch.nn.modules.linear.Linear"),
+        ({"d": collections.defaultdict(lambda: 1)}, "state['d'] is a defaultdict of <function"),
+        ({int: 1}, "state.key(<class 'int'>) is a builtins.type"),
+        ({"t": torch.eye(2).to_sparse()}, "state['t'] is a tensor without plain elements"),
         (nested(MAX_DEPTH + 1), f"{'[0]' * MAX_DEPTH} is nested deeper than {MAX_DEPTH} levels"),
         (endless(), "state['again'][0] contains itself"),
     ],
@@ -180,21 +204,12 @@ def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path, st
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_parts_that_are_shared_over_and_over_are_walked_once(tmp_path):
+def test_parts_that_are_shared_over_and_over_are_walked_once_and_refused(tmp_path):
     shared = [1]
     for _ in range(MAX_DEPTH - 1):
         shared = [shared, shared]
-    save_checkpoint(tmp_path / "a.pt", shared)
-    assert why_unsavable(shared) is None
-
-
-def test_the_refused_leaves_are_what_torch_cannot_read(tmp_path):
-    """If torch learns to read one of them, the rule is stricter than it must be."""
-    for at, leaf in enumerate([b"", 1 << 2040, frozenset(), range(3), Pair(1, 2), Colour.RED]):
-        torch.save(leaf, tmp_path / f"{at}.pt")
-        assert why_unsavable(leaf)
-        with pytest.raises(Exception, match="Weights only"):
-            torch.load(tmp_path / f"{at}.pt", weights_only=True)
+    with pytest.raises(CheckpointError, match="stand in many places"):
+        save_checkpoint(tmp_path / "a.pt", shared)
 
 
 dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
@@ -202,11 +217,11 @@ leaves = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
-    st.integers(1 << 2000, (1 << 2032) - 1),
+    st.integers(1 << 2000, 1 << 9000),
     st.floats(allow_nan=False),
     st.complex_numbers(allow_nan=False),
     st.text(),
-    st.binary(min_size=1),
+    st.binary(),
     st.builds(
         lambda shape, dtype: torch.ones(shape).to(dtype),
         st.lists(st.integers(0, 3), max_size=3),
@@ -232,7 +247,6 @@ states = st.recursive(
 @given(states)
 def test_whatever_is_accepted_is_read_back_equal(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "any.pt"
-    assert why_unsavable(state) is None
     save_checkpoint(path, state)
     assert same(load_checkpoint(path), state)
 
@@ -242,6 +256,7 @@ def test_the_newest_by_number_is_the_latest(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     for step in (9, 10, 2):
         save_checkpoint(tmp_path / f"step-{step}.pt", step)
+    save_checkpoint(tmp_path / "step-9-2.pt", 9)
     save_checkpoint(tmp_path / "other-99.pt", 99)
     assert latest_checkpoint(tmp_path, "step-*.pt") == tmp_path / "step-10.pt"
 
@@ -384,11 +399,32 @@ def test_of_many_saves_of_one_path_at_once_the_last_to_begin_is_kept(tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_a_file_that_is_whole_but_holds_what_torch_does_not_read_says_so(tmp_path):
+def test_a_file_of_before_that_holds_what_torch_does_not_read_says_so(tmp_path):
     path = tmp_path / "a.pt"
     torch.save(Colour.RED, path)
     data = path.read_bytes()
-    path.write_bytes(data[: -len(NO_COMMENT)] + seal(Digest().over(data)))
-    with pytest.raises(CheckpointError, match=r"a\.pt") as refused:
+    sums = f"size={len(data):020d} crc32={zlib.crc32(data):08x}"
+    record = f"elasticlib checkpoint 1 {sums}\n".encode()
+    path.write_bytes(data[:-2] + len(record).to_bytes(2, "little") + record)
+    with pytest.raises(CheckpointError, match=r"a\.pt is whole, but not readable") as refused:
         load_checkpoint(path)
     assert not isinstance(refused.value, CheckpointCorrupt)
+
+
+def test_a_file_of_a_newer_version_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    with monkeypatch.context() as newer:
+        newer.setattr(pack_head, "FORMAT", pack_head.FORMAT + 1)
+        save_checkpoint(tmp_path / "a.pt", {"w": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read: the pack has format") as said:
+        load_checkpoint(tmp_path / "a.pt")
+    assert not isinstance(said.value, CheckpointCorrupt)
+
+
+@given(st.text(min_size=1), st.integers(0))
+def test_a_partial_file_tells_whose_it_is(target, token):
+    assert target_of(aside_name(target, token)) == target
+
+
+@pytest.mark.parametrize("name", ["a.pt", ".a.pt", ".a.partial", "a.0123abcd.partial", ".hidden"])
+def test_other_names_are_no_partial_files(name):
+    assert target_of(name) is None

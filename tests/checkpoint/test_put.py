@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticlib.checkpoint.gather import values_of
 from elasticlib.checkpoint.pack import fill, lay_out, unpack
 from elasticlib.checkpoint.put import fit, owned, put
+from elasticlib.checkpoint.state import values_of
 from elasticlib.errors import CheckpointError, StateMismatch
 
 

@@ -49,6 +49,15 @@ def test_torch_and_python_agree_up_to_2_to_the_62(length, seed, epoch, fractions
     assert all(0 <= number < length for number in one_by_one)
 
 
+@pytest.mark.parametrize("length", [257, 1000, 2**20 + 1, 10**9, 2**30, 2**30 + 1])
+def test_many_at_once_are_looked_up_and_are_the_same_as_a_few(length):
+    order = permutation(length, seed=3)
+    places = torch.cat([torch.arange(20_000) % length, length - 1 - torch.arange(20_000) % length])
+    few = torch.cat([order.many(part) for part in torch.split(places, 1000)])
+    assert torch.equal(order.many(places), few)
+    assert few[:5].tolist() == [order.at(place) for place in range(5)]
+
+
 def test_the_widest_products_stay_within_int64():
     """Every factor and summand is at most what the docstring says, whatever the digest."""
     for length in (SMALL + 1, 2**20 + 1, 2**61 + 1, LARGEST):
