@@ -11,8 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import left_snapshots
 import pytest
-import sharded_memory
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ class Job:
         self.infos = nodes(2, MemoryStore())
 
     def leaves(self, last: list[int], copies: int = 1) -> dict[int, Any]:
-        found = self.ranks.run(sharded_memory.leave_snapshots, 4, self.folder, last, copies)
+        found = self.ranks.run(left_snapshots.leave_snapshots, 4, self.folder, last, copies)
         states: dict[int, Any] = found[0]
         return states
 
@@ -79,7 +79,7 @@ class Job:
         return said
 
     def restored(self, world: int) -> tuple[int, Any]:
-        found: tuple[int, Any] = self.ranks.run(sharded_memory.restored, world, self.folder)[0]
+        found: tuple[int, Any] = self.ranks.run(left_snapshots.restored, world, self.folder)[0]
         return found
 
 
