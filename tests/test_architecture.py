@@ -46,6 +46,7 @@ PURE = (
     "checkpoint/fence.py",
     "checkpoint/manifest.py",
     "checkpoint/prune.py",
+    "checkpoint/salvage.py",
     "data/deal.py",
     "launch/slurm.py",
     "logical/shares.py",
