@@ -42,6 +42,7 @@ PURE = (
     "agent/policy.py",
     "agent/hang.py",
     "checkpoint/choose.py",
+    "checkpoint/cover.py",
     "checkpoint/fence.py",
     "checkpoint/manifest.py",
     "checkpoint/prune.py",

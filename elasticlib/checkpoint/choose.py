@@ -1,22 +1,18 @@
 """Which state all ranks go on from, and who gives it to whom: a function of what everyone holds.
 
-The newest state that is whole over all ranks is taken, whoever holds it. All ranks compute the
-plan from the same inventories, so it is the same everywhere and nobody has to be told.
+The newest state is taken, whoever holds it. All ranks compute the plan from the same inventories,
+so it is the same everywhere and nobody has to be told. Whether the parts of a sharded state make up
+all of it, their heads say (see `cover`); if they do not, what comes next is chosen.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count
 
 import attrs
 
-from .held import Held
-
-MEMORY, DISK, SHARDED_DISK = "memory", "disk", "sharded disk"
-"""`sharded disk` is a state that every rank can reach, and loads its own share of by itself."""
+from .interface import DISK, MEMORY, SHARDED_DISK, Held
 
 _ORDER = {MEMORY: 0, DISK: 1, SHARDED_DISK: 2}
 _IN_ONE_CHAIN = 8
@@ -26,164 +22,111 @@ Inventories = Sequence[Sequence[Held]]
 
 @attrs.frozen
 class State:
-    """What holders hold alike: two `Held`s of the same `State` may stand for one another."""
+    """What holders hold alike: two `Held`s of the same `State` and part may stand for one another.
+
+    disk: the name of a sharded one on a disk, whose parts are not cut as those in memory are.
+    """
 
     step: int
     run: str
     generation: int
     parts: int
-    sharded_disk: str | None = None
+    disk: str = ""
 
 
 def state_of(held: Held) -> State:
     """What state, or part of which, this is."""
-    name = held.name if held.kind == SHARDED_DISK else None
-    return State(held.step, held.run, held.generation, held.parts, name)
-
-
-@attrs.frozen
-class Leg:
-    """One pack on its way: `sender` reads `held`; each receiver of `hops` has it from its giver,
-    who is the sender or stands before it. hops: pairs of a receiver's rank and its giver's."""
-
-    sender: int
-    held: Held
-    hops: tuple[tuple[int, int], ...]
-
-    def giver(self, rank: int) -> int | None:
-        """From whom `rank` has it; None if it is not among the receivers."""
-        return dict(self.hops).get(rank)
-
-    def takers(self, rank: int) -> tuple[int, ...]:
-        """To whom `rank` passes it on."""
-        return tuple(receiver for receiver, giver in self.hops if giver == rank)
+    disk = held.name if held.kind == SHARDED_DISK else ""
+    return State(held.step, held.run, held.generation, held.parts, disk)
 
 
 @attrs.frozen
 class Plan:
-    """How all ranks come to one state.
+    """What all ranks go on from, if it turns out to be whole.
 
-    kind: the quickest that a holder has it in. own: for each rank what it reads by itself; None
-    if it is sent it. rounds: what is sent, one round after the other; in each a rank is on one leg
-    at most.
+    kind: the quickest that a holder has it in. holders: of each part that is held, who holds it by
+    rank, and as what; a state that is the same on all ranks is part 0.
     """
 
     state: State
     kind: str
-    own: tuple[Held | None, ...]
-    rounds: tuple[tuple[Leg, ...], ...] = ()
-
-    def origin(self, rank: int) -> tuple[str, int]:
-        """What kind of holding `rank` has it from, and whose."""
-        if held := self.own[rank]:
-            return held.kind, rank
-        legs = (leg for legs in self.rounds for leg in legs)
-        leg = next(leg for leg in legs if leg.giver(rank) is not None)
-        return leg.held.kind, leg.sender
-
-
-@attrs.frozen
-class Choice:
-    """plan: None if there is nothing to go on from. passed_over: why newer states were not taken,
-    a sentence each."""
-
-    plan: Plan | None
-    passed_over: tuple[str, ...] = ()
+    holders: Mapping[int, Mapping[int, Held]]
 
 
 def choose(
-    inventories: Inventories,
-    nodes: Sequence[str] | None = None,
-    failed: AbstractSet[tuple[int, Held]] = frozenset(),
-) -> Choice:
-    """The newest state that is whole over all ranks, and each rank's way to it.
+    inventories: Inventories, failed: AbstractSet[tuple[int, Held]] = frozenset()
+) -> Plan | None:
+    """The newest state that is held; None if there is none.
 
     The newest step first; at an equal step what is in memory before what is on a disk, then the
-    later generation, then what more ranks hold. A state in parts is whole if there are as many
-    ranks as parts and somebody holds each part. Who holds it reads its own; the others are sent
-    it, from their own node if somebody there has it, else dealt out over the nodes that do.
+    later generation, then what more ranks hold.
 
     Args:
         inventories: what each rank holds, by rank.
-        nodes: the name of each rank's node; by default each rank is on a node of its own.
-        failed: what turned out to be damaged or out of reach, with the rank that held it.
+        failed: what turned out to be damaged, out of reach or not whole, with the rank that held
+            it.
     """
-    nodes = [str(rank) for rank in range(len(inventories))] if nodes is None else nodes
-    passed_over: list[str] = []
-    for state, holders in _candidates(inventories, failed):
-        reason = _why_not(state, holders, len(inventories))
-        if not reason:
-            return Choice(_plan(state, holders, nodes), tuple(passed_over))
-        passed_over.append(f"step {state.step} ({_kind(holders)}) {reason}")
-    return Choice(None, tuple(passed_over))
-
-
-Holders = dict[int, dict[int, Held]]
-"""For each part of a state, who holds it, and as what."""
-
-
-def _candidates(
-    inventories: Inventories, failed: AbstractSet[tuple[int, Held]]
-) -> Iterator[tuple[State, Holders]]:
-    found: dict[State, Holders] = {}
+    found: dict[State, list[tuple[int, Held]]] = {}
     for rank, inventory in enumerate(inventories):
         for held in inventory:
             if (rank, held) not in failed:
-                here = found.setdefault(state_of(held), {}).setdefault(held.part, {})
-                here[rank] = min(here.get(rank, held), held, key=_quickest)
-    yield from sorted(found.items(), key=_newest)
+                found.setdefault(state_of(held), []).append((rank, held))
+    if not found:
+        return None
+    state, holdings = min(found.items(), key=_newest)
+    holders: dict[int, dict[int, Held]] = {}
+    for rank, held in holdings:
+        for part in held.has:
+            here = holders.setdefault(part, {})
+            here[rank] = min(here.get(rank, held), held, key=_quickest)
+    return Plan(state, _kind(holdings), holders)
+
+
+def _newest(candidate: tuple[State, list[tuple[int, Held]]]) -> tuple[object, ...]:
+    state, holdings = candidate
+    kind = _ORDER.get(_kind(holdings), _ORDER[DISK])
+    held_by = len({(rank, held.part) for rank, held in holdings})
+    last = (state.run, state.parts, state.disk)
+    return -state.step, kind, -state.generation, -held_by, *last
+
+
+def _kind(holdings: Sequence[tuple[int, Held]]) -> str:
+    return min((held for _, held in holdings), key=_quickest).kind
 
 
 def _quickest(held: Held) -> tuple[int, str, str]:
     return _ORDER.get(held.kind, _ORDER[DISK]), held.kind, held.name
 
 
-def _kind(holders: Holders) -> str:
-    every = (held for here in holders.values() for held in here.values())
-    return min(every, key=_quickest).kind
+@attrs.frozen
+class Leg:
+    """One pack on its way: each receiver of `hops` has it from its giver, who is the sender or
+    stands before it. hops: pairs of a receiver's rank and its giver's."""
+
+    sender: int
+    hops: tuple[tuple[int, int], ...]
+
+    def giver(self, rank: int) -> int | None:
+        """From whom `rank` has it; None if it is not among the receivers."""
+        return dict(self.hops).get(rank)
+
+    def has(self, rank: int) -> bool:
+        """Whether `rank` is among the receivers."""
+        return self.giver(rank) is not None
+
+    def takers(self, rank: int) -> tuple[int, ...]:
+        """To whom `rank` passes it on."""
+        return tuple(receiver for receiver, giver in self.hops if giver == rank)
 
 
-def _newest(candidate: tuple[State, Holders]) -> tuple[object, ...]:
-    state, holders = candidate
-    kind = _ORDER.get(_kind(holders), _ORDER[DISK])
-    held_by = sum(map(len, holders.values()))
-    last = (state.run, state.parts, state.sharded_disk or "")
-    return -state.step, kind, -state.generation, -held_by, *last
+def legs(holders: Mapping[int, Held], nodes: Sequence[str]) -> tuple[Leg, ...]:
+    """How those have a pack who do not hold it; a rank is on one leg at most.
 
+    One holder of each node serves an equal share of the nodes that lack it, and its own. One is
+    enough: it sends the pack to two others at most, whatever their number is behind them.
 
-def _why_not(state: State, holders: Holders, world: int) -> str:
-    if state.sharded_disk is not None:
-        away = [rank for rank in range(world) if rank not in holders.get(0, {})]
-        return f"is out of reach of {_some(away, 'rank')}" if away else ""
-    if state.parts == 1:
-        return "" if 0 in holders else "is held by nobody"
-    if state.parts != world:
-        return f"is in {state.parts} parts, one for each rank, and there are {world} ranks"
-    lost = [part for part in range(world) if part not in holders]
-    return f"is not whole: nobody holds {_some(lost, 'part')} of {world}" if lost else ""
-
-
-def _some(numbers: Sequence[int], what: str) -> str:
-    first = ", ".join(map(str, numbers[:8]))
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"{what}{'s' if len(numbers) > 1 else ''} {first}{more}"
-
-
-def _plan(state: State, holders: Holders, nodes: Sequence[str]) -> Plan:
-    ranks = range(len(nodes))
-    if state.parts == 1:
-        own = tuple(holders[0].get(rank) for rank in ranks)
-        rounds = [] if state.sharded_disk else _spread(holders[0], nodes)
-    else:
-        own = tuple(holders[rank].get(rank) for rank in ranks)
-        rounds = _each_its_part(holders, nodes)
-    return Plan(state, _kind(holders), own, tuple(map(tuple, rounds)))
-
-
-def _spread(holders: dict[int, Held], nodes: Sequence[str]) -> list[list[Leg]]:
-    """One round, in which one holder of each node serves an equal share of the nodes that lack it.
-
-    One is enough: it sends the pack to two others at most, whatever their number is behind them.
+    Args:
+        nodes: the name of each rank's node.
     """
     first: dict[str, int] = {}
     for rank in sorted(holders):
@@ -193,13 +136,13 @@ def _spread(holders: dict[int, Held], nodes: Sequence[str]) -> list[list[Leg]]:
         if rank not in holders:
             blocks.setdefault(node, []).append(rank)
     away = [block for node, block in blocks.items() if node not in first]
-    legs = []
+    found = []
     for at, (node, sender) in enumerate(first.items()):
         own = [blocks[node]] if node in blocks else []
         hops = _relay(sender, own) + _relay(sender, away[at :: len(first)])
         if hops:
-            legs.append(Leg(sender, holders[sender], hops))
-    return [legs] if legs else []
+            found.append(Leg(sender, hops))
+    return tuple(found)
 
 
 def _relay(sender: int, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
@@ -217,24 +160,3 @@ def _relay(sender: int, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, int
             hops.append((rank, giver))
             giver = rank
     return tuple(hops)
-
-
-def _each_its_part(holders: Holders, nodes: Sequence[str]) -> list[list[Leg]]:
-    """Each rank's own part from the least busy of those who hold it, on its own node if any. In
-    a round a rank either sends or receives, so that it has one more pack in memory at most, and
-    no two wait for each other."""
-    busy: dict[int, set[int]] = defaultdict(set)
-    rounds: list[list[Leg]] = []
-    for rank, node in enumerate(nodes):
-        here = holders[rank]
-        if rank in here:
-            continue
-        near = [holder for holder in here if nodes[holder] == node]
-        sender = min(near or here, key=lambda holder: (len(busy[holder]), holder))
-        at = next(at for at in count() if at not in busy[sender] | busy[rank])
-        busy[sender].add(at)
-        busy[rank].add(at)
-        while at >= len(rounds):
-            rounds.append([])
-        rounds[at].append(Leg(sender, here[sender], ((rank, sender),)))
-    return rounds

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from .choose import DISK, SHARDED_DISK
+from .disk import LocalPlace
 from .folder import CheckpointFolder
-from .interface import DirectSource, Held, Source, Unreadable
-from .manifest import Manifest
+from .interface import DISK, SHARDED_DISK, Held, Source, Unreadable
+from .manifest import Manifest, folder_of
 from .prune import Health
-from .put import fit, put
 
 
-class DiskSource(DirectSource):
-    """Over one folder, as one rank of so many reads it.
+class DiskSource(Source):
+    """Over one folder. before: called before anything is listed, such as to keep others from
+    changing it."""
 
-    before: called before anything is listed, such as to keep others from changing it.
-    rank, world_size: a sharded checkpoint, which all ranks reach, is checked by all of them
-    together, each its share of the files.
-    """
-
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        before: Callable[[], None] = lambda: None,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
+    def __init__(self, folder: CheckpointFolder, before: Callable[[], None] = lambda: None) -> None:
         self._folder, self._before = folder, before
-        self._rank, self._world_size = rank, world_size
         self._left_out: list[tuple[int, str]] = []
         self._unread: list[tuple[int, str]] = []
+        self._manifests: dict[Held, Manifest] = {}
+        self._read: tuple[tuple[Held, int], memoryview, bool] | None = None
 
     def held(self) -> Sequence[Held]:
         """What manifests and sizes say is whole, newest first."""
@@ -57,73 +46,70 @@ class DiskSource(DirectSource):
     def unread(self) -> Sequence[tuple[int, str]]:
         return self._unread
 
-    def read(self, held: Held) -> Any:
-        """A checkpoint that is one pack; see `Source`."""
+    def view(self, held: Held, part: int = 0) -> memoryview:
+        """A part of a sharded one in a folder of this machine's is mapped; all else is read, one
+        pack at a time, and checked by that."""
+        if self._read is None or self._read[0] != (held, part):
+            self._read = None  # first, so that there is never a second pack beside it
+            manifest, place = self._manifest(held), self._folder.place
+            if held.kind == SHARDED_DISK and isinstance(place, LocalPlace):
+                pack, checked = self._mapped(place, manifest, part), False
+            else:
+                pack, checked = self._checked(manifest, part), True
+            self._read = (held, part), memoryview(pack), checked
+        return self._read[1]
+
+    def check(self, held: Held, part: int = 0) -> None:
+        if self._read is not None and self._read[0] == (held, part) and self._read[2]:
+            return
         manifest = self._manifest(held)
+        flaw = self._folder.flaw(attrs.evolve(manifest, files=(manifest.files[part],)))
+        if flaw:
+            self._folder.know(manifest, Health.BAD)
+            raise CheckpointCorrupt(f"{self._folder.describe(held.step)} is damaged: {flaw}")
+
+    def head(self, held: Held, part: int = 0) -> bytes:
+        return self._folder.head(self._manifest(held), part)
+
+    def release(self) -> None:
+        self._read = None
+        self._manifests.clear()
+
+    def _checked(self, manifest: Manifest, part: int) -> mmap.mmap:
         try:
-            pack = self._folder.read(manifest)
+            pack = self._folder.read(manifest, part)
         except CheckpointCorrupt:
             self._folder.know(manifest, Health.BAD)
             raise
-        self._folder.know(manifest, Health.GOOD)
+        if not manifest.parts:
+            self._folder.know(manifest, Health.GOOD)
         return pack
 
-    def check(self, held: Held) -> None:
-        """This rank's share of the files of a sharded one."""
-        manifest = self._manifest(held)
-        mine = manifest.files[self._rank :: self._world_size]
-        flaw = self._folder.flaw(attrs.evolve(manifest, files=mine)) if mine else None
-        if flaw:
-            what = self._folder.describe(held.step)
-            raise CheckpointCorrupt(f"{what} is damaged: {flaw}")
-
-    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
-        """A sharded one, on however many ranks."""
-        self._manifest(held)
-        found = self._folder.load(held.step, like=state)
-        fit(state, found, strict=strict)
-        put(state, found)
+    def _mapped(self, place: LocalPlace, manifest: Manifest, part: int) -> mmap.mmap:
+        file, what = manifest.files[part], self._folder.describe(manifest.step)
+        path = os.path.join(place.name, folder_of(manifest.step), file.name)
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+                return mmap.mmap(
+                    opened.fileno(), file.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+                )
+        except (FileNotFoundError, ValueError) as error:
+            # It is not there, or shorter than it was.
+            raise CheckpointCorrupt(f"{what} is damaged: {file.name}: {error}") from error
+        except OSError as error:
+            raise Unreadable(f"{what} cannot be read: {error}") from error
 
     def _manifest(self, held: Held) -> Manifest:
-        found = self._folder.look(held.step)
-        if found is not None and found.unread:
-            raise Unreadable(f"{self._folder.describe(held.step)} {found.trouble}")
-        manifest = None if found is None else found.manifest
-        if manifest is None or _held(manifest) != held:
-            what = self._folder.describe(held.step)
-            raise CheckpointError(f"{what} was replaced or deleted after it was chosen")
-        return manifest
-
-
-class OneStep(DirectSource):
-    """What a source has of one step, as if there were no other."""
-
-    def __init__(self, source: Source, step: int) -> None:
-        self._source, self._step = source, step
-
-    def held(self) -> Sequence[Held]:
-        return [held for held in self._source.held() if held.step == self._step]
-
-    def left_out(self) -> Sequence[tuple[int, str]]:
-        return [one for one in self._source.left_out() if one[0] == self._step]
-
-    def unread(self) -> Sequence[tuple[int, str]]:
-        return [one for one in self._source.unread() if one[0] == self._step]
-
-    def read(self, held: Held) -> mmap.mmap | bytearray:
-        return self._source.read(held)
-
-    def check(self, held: Held) -> None:
-        self._direct.check(held)
-
-    def load(self, held: Held, state: MutableMapping[str, Any], *, strict: bool = True) -> None:
-        self._direct.load(held, state, strict=strict)
-
-    @property
-    def _direct(self) -> DirectSource:
-        if not isinstance(self._source, DirectSource):
-            raise CheckpointError(f"{type(self._source).__name__} loads nothing by itself")
-        return self._source
+        if held not in self._manifests:
+            found = self._folder.look(held.step)
+            if found is not None and found.unread:
+                raise Unreadable(f"{self._folder.describe(held.step)} {found.trouble}")
+            manifest = None if found is None else found.manifest
+            if manifest is None or _held(manifest) != held:
+                what = self._folder.describe(held.step)
+                raise CheckpointError(f"{what} was replaced or deleted after it was chosen")
+            self._manifests[held] = manifest
+        return self._manifests[held]
 
 
 def _held(manifest: Manifest) -> Held:
@@ -131,6 +117,7 @@ def _held(manifest: Manifest) -> Held:
         step=manifest.step,
         kind=SHARDED_DISK if manifest.parts else DISK,
         name=manifest.files[0].name,
+        parts=manifest.parts,
         run=manifest.run,
         generation=manifest.generation,
     )

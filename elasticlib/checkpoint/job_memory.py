@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 
 from ..errors import CheckpointError, present
-from .choose import MEMORY
+from .interface import MEMORY
+from .restore import Agreed
 from .saving import RankInfo
 from .snapshots import Snapshot, SnapshotMemory
 from .told import Told, told
@@ -50,17 +51,19 @@ class JobMemory:
             return None
         return present(self.source, "the memory for snapshots").snapshot(step, state)
 
-    def go_on_from(self, step: int, kind: str, state: object) -> None:
-        """All ranks have agreed on `step`, and have the state: later snapshots count no more.
+    def go_on_from(self, found: Agreed, state: object) -> None:
+        """All ranks have agreed on a step, and have the state: later snapshots count no more.
 
         What came from another node's memory is kept in this one's as well: that node may be the
-        next to go. What is on a disk lasts by itself.
+        next to go. So does each rank of a sharded state if any was sent some of it: then they have
+        it as these ranks cut it up. What is on a disk lasts by itself.
         """
-        source = self.source
+        source, step = self.source, found.step
         if source is None:
             return
         source.go_on_from(step)
-        if kind == MEMORY and step not in [held.step for held in source.held()]:
+        lacks = found.moved or step not in [held.step for held in source.held()]
+        if found.kind == MEMORY and lacks:
             try:
                 self.snapshot(step, state)
             except CheckpointError as error:

@@ -24,10 +24,9 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from ..workers.context import context
 from . import manifest as manifests
-from .agree import restore_from
 from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
-from .disk_source import DiskSource, OneStep
+from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
 from .interface import Source
 from .job_memory import JobMemory
@@ -36,6 +35,7 @@ from .place import Place
 from .prune import Retention, Selection, best_of
 from .put import check_names
 from .remote import RemotePlace
+from .restore import restore_from
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .sharded import lay_out_part
 from .state import take_shards, values_of
@@ -277,7 +277,7 @@ class CheckpointManager:
 
         Args:
             state: as of `save`. Of one that is the same on all ranks the first rank of each node
-                keeps all, of a sharded one every rank its part, for the same number of ranks.
+                keeps all, of a sharded one every rank its part, which serves any number of ranks.
 
         Returns:
             Whether this rank has kept one. No rank does where no agent of ours started it.
@@ -389,7 +389,7 @@ class CheckpointManager:
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
-                tensors, as they were saved; all are changed in place, see `agree.restore_from`.
+                tensors, as they were saved; all are changed in place, see `restore.restore_from`.
             step: to restore this one, and no other. Newer ones stay where they are, and are what
                 the next `restore` that names no step goes on from.
             strict: whether names of `state` itself that only one side has are an error.
@@ -416,17 +416,14 @@ class CheckpointManager:
                 "group yet: call torch.distributed.init_process_group before"
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
-        disk = DiskSource(
-            self._reader, self._claim_to_go_on, rank=place.rank, world_size=place.world_size
-        )
+        disk = DiskSource(self._reader, self._claim_to_go_on)
         sources = [disk] if kept.source is None else [kept.source, disk]
-        asked = sources if step is None else [OneStep(source, step) for source in sources]
         names = check_names(state)
-        agreed = restore_from(asked, names, self._group, node=kept.node, strict=strict)
+        agreed = restore_from(sources, names, self._group, node=kept.node, step=step, strict=strict)
         found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
-        kept.go_on_from(found.step, agreed.kind, names)
+        kept.go_on_from(agreed, names)
         if found:
             seconds = monotonic() - began
             context().restored(found.step, source=found.source, seconds=seconds)

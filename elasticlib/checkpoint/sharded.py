@@ -1,34 +1,32 @@
 """Sharded state: each rank's part of it as a pack, and how to read it at any other world size.
 
-Which elements a rank has, and which parts hold those that another one needs, is what the planners
-of torch's distributed checkpoints (DCP) say. A part says in its head what it holds, so nobody
+One form on a disk, in memory and on the wire: a part says in its head which boxes of which tensors
+it holds (see `cover`), as the planners of torch's distributed checkpoints (DCP) cut them. So nobody
 collects the plans of all ranks, and nothing is pickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.serialization import location_tag
 
-from ..errors import CheckpointError, StateMismatch
+from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
+from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .fresh import Parameters, with_states
 from .pack import Layout, lay_out, read_meta, unpack
 from .state import Way, put_shards, take_shards
-from .storages import Form, MapLocation, dtype_named, moved
+from .storages import Form, MapLocation, dtype_named, moved, name_of
+
+Shards = Mapping[Way, DTensor]
 
 
 def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Layout:
@@ -44,22 +42,47 @@ def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Lay
         CheckpointError: something in it cannot be saved.
     """
     plain, shards = take_shards(values)
-    named = {_name(way): shard for way, shard in shards.items()}
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner({name: shard.detach() for name, shard in named.items()})
     chunks, tensors = [], []
-    for item in planner.create_local_plan().items:
-        data, shard = item.tensor_data, named[item.index.fqn]
-        if data is None or not (_is_first(shard) or copies):
+    for way, box in boxes_of(shards).items():
+        shard = shards[way]
+        if not (copies or _is_first(shard)):
             continue
-        tensors.append(shard.detach().to_local())
-        kind = str(shard.dtype).removeprefix("torch.")
-        chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
-        location = location_tag(tensors[-1].untyped_storage())
-        about = [list(shard.stride()), location]
-        chunks.append([item.index.fqn, kind, list(data.size), *chunk, *about])
+        local = shard.detach().to_local()
+        device = location_tag(local.untyped_storage())
+        form = (tuple(shard.shape), box, tuple(shard.stride()))
+        chunks.append(Chunk(repr(way), name_of(shard.dtype), *form, device).row())
+        tensors.append(local)
     rest = {"state": plain, "ways": list(shards)} if whole else None
-    return lay_out({"whole": rest, "shards": tensors}, {"step": step, "chunks": chunks})
+    meta = {"step": step, "chunks": chunks, "whole": whole}
+    return lay_out({"whole": rest, "shards": tensors}, meta)
+
+
+def boxes_of(shards: Shards) -> dict[Way, Box]:
+    """What this rank has of each tensor, but for those in whose mesh it has no place.
+
+    Raises:
+        CheckpointError: a tensor is a partial sum, which is nobody's state.
+    """
+    if any(placement.is_partial() for one in shards.values() for placement in one.placements):
+        raise CheckpointError(
+            "state has a sharded tensor of partial sums: reduce it before it is saved"
+        )
+    ways = {repr(way): way for way in shards}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({name: shards[way].detach() for name, way in ways.items()})
+    found = {}
+    for item in planner.create_local_plan().items:
+        if item.tensor_data is not None:
+            chunk = item.tensor_data.chunk
+            found[ways[item.index.fqn]] = (tuple(chunk.offsets), tuple(chunk.sizes))
+    return found
+
+
+def _is_first(shard: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same elements."""
+    place = shard.device_mesh.get_coordinate() or ()
+    copies = zip(place, shard.placements, strict=True)
+    return not any(at for at, placement in copies if placement.is_replicate())
 
 
 @attrs.frozen
@@ -94,122 +117,108 @@ def load_parts(
         StateMismatch: `like` has other sharded tensors than the checkpoint.
         CheckpointCorrupt: a part is damaged.
     """
-    heads = [read_meta(parts.head(number))["chunks"] for number in range(parts.count)]
+    chunks = {at: chunks_of(read_meta(parts.head(at))) for at in range(parts.count)}
+    lacks = lacking(chunks, parts.count)
+    if lacks:
+        raise CheckpointCorrupt(f"it {lacks}")
     whole = unpack(parts.read(0), map_location=map_location)["whole"]
+    tensors = {name: rows[0][2] for name, rows in tensors_of(chunks).items()}
     ways: list[Way] = whole["ways"]
-    kept, homes = _chunks(heads)
-    targets = _targets(kept, ways, heads, like, parameters)
-    _fill(targets, kept, homes, parts)
+    found: dict[Way, torch.Tensor]
     if like is None:
-        locations = _each_tensors(heads, 6, "cpu")
-        targets = {name: moved(t, locations[name], map_location) for name, t in targets.items()}
-    return put_shards(whole["state"], {way: targets[_name(way)] for way in ways})
-
-
-def _name(way: Way) -> str:
-    return repr(way)
-
-
-def _is_first(shard: DTensor) -> bool:
-    """Whether this rank is the first of those that hold the same elements."""
-    placements, place = shard.placements, shard.device_mesh.get_coordinate()
-    if any(placement.is_partial() for placement in placements):
-        raise CheckpointError(
-            "state has a sharded tensor of partial sums: reduce it before it is saved"
-        )
-    if place is None:
-        return False
-    return not any(
-        at for at, placement in zip(place, placements, strict=True) if placement.is_replicate()
-    )
-
-
-_Kept = dict[str, TensorStorageMetadata]
-_Homes = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
-"""In which part the chunk of a name and offset is, and at which place among its tensors."""
-
-
-def _chunks(heads: Iterable[list[Any]]) -> tuple[_Kept, _Homes]:
-    found: _Kept = {}
-    homes: _Homes = {}
-    for part, rows in enumerate(heads):
-        # What was added later (strides and devices) has no part in it.
-        for at, (name, kind, size, offsets, sizes, *_) in enumerate(rows):
-            known = found.setdefault(
-                name,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=dtype_named(kind)), torch.Size(size), []
-                ),
-            )
-            known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            homes[name, tuple(offsets)] = (part, at)
-    return found, homes
-
-
-def _targets(
-    kept: _Kept,
-    ways: list[Way],
-    heads: Sequence[list[Any]],
-    like: object,
-    parameters: Parameters,
-) -> dict[str, torch.Tensor]:
+        found = {way: _memory_for(tensors[repr(way)]) for way in ways}
+        needs = {repr(way): ((0,) * t.dim(), tuple(t.shape)) for way, t in found.items()}
+    else:
+        live = targets_of(ways, tensors, take_shards(like)[1], parameters)
+        found = {way: torch.empty_like(shard.detach()) for way, shard in live.items()}
+        needs = {repr(way): box for way, box in boxes_of(live).items()}
+    into = {repr(way): local_of(tensor) for way, tensor in found.items()}
+    wanted = shares(needs, chunks, lambda _: (0,), 0, -1)
+    for part, group in groupby(sorted(wanted, key=attrgetter("part")), attrgetter("part")):
+        # One part in memory at a time; its tensors are views of it.
+        copy_shares(group, chunks[part], parts.read(part), needs, into)
     if like is None:
-        strides = _each_tensors(heads, 5, ())
-        return {
-            name: _whole(one.properties.dtype, one.size, strides[name])
-            for name, one in kept.items()
-        }
-    saved = {way: (kept[_name(way)].size, kept[_name(way)].properties.dtype) for way in ways}
-    shards = with_states(take_shards(like)[1], saved, parameters)
-    for missing, side in ((ways, shards), (list(shards), ways)):
+        for way, tensor in found.items():
+            found[way] = moved(tensor, tensors[repr(way)].device, map_location)
+    return put_shards(whole["state"], found)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of what this rank has of it, to be written to."""
+    with torch.no_grad():
+        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return found.detach()
+
+
+def _memory_for(chunk: Chunk) -> torch.Tensor:
+    """Memory for all of a tensor, with its strides if these leave no gaps."""
+    form = Form(dtype_named(chunk.dtype), chunk.shape, chunk.stride)
+    if len(chunk.stride) == len(chunk.shape) and form.is_dense:
+        return torch.empty_strided(form.shape, form.stride, dtype=form.dtype)
+    return torch.empty(form.shape, dtype=form.dtype)
+
+
+def targets_of(
+    ways: Iterable[Way], tensors: Mapping[str, Chunk], shards: Shards, parameters: Parameters
+) -> dict[Way, DTensor]:
+    """The sharded tensors that those which were saved are for: those there are, and new ones where
+    an optimizer has taken no step yet.
+
+    Args:
+        ways, tensors: those that were saved, and what one part or another says of each.
+        shards: those that there are.
+
+    Raises:
+        StateMismatch: some are on one side alone, or have another shape.
+        CheckpointCorrupt: no part has one of those that were saved.
+    """
+    known = {}
+    for way in ways:
+        if repr(way) not in tensors:
+            raise CheckpointCorrupt(f"state{spoken(way)} is in none of its parts")
+        known[way] = tensors[repr(way)]
+    sizes = {way: (torch.Size(t.shape), dtype_named(t.dtype)) for way, t in known.items()}
+    found = with_states(shards, sizes, parameters)
+    for missing, side in ((known, found), (found, known)):
         for way in missing:
             if way not in side:
-                has = "the checkpoint" if side is shards else "the given state"
-                raise StateMismatch(f"state{_spoken(way)} is a sharded tensor in {has} alone")
-    for way, shard in shards.items():
-        size = kept[_name(way)].size
-        if size != shard.shape:
+                has = "the checkpoint" if side is found else "the given state"
+                raise StateMismatch(f"state{spoken(way)} is a sharded tensor in {has} alone")
+    for way, shard in found.items():
+        if known[way].shape != shard.shape:
             raise StateMismatch(
-                f"state{_spoken(way)} has the shape {list(size)} in the checkpoint, "
+                f"state{spoken(way)} has the shape {list(known[way].shape)} in the checkpoint, "
                 f"and {list(shard.shape)} in the given state"
             )
-    return {_name(way): torch.empty_like(shard.detach()) for way, shard in shards.items()}
+    return found
 
 
-def _each_tensors(heads: Sequence[list[Any]], column: int, default: Any) -> dict[str, Any]:
-    """What the rows of chunks say of each whole tensor there; those of format 1 have fewer."""
-    return {row[0]: row[column] if len(row) > column else default for rows in heads for row in rows}
-
-
-def _whole(dtype: torch.dtype, size: torch.Size, stride: Sequence[int]) -> torch.Tensor:
-    """Memory for all of a tensor, with its strides if these leave no gaps."""
-    form = Form(dtype, tuple(size), tuple(stride))
-    if len(stride) == len(size) and form.is_dense:
-        return torch.empty_strided(form.shape, form.stride, dtype=dtype)
-    return torch.empty(size, dtype=dtype)
-
-
-def _spoken(way: Way) -> str:
+def spoken(way: Way) -> str:
+    """As a sentence names what stands there."""
     return "".join(f"[{key!r}]" for key in way)
 
 
-def _fill(targets: Mapping[str, torch.Tensor], kept: _Kept, homes: _Homes, parts: Parts) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(targets), Metadata(dict(kept)), is_coordinator=True)
-    wanted: dict[int, list[tuple[int, Any]]] = {}
-    for item in planner.create_local_plan().items:
-        index: MetadataIndex = item.storage_index
-        part, at = homes[index.fqn, tuple(index.offset or ())]
-        wanted.setdefault(part, []).append((at, item))
-    for part, items in sorted(wanted.items()):
-        # One part in memory at a time; its tensors are views of it.
-        shards = unpack(parts.read(part), copy=False)["shards"]
-        for at, item in items:
-            source = shards[at]
-            for axis, (start, size) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                source = source.narrow(axis, start, size)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(source)
-            planner.commit_tensor(item, target)
+def copy_shares(
+    wanted: Iterable[Share],
+    chunks: Sequence[Chunk],
+    part: memoryview,
+    needs: Mapping[str, Box],
+    into: Mapping[str, torch.Tensor],
+) -> None:
+    """Copy what is wanted of a part.
+
+    Args:
+        chunks: in that part. needs: the boxes whose memory `into` has.
+    """
+    shards = unpack(part, copy=False)["shards"]
+    for share in wanted:
+        chunk = chunks[share.place]
+        target = narrowed(into[chunk.name], needs[chunk.name], share.box)
+        target.copy_(narrowed(shards[share.place], chunk.box, share.box))
+
+
+def narrowed(tensor: torch.Tensor, has: Box, box: Box) -> torch.Tensor:
+    """A box of the whole tensor, as a view of the memory that has another one."""
+    for axis, (begin, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(axis, begin - has[0][axis], size)
+    return tensor

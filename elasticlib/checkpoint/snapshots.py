@@ -7,10 +7,8 @@ whole one is found at whatever moment the worker is killed.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import memory
-from .interface import Held, Source
+from .interface import MEMORY, Held, Source
 from .memory import (
     NEWS,
     Found,
@@ -89,6 +87,8 @@ class SnapshotMemory(Source):
         self._slots = Slots(told.folder)
         self._sealing = Sealing(self._slots)
         self._earlier = True
+        self._pins = contextlib.ExitStack()
+        self._pinned: dict[str, tuple[Found, memoryview]] = {}
         self._record = Record(
             name=name,
             step=0,
@@ -125,14 +125,10 @@ class SnapshotMemory(Source):
             from .sharded import lay_out_part
 
             layout = lay_out_part(step, values, whole=True, copies=True)
-            line: dict[str, Any] = {
-                "part": self._rank,
-                "parts": self._world_size,
-                "sharded": True,
-            }
+            part, parts = self._rank, self._world_size
         else:
-            layout, line = lay_out(values, {"step": step}), {}
-        made = self.keep(step, layout, **line)
+            layout, part, parts = lay_out(values, {"step": step}), 0, 1
+        made = self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
         return attrs.evolve(made, seconds=self._clock() - began)
 
     def keep(
@@ -161,25 +157,34 @@ class SnapshotMemory(Source):
 
     def held(self) -> Sequence[Held]:
         """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
-        return [
-            Held(
-                one.record.step,
-                "memory",
-                _name(one),
-                one.record.part,
-                one.record.parts,
-                one.record.run,
-                one.record.generation,
-            )
-            for one in self._found()
-        ]
+        return [_held(one) for one in self._found()]
 
-    def read(self, held: Held) -> mmap.mmap:
-        """A copy of what `held` names; see `Source`."""
-        for one in self._found():
-            if _name(one) == held.name:
-                return self._copied(one)
-        raise CheckpointError(f"the snapshot {held.name} of step {held.step} is not there any more")
+    def view(self, held: Held, part: int = 0) -> memoryview:  # noqa: ARG002 - it is one part's
+        """The memory itself, pinned until `release`."""
+        if held.name not in self._pinned:
+            found = next((one for one in self._found() if _held(one) == held), None)
+            view = None
+            if found is not None:
+                view = self._pins.enter_context(memory.pinned(self._memory, found))
+            if found is None or view is None:
+                what = f"the snapshot {held.name} of step {held.step}"
+                raise CheckpointError(f"{what} is not there any more")
+            self._pinned[held.name] = found, view
+        return self._pinned[held.name][1]
+
+    def check(self, held: Held, part: int = 0) -> None:
+        view = self.view(held, part)
+        found, _ = self._pinned[held.name]
+        data = torch.frombuffer(view, dtype=torch.uint8)
+        flaw = memory.flaw(self._memory, found, lambda: torch_sum(data))
+        if flaw:
+            raise CheckpointCorrupt(flaw)
+        if size_of(view[:HEAD_BYTES])[0] != found.record.size:
+            raise CheckpointCorrupt(f"the snapshot {held.name} is no pack of its size")
+
+    def release(self) -> None:
+        self._pinned.clear()
+        self._pins.close()
 
     def go_on_from(self, step: int) -> None:
         """The job goes on from `step`: what workers before these have made after it is given up,
@@ -193,6 +198,7 @@ class SnapshotMemory(Source):
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays."""
+        self.release()
         self._sealing.close()
         self._slots.close()
 
@@ -214,19 +220,6 @@ class SnapshotMemory(Source):
             ),
             default=0,
         )
-
-    def _copied(self, found: Found) -> mmap.mmap:
-        with memory.pinned(self._memory, found) as view:
-            if view is None:
-                raise CheckpointError(f"the snapshot {_name(found)} was replaced while it was read")
-            copy = _fresh(len(view))
-            summed = _copy(view, copy)
-            flaw = memory.flaw(self._memory, found, lambda: summed)
-            if flaw:
-                raise CheckpointCorrupt(flaw)
-        if size_of(memoryview(copy)[:HEAD_BYTES])[0] != found.record.size:
-            raise CheckpointCorrupt(f"the snapshot {_name(found)} is no pack of its size")
-        return copy
 
     def _tell(self) -> None:
         """Wake the agent if it looks after snapshots; if not, clear up here."""
@@ -252,27 +245,13 @@ class SnapshotMemory(Source):
         self._earlier = len(useless) < sum(one.era < era for one in found)
 
 
-def _copy(view: memoryview, into: mmap.mmap) -> int:
-    """The sum of what is copied, which is made beside the copying: that waits for new pages."""
-    source, target = (torch.frombuffer(b, dtype=torch.uint8) for b in (view, into))
-    with ThreadPoolExecutor(1, "elasticlib-sum") as beside:
-        summed = beside.submit(torch_sum, source)
-        target.copy_(source)
-        return summed.result()
-
-
-def _fresh(size: int) -> mmap.mmap:
-    """Memory of our own. Private and in large pages, where there are any: most of the time of the
-    first write to memory goes into making its pages, three times as much with small shared ones."""
-    made = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        made.madvise(mmap.MADV_HUGEPAGE)
-    return made
+def _held(found: Found) -> Held:
+    record = found.record
+    parts = record.parts if record.sharded else 0
+    name = f"{found.file}:{record.sequence}"
+    line = (record.part if parts else 0, parts, record.run, record.generation)
+    return Held(record.step, MEMORY, name, *line)
 
 
 def _is_same_on_all(shard: Any) -> bool:
     return all(placement.is_replicate() for placement in shard.placements)
-
-
-def _name(found: Found) -> str:
-    return f"{found.file}:{found.record.sequence}"

@@ -42,12 +42,12 @@ from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import manifest, summing
-from elasticlib.checkpoint.agree import restore_from
 from elasticlib.checkpoint.commit import Committer
 from elasticlib.checkpoint.disk import LocalPlace
 from elasticlib.checkpoint.fence import Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.summing import room
 from elasticlib.checkpoint.told import Told

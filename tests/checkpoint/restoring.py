@@ -12,19 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from elasticlib.checkpoint.agree import restore_from, restore_over
-from elasticlib.checkpoint.interface import DirectSource, Held
-from elasticlib.checkpoint.pack import Layout, fill, lay_out, unpack
-from elasticlib.checkpoint.peers import Pack, Peers, peers_of
+from elasticlib.checkpoint.interface import Held, Source
+from elasticlib.checkpoint.pack import Layout, fill, lay_out
+from elasticlib.checkpoint.peers import Peers, peers_of
+from elasticlib.checkpoint.restore import restore_from, restore_over
 from elasticlib.checkpoint.sharded import lay_out_part
 from elasticlib.checkpoint.state import values_of
-from elasticlib.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from elasticlib.errors import CheckpointCorrupt, ConfigError
 
 
 def packed(layout: Layout) -> bytearray:
@@ -33,7 +34,18 @@ def packed(layout: Layout) -> bytearray:
     return memory
 
 
-class Folder(DirectSource):
+def a_part(step: int, value: float, elements: int, part: int, parts: int) -> Layout:
+    """As `lay_out_part` has it, of a row of numbers that are all `value`."""
+    size = -(-elements // parts)
+    begin = min(elements, part * size)
+    shard = torch.full((min(size, elements - begin),), value)
+    chunk = ["('w',)", "float32", [elements], [begin], [len(shard)], [1], "cpu"]
+    whole = {"state": {"w": None, "n": step}, "ways": [("w",)]}
+    meta = {"step": step, "chunks": [chunk], "whole": True}
+    return lay_out({"whole": whole, "shards": [shard]}, meta)
+
+
+class Folder(Source):
     """Packs in files, each with its CRC-32 behind it, and what is said of it in its name."""
 
     def __init__(self, path: Path) -> None:
@@ -41,40 +53,33 @@ class Folder(DirectSource):
         path.mkdir(exist_ok=True)
         self.fault: dict[str, Any] = {}
 
-    def write(self, held: Held, layout: Layout, *, damage: bool = False) -> None:
+    def write(self, held: Held, layout: Layout, part: int = 0, *, damage: bool = False) -> None:
         memory = packed(layout)
         summed = zlib.crc32(memory)
         memory[-1] ^= damage
-        about = [held.step, held.kind, held.name, held.part, held.parts, held.run, held.generation]
-        name = json.dumps(about)
+        name = json.dumps([part, *attrs.astuple(held)])
         (self.path / name).write_bytes(memory + summed.to_bytes(4, "little"))
 
     def held(self) -> list[Held]:
         if self.fault.get("held"):
             raise OSError("the disk is gone")
-        return [Held(*json.loads(name)) for name in os.listdir(self.path)]
+        return [*{Held(*json.loads(name)[1:]) for name in os.listdir(self.path)}]
 
-    def read(self, held: Held) -> Pack:
+    def view(self, held: Held, part: int = 0) -> memoryview:
         if self.fault.get("read") == held.step:
             raise OSError(5, "Input/output error")
         if self.fault.get("die") == held.step:
             os.kill(os.getpid(), signal.SIGKILL)
-        about = [held.step, held.kind, held.name, held.part, held.parts, held.run, held.generation]
-        found = bytearray((self.path / json.dumps(about)).read_bytes())
-        summed = int.from_bytes(found[-4:], "little")
-        del found[-4:]
-        if zlib.crc32(found) != summed:
+        return memoryview(self._data(held, part))[:-4]
+
+    def check(self, held: Held, part: int = 0) -> None:
+        data = self._data(held, part)
+        if zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
             raise CheckpointCorrupt(f"{held.name} is damaged")
-        return found
 
-    def check(self, held: Held) -> None:
-        self.read(held)
-
-    def load(self, held: Held, state: Any, *, strict: bool = True) -> None:
-        del strict
-        if self.fault.get("load") == held.step:
-            raise CheckpointError("the shard does not fit")
-        state["w"].copy_(unpack(memoryview(self.read(held)))["w"])
+    def _data(self, held: Held, part: int) -> bytearray:
+        part = part if held.kind == "sharded disk" else 0
+        return bytearray((self.path / json.dumps([part, *attrs.astuple(held)])).read_bytes())
 
 
 class Fragile:
@@ -95,9 +100,13 @@ class Fragile:
 class Noisy(Peers):
     """Peers on a wire that changes the last byte of what comes."""
 
-    def receive(self, pack: Pack, giver: int, takers: Any) -> int:
+    def receive(self, pack: memoryview, giver: int, takers: Any) -> int:
         summed = super().receive(pack, giver, takers)
         return summed ^ 1
+
+    def exchange(self, transfers: Any) -> Any:
+        sums, error = super().exchange(transfers)
+        return [[*ends, crc ^ (ends[1] == self.rank)] for *ends, crc in sums], error
 
 
 def about(restored: Any) -> dict[str, Any]:
@@ -111,17 +120,24 @@ def about(restored: Any) -> dict[str, Any]:
 
 def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     """holds: for each rank [step, value, what else]; faults: for each rank, what fails."""
+    elements = run.get("elements", 1000)
     source = Folder(folder / str(rank))
     for step, value, *more in run["holds"][rank]:
         options = dict(*more)
         damage = options.pop("damage", False)
         held = Held(step, options.pop("kind", "disk"), f"step-{step}", **options)
-        state = {"w": torch.full((run.get("elements", 1000),), value), "n": step}
+        state = {"w": torch.full((elements,), value), "n": step}
         if run.get("fragile"):
             state["fragile"] = {"a": 2}
-        source.write(held, lay_out(state), damage=damage)
+        for part in held.has:
+            line = (step, value, elements, part, held.parts)
+            layout = a_part(*line) if held.parts else lay_out(state)
+            source.write(held, layout, part * (len(held.has) > 1), damage=damage)
     source.fault = run.get("faults", {}).get(rank, {})
-    own: dict[str, Any] = {"w": torch.zeros(run.get("elements", 1000)), "n": 0}
+    own: dict[str, Any] = {"w": torch.zeros(elements), "n": 0}
+    if run.get("sharded"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        own["w"] = distribute_tensor(own["w"], mesh, [Shard(0)])
     if "names" in run:
         own = {name: own.get(name, 0) for name in run["names"]}
     if run.get("fragile"):
@@ -134,10 +150,11 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         chunk = run.get("chunk", 1 << 20) + 64 * rank
         restored = restore_from([source], own, chunk_bytes=chunk, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
-    values = sorted({own["w"].min().item(), own["w"].max().item()}) if "w" in own else None
+    local = own["w"].to_local() if run.get("sharded") else own.get("w")
+    values = [] if local is None else sorted(set(local.tolist()))
     still = own.get("w") is before[0]
     found = {"values": values, "n": own.get("n"), "in_place": still, "peak_kib": peak}
-    return {**about(restored), **found}
+    return {**about(restored), **found, "received": restored.received}
 
 
 class Net(torch.nn.Module):
@@ -155,9 +172,7 @@ def sharded_job(world: int) -> dict[str, Any]:
     net = Net()
     fully_shard(net, mesh=mesh)
     # A tensor of five rows, so that the ranks' shares differ in size.
-    bare = torch.distributed.tensor.distribute_tensor(
-        torch.zeros(5, 2), mesh, [torch.distributed.tensor.Shard(0)]
-    )
+    bare = distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)])
     return {"net": net, "adam": torch.optim.AdamW(net.parameters(), lr=0.1), "bare": bare, "n": 0}
 
 

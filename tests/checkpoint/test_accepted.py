@@ -19,8 +19,8 @@ import torch
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.agree import restore_from
 from elasticlib.checkpoint.interface import Unreadable
+from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 from elasticlib.errors import CheckpointError, StateMismatch

@@ -136,7 +136,7 @@ def test_names_on_one_side_only_are_refused_by_all_unless_allowed(together: Play
     assert (one(found, "step"), one(found, "values")) == (7, [1.0])
 
 
-def test_parts_count_only_if_they_are_all_there_for_this_world(together: Play) -> None:
+def test_parts_count_only_if_all_their_elements_are_there(together: Play) -> None:
     two, three = {"parts": 2}, {"parts": 3}
     found = together(
         [
@@ -145,39 +145,79 @@ def test_parts_count_only_if_they_are_all_there_for_this_world(together: Play) -
         ]
     )
     assert one(found, "step") == 5
+    lacks = "is not whole: nobody holds part"
     assert one(found, "passed_over") == [
-        "step 9 (disk) is in 3 parts, one for each rank, and there are 2 ranks",
-        "step 8 (disk) is not whole: nobody holds part 1 of 2",
-        "step 7 (disk) is not whole: nobody holds part 0 of 2",
+        f"step 9 (disk) {lacks} 2 of 3, and so 332 of the 1000 elements of ('w',)",
+        f"step 8 (disk) {lacks} 1 of 2, and so 500 of the 1000 elements of ('w',)",
+        f"step 7 (disk) {lacks} 0 of 2, and so 500 of the 1000 elements of ('w',)",
     ]
 
 
-def test_parts_that_lie_with_one_another_are_exchanged(together: Play) -> None:
-    def part(number: int) -> list[Any]:
-        return [8, float(number), {"kind": "memory", "part": number, "parts": 3}]
+def part(number: int, parts: int, **more: Any) -> list[Any]:
+    return [8, float(number), {"kind": "memory", "part": number, "parts": parts, **more}]
 
-    found = together([[part(1), part(2)], [part(0)], []])
-    assert one(found, "step") == 8
+
+def test_parts_that_lie_with_one_another_are_exchanged(together: Play) -> None:
+    found = together([[part(1, 3), part(2, 3)], [part(0, 3)], []], sharded=True)
+    assert one(found, "step") == one(found, "n") == 8
     assert [each["values"] for each in found] == [[0.0], [1.0], [2.0]]
     assert [each["holder"] for each in found] == [1, 0, 0]
+    assert one(found, "in_place")
 
 
-def test_a_sharded_disk_is_loaded_by_each_for_itself_if_all_can(together: Play) -> None:
+def test_parts_of_any_number_of_ranks_are_read_where_they_lie_and_each_byte_is_sent_once(
+    together: Play,
+) -> None:
+    found = together([[part(0, 2)], [part(1, 2)], []], sharded=True, elements=900)
+    assert one(found, "step") == 8
+    assert [each["values"] for each in found] == [[0.0], [0.0, 1.0], [1.0]]
+    # The first rank has all that it needs, and the others are sent 150 and 300 numbers.
+    assert [each["received"] for each in found] == [0, 600, 1200]
+    found = together([[part(0, 3), part(2, 3)], [part(1, 3)]], sharded=True, elements=900)
+    assert [each["values"] for each in found] == [[0.0, 1.0], [1.0, 2.0]]
+    assert [each["received"] for each in found] == [600, 1200]
+    found = together([[part(number, 4) for number in range(4)]], sharded=True)
+    assert found[0]["values"] == [0.0, 1.0, 2.0, 3.0]
+    found = together([[], [part(0, 1)], [], []], sharded=True, elements=3)
+    assert [each["values"] for each in found] == [[0.0], [0.0], [0.0], []]
+
+
+def test_a_part_that_is_damaged_or_cannot_be_read_comes_from_another_holder(together: Play) -> None:
+    both = [part(0, 2), part(1, 2)]
+    damaged = [part(0, 2, damage=True), part(1, 2)]
+    found = together([damaged, both], sharded=True, nodes=[0, 1])
+    assert (one(found, "step"), [each["values"] for each in found]) == (8, [[0.0], [1.0]])
+    assert one(found, "passed_over") == ["rank 0's step 8 (memory, step-8): step-8 is damaged"]
+    assert [each["holder"] for each in found] == [1, 1]
+    found = together([both, both], sharded=True, faults={1: {"read": 8}})
+    assert [each["values"] for each in found] == [[0.0], [1.0]]
+    assert [each["holder"] for each in found] == [0, 0]
+    found = together([[part(0, 2)], [part(1, 2, damage=True)]], sharded=True)
+    assert (one(found, "step"), found[0]["in_place"]) == (0, True)
+    assert len(one(found, "passed_over")) == 2
+
+
+def test_shards_that_are_changed_on_their_way_fail_all(together: Play) -> None:
+    found = together([[part(0, 1)], []], sharded=True, noisy=True)
+    assert "CheckpointCorrupt: step 8 was changed on its way: rank 0 sent" in one(found, "error")
+
+
+def test_a_sharded_disk_is_read_by_each_for_itself_and_sent_to_who_cannot(together: Play) -> None:
     def kept(step: int, **more: Any) -> list[Any]:
-        return [step, float(step), {"kind": "sharded disk", **more}]
+        return [step, float(step), {"kind": "sharded disk", "parts": 3, **more}]
 
     both = [kept(9), kept(8)]
-    found = together([both, both])
+    found = together([both, both], sharded=True)
     assert (one(found, "step"), one(found, "kind"), one(found, "values")) == (
         9,
         *("sharded disk", [9.0]),
     )
-    found = together([both, [kept(9, damage=True), kept(8)]])
+    assert one(found, "received") == 0
+    found = together([both, [kept(9, damage=True), kept(8)]], sharded=True)
     assert (one(found, "step"), one(found, "values")) == (8, [8.0])
-    found = together([both, [kept(8)]])
-    assert one(found, "passed_over") == ["step 9 (sharded disk) is out of reach of rank 1"]
-    found = together([both, both], faults={0: {"load": 9}})
-    assert "rank 0 failed at restoring step 9: the shard does not fit" in one(found, "error")
+    found = together([both, [kept(8)]], sharded=True)
+    assert (one(found, "step"), one(found, "values")) == (9, [9.0])
+    assert [each["received"] for each in found] == [0, 2000]
 
 
 def test_a_holder_that_is_killed_leaves_nobody_waiting(together: Play) -> None:

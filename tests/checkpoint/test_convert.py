@@ -235,7 +235,11 @@ def test_what_cannot_be_converted_is_told_and_nothing_is_written_over(
         (("c", "there.pt", "--to", "torch"), 1, "there.pt is there already"),
         (("c", "d", "--to", "dcp"), 1, "is there already"),
         (("c", "new", "--to", "folder"), 2, "a folder of checkpoints already"),
-        (("c", "new", "--to", "torch"), 1, "would not read it back: Unsupported global: GLOBAL range"),
+        (
+            ("c", "new", "--to", "torch"),
+            1,
+            "not read it back: Unsupported global: GLOBAL range",
+        ),
         (("c", "new", "--to", "torch", "--step", "8"), 1, "step-0000000008"),
         (("c", "new", "--to", "dcp"), 1, "DCP saves a dict of names"),
         (("d", "new", "--to", "dcp"), 1, "duplicated flatten key"),

@@ -22,13 +22,14 @@ def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: P
     source = DiskSource(CheckpointFolder(LocalPlace(tmp_path)))
     newest, older = source.held()
     assert (newest.step, newest.kind, older.step) == (2, "disk", 1)
-    assert unpack(memoryview(source.read(newest)))["w"].tolist() == [2, 2, 2]
+    assert unpack(source.view(newest))["w"].tolist() == [2, 2, 2]
     (path,) = (tmp_path / "step-0000000002").glob("state.*")
+    source.release()
     data = path.read_bytes()
     path.write_bytes(data[:-1] + b"\1")
     with pytest.raises(CheckpointCorrupt, match="CRC-32"):
-        source.read(newest)
+        source.view(newest)
     assert [held.step for held in source.held()] == [1]
     (tmp_path / "step-0000000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="replaced or deleted"):
-        source.read(older)
+        source.view(older)

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.agree import restore_from
 from elasticlib.checkpoint.memory import Slots
+from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import SnapshotMemory
 from elasticlib.checkpoint.told import Told
 

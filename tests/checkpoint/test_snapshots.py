@@ -75,6 +75,14 @@ def keep(worker: SnapshotMemory, step: int, parts: int) -> None:
     worker.keep(step, lay_out(state(step)), parts=parts, sharded=parts > 1)
 
 
+def read(source: SnapshotMemory, held: Held) -> Any:
+    """What is kept there; checked, and as it is now."""
+    source.check(held)
+    found = unpack(source.view(held))
+    source.release()
+    return found
+
+
 def steps(source: SnapshotMemory) -> list[int]:
     return [held.step for held in source.held()]
 
@@ -86,17 +94,23 @@ def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent)
     assert cost is not None
     assert (cost.step, 0 < cost.copied <= cost.seconds) == (3, True)
     (held,) = agent.worker(2).held()
-    assert (held.step, held.kind, held.part, held.parts) == (3, "memory", 0, 1)
-    read = agent.worker(2).read(held)
-    assert torch.equal(unpack(memoryview(read))["model"]["w"], torch.full((5,), 3.0))
-    # What was read is the reader's own.
-    worker.snapshot(4, state(4))
-    worker.snapshot(5, state(5))
-    assert unpack(memoryview(read))["step"] == 3
+    assert (held.step, held.kind, held.part, held.parts) == (3, "memory", 0, 0)
+    other = agent.worker(2)
+    pinned = unpack(other.view(held), copy=False)
+    assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0))
+    # What is being read stays as it is.
+    for step in (4, 5, 6):
+        worker.snapshot(step, state(step))
+    assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0))
+    other.release()
+    worker.snapshot(7, state(7))
+    assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0)), "it is read still"
+    del pinned
+    worker.snapshot(8, state(8))
     with pytest.raises(CheckpointError, match="step 3"):
-        worker.read(held)
+        worker.view(held)
     with pytest.raises(CheckpointError, match="step"):
-        worker.read(Held(9, "memory", "1/own.x.1:9"))
+        worker.view(Held(9, "memory", "1/own.x.1:9"))
 
 
 @pytest.mark.parametrize(("parts", "slots"), [(1, 2), (2, 3)])
@@ -130,7 +144,7 @@ def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_b
     for step, size in enumerate((5, 100_000, 100_000, 5, 5, 5)):
         worker.snapshot(step, state(step, size))
         (newest, *_) = worker.held()
-        assert unpack(memoryview(worker.read(newest)))["model"]["w"].shape == (size,)
+        assert read(worker, newest)["model"]["w"].shape == (size,)
     assert len(agent.files()) == 2
     assert sum(path.stat().st_size for path in agent.folder.glob("1/*")) < 50_000
 
@@ -241,7 +255,7 @@ def test_one_that_stood_still_clobbers_nothing_and_is_not_gone_back_to(agent: Ag
     stale.snapshot(12, state(-12, 100_000))
     newest = successor.held()[0]
     assert steps(successor) == [11]
-    assert unpack(memoryview(successor.read(newest)))["step"] == 11
+    assert read(successor, newest)["step"] == 11
 
 
 def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Agent) -> None:
@@ -253,7 +267,7 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
     second.go_on_from(5)
     assert steps(second) == [5]
     second.keep(6, lay_out(state(60)), parts=2, sharded=True)
-    assert [unpack(memoryview(second.read(one)))["step"] for one in second.held()] == [60, 5]
+    assert [read(second, one)["step"] for one in second.held()] == [60, 5]
     # Also in one life.
     keep(second, 2, 2)
     assert steps(second) == [2]
@@ -370,8 +384,7 @@ def test_who_snapshots_goes_on_where_the_memory_was_removed(agent: Agent) -> Non
     worker.snapshot(3, state(3))
     assert steps(agent.worker(2)) == [3]
     (held,) = agent.worker(2).held()
-    read = agent.worker(2).read(held)
-    assert torch.equal(unpack(memoryview(read))["model"]["w"], torch.full((5,), 3.0))
+    assert torch.equal(read(agent.worker(2), held)["model"]["w"], torch.full((5,), 3.0))
 
 
 def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -> None:
@@ -384,4 +397,4 @@ def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -
     until("the sum", lambda: memory.sum_of(agent.folder, found) is not None)
     os.truncate(slot, 8192)
     with pytest.raises(CheckpointError, match="step"):
-        agent.worker(2).read(held)
+        agent.worker(2).view(held)

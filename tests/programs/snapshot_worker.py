@@ -22,7 +22,7 @@ from elasticlib.checkpoint.told import told
 
 
 def is_right(memory: SnapshotMemory, held) -> bool:
-    state = unpack(memoryview(memory.read(held)), copy=False)
+    state = unpack(memory.view(held), copy=False)
     return state["step"] == held.step and bool((state["numbers"] == held.step).all())
 
 
@@ -30,7 +30,7 @@ def newest_complete(found) -> int:
     parts: dict[int, set[int]] = {}
     for held in found:
         parts.setdefault(held.step, set()).add(held.part)
-        if len(parts[held.step]) == held.parts:
+        if len(parts[held.step]) == max(1, held.parts):
             return held.step
     return 0
 
