@@ -89,6 +89,9 @@ class Memory(abc.ABC):
             OSError: there is no place for what it keeps.
         """
 
+    def rest(self) -> None:  # noqa: B027 - not all have something to do meanwhile
+        """No worker is left, and this node asks for the next generation, or for its first."""
+
     @abc.abstractmethod
     def finish(self, *, keep: bool) -> str:
         """The run is over and no worker is left: let go of everything.

@@ -417,6 +417,8 @@ class ElasticAgent:
     def _seek(self) -> None:
         self._attempt += 1
         self._report.joining()
+        if self._memory is not None:
+            self._memory.rest()
         self._join()
 
     def _join(self) -> None:

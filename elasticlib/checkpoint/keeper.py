@@ -2,7 +2,7 @@
 
 It begins anew with each generation, and frees what was being written when earlier workers ended.
 Else, without replicas, it does nothing before the end: the workers write into its memory and clear
-up themselves. What is in memory alone at the end is for `persisting.py` to write.
+up themselves. What is in memory alone at the end is for `persist.py` to write.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
 from ..workers.spec import WorkerGroup
 from . import memory
-from .memory import NEWS, Found, newest_of_each, outlived, that_count
-from .persisting import Persist, persist_all, to_persist
+from .memory import NEWS, Found, newest_of_each, outlived
+from .persist import LastWrites
 from .replicas import (
     RETRY_SECONDS,
     Giver,
@@ -55,7 +55,6 @@ class SnapshotKeeper(Memory):
         replicas: how many other nodes keep each snapshot.
         secret: what the nodes of the job prove to know, if anything.
         address: of this node, where others reach it; found out if it is empty.
-        persist: writes to the disk what is left at the end.
     """
 
     def __init__(
@@ -66,17 +65,16 @@ class SnapshotKeeper(Memory):
         replicas: int = 0,
         secret: bytes | None = None,
         address: str = "",
-        persist: Persist | None = None,
     ) -> None:
         self._era = era
         self._stores = stores
         self._replicas = replicas
         self._secret = secret
         self._address = address
-        self._persist = persist
         self._folder: Path | None = None
         self._info: RendezvousInfo | None = None
         self._replicating: Replicating | None = None
+        self._helping: LastWrites | None = None
 
     def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._end()
@@ -106,18 +104,27 @@ class SnapshotKeeper(Memory):
                 "address the others reach it"
             ) from error
 
+    def rest(self) -> None:
+        if self._folder is None or self._helping is not None:
+            return
+        # A node that leaves may need parts that are here, and is waited for before others start.
+        self._helping = self._last_writes(leaves=False)
+        helper(self._helping.run, "agent-helps").start()
+
     def finish(self, *, keep: bool) -> str:
         if keep and self._replicating is not None:
             self._replicating.flush(FLUSH_SECONDS)
         self._end()
-        if not keep or self._folder is None:
-            return ""
-        found = to_persist(that_count(memory.look(self._folder.parent)))
-        if not found or self._persist is None:
-            return ""
-        return persist_all(self._folder.parent, found, self._persist, self._info)
+        return self._last_writes(leaves=True).run() if keep and self._folder is not None else ""
+
+    def _last_writes(self, *, leaves: bool) -> LastWrites:
+        memory = present(self._folder, "the folder").parent
+        return LastWrites(memory, self._info, self._stores.alone, leaves=leaves)
 
     def _end(self) -> None:
+        helping, self._helping = self._helping, None
+        if helping is not None:
+            helping.stop()
         replicating, self._replicating = self._replicating, None
         if replicating is not None:
             replicating.close()

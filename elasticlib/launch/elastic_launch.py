@@ -19,8 +19,6 @@ from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent, LocalElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.keeper import SnapshotKeeper
-from ..checkpoint.persist import persist
-from ..checkpoint.persisting import Persist
 from ..checkpoint.replicas import Stores
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
@@ -135,16 +133,14 @@ def run_node(
     entrypoint: Entrypoint,
     workers: Workers | None = None,
     *,
-    persist: Persist = persist,
     began: Callable[[ElasticAgent], object] | None = None,
     summed: Callable[[str], object] | None = None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
-    workers: what runs them, if not processes of this machine as the config has them. persist:
-    writes the newest snapshots when the job drains or fails for good. began: called with the agent
-    before it runs, for who is to tell it something from another thread. summed: called with the
-    lines on what the run lost and where to read more.
+    workers: what runs them, if not processes of this machine as the config has them. began:
+    called with the agent before it runs, for who is to tell it something from another thread.
+    summed: called with the lines on what the run lost and where to read more.
     """
     config = heeding(config, os.environ)
     with contextlib.ExitStack() as stack:
@@ -157,14 +153,13 @@ def run_node(
             if began is not None:
                 began(agent)
 
-        return _run_node(config, entrypoint, workers, persist, began=meet, summed=summed)
+        return _run_node(config, entrypoint, workers, began=meet, summed=summed)
 
 
 def _run_node(
     config: LaunchConfig,
     entrypoint: Entrypoint,
     workers: Workers | None,
-    persist: Persist,
     *,
     began: Callable[[ElasticAgent], object],
     summed: Callable[[str], object] | None,
@@ -174,7 +169,7 @@ def _run_node(
     options = config.supervision.agent
     requeue = find_requeue(config.supervision.requeue, os.environ)
     runners = workers or local_workers(config, os.environ)
-    memory = _memory(config, runners, secret, persist)
+    memory = _memory(config, runners, secret)
     meeting = open_meeting(config, secret)
     with contextlib.ExitStack() as stack:
         stack.callback(meeting.close)
@@ -264,9 +259,7 @@ def _longest_stop(config: LaunchConfig) -> float:
     return config.supervision.agent.resize_grace + ladder.grace + ladder.reap
 
 
-def _memory(
-    config: LaunchConfig, runners: Workers, secret: bytes | None, persist: Persist
-) -> Memory | None:
+def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Memory | None:
     """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
     replicas = config.supervision.agent.snapshot_replicas
     if not isinstance(runners, LocalWorkers):
@@ -284,7 +277,6 @@ def _memory(
         replicas=replicas,
         secret=secret if asked else None,
         address=config.local_addr or "",
-        persist=persist,
     )
 
 

@@ -20,6 +20,7 @@ from jobs import until
 
 from elasticlib import (
     BootstrapStoreInfo,
+    CheckpointManager,
     MemoryStore,
     Node,
     RendezvousInfo,
@@ -33,7 +34,6 @@ from elasticlib import (
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Found, Record, word_sum
-from elasticlib.checkpoint.persisting import Claim, Persist, persist_all
 from elasticlib.checkpoint.replicas import (
     CHUNK_BYTES,
     Place,
@@ -51,9 +51,7 @@ SECRET = b"the secret of the job"
 class Host:
     """A node: its agent's memory, and what its workers put there."""
 
-    def __init__(
-        self, folder: Path, secret: bytes | None = SECRET, persist: Persist | None = None
-    ) -> None:
+    def __init__(self, folder: Path, secret: bytes | None = SECRET) -> None:
         self.folder = folder
         folder.mkdir()
         self.era, self.sequence = 0, 0
@@ -63,7 +61,6 @@ class Host:
             replicas=1,
             secret=secret,
             address="127.0.0.1",
-            persist=persist,
         )
         self.slots: dict[int, memory.Slots] = {}
 
@@ -92,7 +89,7 @@ class Host:
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
         self.sequence += 1
         record = Record("s", step, self.sequence, len(pack), "run", self.info.generation, **more)
-        record = attrs.evolve(record, folder=str(self.folder))
+        record = attrs.evolve(record, folder=str(self.folder / "disk"))
         slots = self.slots.setdefault(record.part, memory.Slots(self._era(self.era)))
         with slots.writing(record) as view:
             view[:] = pack
@@ -385,103 +382,11 @@ def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]
         hosts[0].begin(generation(2, 2, MemoryStore())[0])
 
 
-def test_of_what_several_hold_one_node_writes_and_another_if_that_fails(tmp_path: Path) -> None:
-    store, written = MemoryStore(), []
-    broken = threading.Event()
-
-    def persist(record: Record, pack: memoryview) -> bool:
-        if not broken.is_set():
-            broken.set()
-            raise OSError("disk full")
-        written.append((record.step, bytes(pack)))
-        return True
-
-    hosts = [Host(tmp_path / str(n), persist=persist) for n in range(3)]
-    begin(hosts, store=store)
-    for host in hosts:
-        host.snapshot(4, b"four")
-    said = [host.keeper.finish(keep=True) for host in hosts]
-    assert written == [(4, b"four")]
-    assert said[0].startswith("the snapshot of step 4 was not written to ")
-    assert said[0].endswith(": OSError: disk full")
-    assert said[1:] == ["", ""]
-
-
-def test_a_write_that_takes_long_is_said_again_and_only_one_takes_over_a_silent_one() -> None:
-    store, now = MemoryStore(), [0.0]
-    infos = generation(1, 3, store)
-    record = Record("s", 4, 1, 1, "run", 1)
-    waited = []
-
-    def clock() -> float:
-        # Who waits looks at it: then another 25 s have passed, and the writer says so or not.
-        waited.append(now[0])
-        now[0] += 25.0
-        if len(waited) < 20:
-            writer.renew()
-        return now[0]
-
-    writer = Claim(infos[0], record, lambda: now[0])
-    assert writer.elsewhere() is False
-    second, third = Claim(infos[1], record, clock), Claim(infos[2], record, lambda: now[0])
-    assert second.elsewhere() is False
-    assert len(waited) >= 20
-    # The first has lost it, and neither speaks for the second nor takes its word away.
-    said = store.list(infos[0].board)
-    writer.renew()
-    writer.give_up()
-    assert store.list(infos[0].board).entries == said.entries
-    second.done()
-    second.renew()
-    assert third.elsewhere() is True
-
-
-def test_who_writes_says_so_for_as_long_as_it_takes(tmp_path: Path) -> None:
-    store, said = MemoryStore(), set()
-
-    def persist(_record: Record, _pack: memoryview) -> bool:
-        def look() -> bool:
-            said.update(e.value for e in store.list(info.board).entries if "persist/" in e.key)
-            return len(said) > 2
-
-        return until("two more words", look)
-
-    host, (info, _) = Host(tmp_path / "h"), generation(1, 2, store)
-    host.begin(info).snapshot(4)
-    assert persist_all(host.folder, host.found(), persist, info, renewed=0.01) == ""
-    assert len(said) > 2
-    host.keeper.finish(keep=False)
-
-
-def test_a_snapshot_is_written_in_the_name_of_the_generation_that_the_agent_was_in_last(
+def test_what_is_left_is_written_when_the_run_ends_early_and_nothing_after_success(
     tmp_path: Path,
 ) -> None:
-    written: list[tuple[int, int]] = []
-
-    def persist(record: Record, _pack: memoryview) -> bool:
-        written.append((record.step, record.generation))
-        return True
-
-    host = Host(tmp_path / "h", persist=persist)
-    host.begin(generation(1, 1, None)[0]).snapshot(4)
-    # Its workers take the folder in this one, and die before they have made a step.
-    host.begin(generation(2, 1, None)[0])
-    assert host.keeper.finish(keep=True) == ""
-    assert written == [(4, 2)]
-
-
-def test_a_disk_that_hangs_holds_nobody_for_ever_and_success_writes_nothing(
-    tmp_path: Path,
-) -> None:
-    hang = threading.Event()
-
-    def persist(record: Record, pack: memoryview) -> bool:
-        assert (record.step, bytes(pack)) == (4, b"x")
-        return hang.wait(60)
-
-    host = Host(tmp_path / "h", persist=persist)
-    host.begin(generation(1, 1, None)[0]).snapshot(4)
-    assert host.keeper.finish(keep=False) == ""
-    said = persist_all(host.folder, host.found(), persist, None, seconds=0.05)
-    assert said == "the snapshot of step 4 was not there after 0.05 s"
-    hang.set()
+    for keep, steps in ((False, []), (True, [4])):
+        host = Host(tmp_path / str(keep))
+        host.begin(generation(1, 1, None)[0]).snapshot(4)
+        assert host.keeper.finish(keep=keep) == ""
+        assert CheckpointManager(host.folder / "disk").steps() == steps

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import until
 
-from elasticlib import CheckpointManager
+from elasticlib import CheckpointManager, MemoryStore
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import (
     RECORD_BYTES,
@@ -23,7 +23,7 @@ from elasticlib.checkpoint.memory import (
     torch_sum,
     word_sum,
 )
-from elasticlib.checkpoint.persisting import persist_all
+from elasticlib.checkpoint.persist import LastWrites
 
 
 @pytest.fixture
@@ -109,17 +109,14 @@ def test_what_was_changed_in_memory_is_not_written_to_the_disk_when_the_job_ends
     tmp_path: Path, kept: Path
 ) -> None:
     path = snapshot_beside_a_checkpoint(tmp_path / "disk", kept)
-    written = []
-
-    def persist(record: Record, pack: memoryview) -> bool:
-        written.append(record.step)
-        return len(pack) == record.size
-
-    assert persist_all(kept, memory.look(kept), persist, None) == ""
     flip(path, RECORD_BYTES + 5000)
-    said = persist_all(kept, memory.look(kept), persist, None)
-    assert said.startswith("the snapshot of step 2 was not written: the snapshot of step 2 was ch")
-    assert written == [2]
+    said = LastWrites(kept, None, MemoryStore).run()
+    assert said.startswith("the snapshot of step 2 was not written to ")
+    assert ": the snapshot of step 2 was changed in memory: " in said
+    assert CheckpointManager(tmp_path / "disk").steps() == [1]
+    flip(path, RECORD_BYTES + 5000)
+    assert LastWrites(kept, None, MemoryStore).run() == ""
+    assert CheckpointManager(tmp_path / "disk").steps() == [1, 2]
 
 
 @given(st.binary(max_size=3000), st.data())

@@ -20,7 +20,6 @@ from elasticlib.checkpoint.memory import (
     outlived,
     that_count,
 )
-from elasticlib.checkpoint.persisting import to_persist
 from elasticlib.checkpoint.replicas import Place, decode_place, encode_place, givers, takers
 from elasticlib.errors import CheckpointError
 
@@ -128,20 +127,6 @@ def test_of_what_was_made_before_it_as_many_stay_as_are_kept_while_another_is_ma
 def test_of_each_worker_the_newest_is_given_away() -> None:
     mine = [found(3, n, n, part=part, parts=2) for n in (1, 2) for part in (0, 1)]
     assert {(one.record.part, one.record.step) for one in newest_of_each(mine)} == {(0, 2), (1, 2)}
-
-
-def test_of_a_whole_state_the_newest_is_persisted_and_of_parts_as_many_as_are_kept() -> None:
-    mine, theirs = found(2, 3, 8), found(2, 4, 9, owner="1")
-    assert to_persist([mine, theirs, found(1, 9, 99)]) == (theirs,)
-    parts = [found(2, n, n, part=part, parts=2) for n in (1, 2, 3) for part in (0, 1)]
-    assert sorted((o.record.part, o.record.step) for o in to_persist([*parts, parts[0]])) == [
-        (0, 2),
-        (0, 3),
-        (1, 2),
-        (1, 3),
-    ]
-    nowhere = attrs.evolve(mine, record=attrs.evolve(mine.record, folder=""))
-    assert to_persist([nowhere]) == ()
 
 
 @given(st.integers(1, 9), st.integers(0, 9))

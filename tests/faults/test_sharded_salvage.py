@@ -1,0 +1,121 @@
+"""Sharded state that was in memory alone is on the disk when a job has been told to leave, though
+its script never saves: any number of ranks goes on from that very step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, Job, Node, generation_of, until
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint import memory
+
+pytestmark = pytest.mark.faults
+
+LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--restart-backoff", "0")
+SOON = ("--drain-grace", "1", "--resize-grace", "1")  # the script does not save
+WORKER = str(PROGRAMS / "fsdp_worker.py")
+PATIENT = 110.0
+"""Seconds for workers to import FSDP and meet, on a machine that has much else to do."""
+
+
+def permit(job: Job, step: int) -> None:
+    (job.folder / "permit.part").write_text(str(step))
+    (job.folder / "permit.part").rename(job.folder / "permit")
+
+
+def kept(job: Job, step: int, world: int) -> str:
+    """The digest of the state of a step, once all ranks have kept their part of it."""
+    files = [job.folder / f"kept.{step}.{rank}" for rank in range(world)]
+    until(f"step {step}", lambda: all(file.exists() for file in files), PATIENT)
+    (digest,) = {json.loads(file.read_text()) for file in files}
+    return str(digest)
+
+
+def two_nodes(job: Job, *flags: str) -> tuple[dict[str, Node], list[dict[str, Any]]]:
+    """Of two workers each, which have kept step 3."""
+    permit(job, 3)
+    meet = ("--rdzv-endpoint", job.store(), "--rdzv-id", "first")
+    place = ("--nproc-per-node", "2", *meet, *SOON, *flags)
+    nodes = {n: job.start(n, *LAUNCH, *place, WORKER, str(job.folder)) for n in "ab"}
+    return nodes, job.settled(4, seconds=PATIENT)
+
+
+def goes_on(job: Job, step: int, digest: str) -> None:
+    """Another launch, of three ranks, begins with this state."""
+    for file in job.folder.glob("place.*.json"):
+        file.unlink()
+    flags = ("--standalone", "--nproc-per-node", "3")
+    node = job.start("again", *LAUNCH, *flags, WORKER, str(job.folder))
+    places = job.settled(3, seconds=PATIENT)
+    assert {place["restored"] for place in places} == {step}
+    assert {place["source"] for place in places} == {"disk"}
+    assert {place["digest"] for place in places} == {digest}
+    job.finish()
+    assert node.exit_code(PATIENT) == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_job_of_two_nodes_that_is_told_to_end_leaves_its_last_step_on_the_disk(job: Job) -> None:
+    nodes, _ = two_nodes(job, "--nnodes", "2")
+    digest = kept(job, 3, world=4)
+    for node in nodes.values():
+        node.signal(signal.SIGTERM)
+    for node in nodes.values():
+        assert node.exit_code(PATIENT) == 75
+        assert "was not written" not in node.text, node.text
+    manager = CheckpointManager(job.folder / "checkpoints")
+    assert (manager.steps(), manager.verify()) == ([3], {})
+    goes_on(job, 3, digest)
+
+
+@pytest.mark.timeout(300)
+def test_what_a_killed_node_had_given_away_is_written_by_those_that_have_it(job: Job) -> None:
+    nodes, places = two_nodes(job, "--nnodes", "2", "--snapshot-replicas", "1")
+    digest = kept(job, 3, world=4)
+    stays, goes = places[0], places[2]
+    until("replicas", holds(stays["memory"], step=3, owner="1", parts={2, 3}))
+    nodes[goes["node"]].signal(signal.SIGSTOP)  # it is not to see that its workers are gone
+    for place in places[2:]:
+        os.kill(place["pid"], signal.SIGKILL)
+    nodes[goes["node"]].kill()
+    survivor = nodes[stays["node"]]
+    survivor.signal(signal.SIGTERM)
+    assert survivor.exit_code(PATIENT) == 75
+    assert CheckpointManager(job.folder / "checkpoints").steps() == [3], survivor.text
+    goes_on(job, 3, digest)
+
+
+def holds(folder: str, step: int, owner: str, parts: set[int]) -> Callable[[], bool]:
+    """Whether an agent's memory has these parts of a step from `owner`."""
+
+    def look() -> bool:
+        found = [one for one in memory.look(Path(folder)) if one.owner == owner]
+        return parts <= {one.record.part for one in found if one.record.step == step}
+
+    return look
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_drains_alone_and_those_that_stay_write_its_last_step_together(
+    job: Job,
+) -> None:
+    flags = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60")
+    nodes, places = two_nodes(job, *flags)
+    digest = kept(job, 3, world=4)
+    goes = nodes[places[2]["node"]]
+    goes.signal(signal.SIGTERM)
+    assert goes.exit_code(PATIENT) == 75
+    assert "was not written" not in goes.text, goes.text
+    after = job.settled(2, after=generation_of(places), seconds=PATIENT)
+    assert {place["restored"] for place in after} == {3}
+    assert {place["digest"] for place in after} == {digest}
+    job.finish()
+    assert nodes[places[0]["node"]].exit_code(PATIENT) == 0

@@ -1,0 +1,91 @@
+"""FSDP2 training on gloo that keeps a snapshot of each step and never saves.
+
+`fsdp_worker.py FOLDER`. Its place says which step it has restored and the digest of the whole
+state then. It takes no step beyond the number in FOLDER/permit; FOLDER/kept.STEP.RANK says that the
+snapshot of a step is kept, with the digest of the state. It ends with success when FOLDER/finish is
+there.
+"""
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from context_worker import write
+from fault_worker import NAMES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from elasticlib import CheckpointManager
+
+
+def digest(state) -> str:
+    """Of all of it, put together from all ranks."""
+    found = hashlib.sha256()
+
+    def add(value) -> None:
+        if hasattr(value, "state_dict"):
+            value = value.state_dict()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            found.update(value.numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                found.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list):
+            for part in value:
+                add(part)
+        else:
+            found.update(repr(value).encode())
+
+    add(state)
+    return found.hexdigest()
+
+
+def made():
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1), "step": 0}
+
+
+def train(state) -> None:
+    state["step"] += 1
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(state["step"]))
+    state["model"](x).square().mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
+    dist.init_process_group("gloo")
+    manager = CheckpointManager(folder / "checkpoints")
+    state, rank, generation = made(), place["RANK"], place["ELASTICLIB_GENERATION"]
+    found = manager.restore(state)
+    place |= {"node": os.environ["NODE"], "restored": found.step, "source": found.source}
+    place |= {"memory": os.path.dirname(os.environ["ELASTICLIB_SNAPSHOTS"])}
+    place |= {"digest": digest(state) if found.step else ""}
+    write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)
+    while True:
+        while int((folder / "permit").read_text()) <= state["step"]:
+            if (folder / "finish").exists():
+                return
+            time.sleep(0.005)
+        train(state)
+        manager.snapshot(state["step"], state)
+        write(folder / f"kept.{state['step']}.{rank}", digest(state))
+
+
+if __name__ == "__main__":
+    main()
