@@ -238,7 +238,7 @@ def test_what_cannot_be_converted_is_told_and_nothing_is_written_over(
         (
             ("c", "new", "--to", "torch"),
             1,
-            "would not read it back: Unsupported global: GLOBAL range",
+            "not read it back: Unsupported global: GLOBAL range",
         ),
         (("c", "new", "--to", "torch", "--step", "8"), 1, "step-0000000008"),
         (("c", "new", "--to", "dcp"), 1, "DCP saves a dict of names"),

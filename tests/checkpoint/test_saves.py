@@ -1,4 +1,4 @@
-"""What `save` returns, which checkpoints are kept, and which of them is the best."""
+"""What `save` returns, which checkpoints are kept and gone back to, and which is the best."""
 
 from __future__ import annotations
 
@@ -177,6 +177,45 @@ def test_after_a_save_that_was_not_begun_all_ranks_still_mean_the_same_one(
     # That of step 1, which nobody on this rank has asked about.
     assert (writer[3], len(other[3])) == ([], 1)
     assert other[3][0].startswith("step 1 was not saved by rank 0: ")
+
+
+def total(tensor: Any) -> float:
+    return float((tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).sum())
+
+
+def go_back(folder: Path) -> list[Any]:
+    """To steps that are kept, of states that one rank has written, and that all have; to one that
+    is not; and each rank to another one."""
+    found: list[Any] = []
+    with CheckpointManager(folder, keep_last=9) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).wait()
+        for step in (3, 4):
+            manager.save(step, {"w": sharded(float(step))["w"], "n": step}).wait()
+        plain, cut = state(0), {"w": sharded(0.0)["w"], "n": 0}
+        for step, made in ((1, plain), (3, cut), (4, cut)):
+            restored = manager.restore(made, step)
+            found.append((restored.step, restored.source, total(made["w"])))
+        try:
+            manager.restore(plain, step=9)
+        except FileNotFoundError as error:
+            found.append(str(error))
+        with told() as said:
+            manager.restore(plain, step=1 + dist.get_rank())
+        found.append(said)
+    return found
+
+
+def test_all_ranks_go_back_to_the_step_that_all_of_them_ask_for(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks.run(go_back, 2, tmp_path)
+    assert first[:3] == second[:3] == [(1, "disk", 3.0), (3, "disk", 15.0), (4, "disk", 20.0)]
+    for missing in (first[3], second[3]):
+        assert missing.startswith("there is no step 9 in ")
+        assert missing.endswith("; there are 1, 2, 3, 4")
+    said = "step 1 was asked for on this rank, and the others went to step 2: all ranks have to "
+    assert (first[4], second[4]) == ([f"{said}ask for the same one"], [])
 
 
 # -- metrics -----------------------------------------------------------------------------------
