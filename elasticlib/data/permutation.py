@@ -263,14 +263,14 @@ def runs_of(order: Order, places: range, share: range | None = None) -> Iterator
     """
     width = len(share) if share else 1
     done, count, most = 0, 1 if share else FIRST, max(1, AT_ONCE // width)
-    behind = None if share is None else torch.arange(len(share)) * share.step + share.start
+    offsets = None if share is None else torch.arange(len(share)) * share.step + share.start
     while done < len(places):
         part = places[done : done + count]
-        here = torch.arange(part.start, part.stop, part.step)
-        if behind is None:
-            indices = order(here)
+        starts = torch.arange(part.start, part.stop, part.step)
+        if offsets is None:
+            indices = order(starts)
         else:
-            indices = order((here[:, None] + behind).flatten()).view(len(part), len(behind))
+            indices = order((starts[:, None] + offsets).flatten()).view(len(part), len(offsets))
         for listed in torch.split(indices, max(1, LISTED // width)):
             yield listed.tolist()
         done, count = done + len(part), min(4 * count, most)
