@@ -35,6 +35,7 @@ from . import fence as fences
 from . import manifest as manifests
 from . import memory as memories
 from .commit import ClearedAway, Committer
+from .cover import Chunk, chunks_of
 from .fence import Writer
 from .folder import CheckpointFolder, open_place
 from .interface import Unreadable
@@ -51,7 +52,6 @@ from .salvage import (
     Over,
     Piece,
     Plan,
-    Rows,
     Said,
     State,
     choose,
@@ -238,7 +238,7 @@ class Kind:
     record: Record
     held: dict[tuple[State, str], list[Found]] = attrs.field(factory=dict)
     pieces: list[Piece] = attrs.field(factory=list)
-    rows: dict[str, Rows] = attrs.field(factory=dict)
+    chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)
 
     @property
     def newest(self) -> State:
@@ -248,15 +248,15 @@ class Kind:
     def key(self) -> str:
         return quote(self.record.name, safe="")[:256]
 
-    def add(self, found: Found, rows: Rows | None) -> None:
-        """rows: of a part of a sharded state."""
+    def add(self, found: Found, chunks: list[Chunk] | None) -> None:
+        """chunks: of a part of a sharded state."""
         state, share = state_of(found.record), WHOLE
-        if rows is not None:
-            piece = piece_of(state, found.record.part, rows)
+        if chunks is not None:
+            piece = piece_of(state, found.record.part, chunks)
             share = piece.share
             self.pieces.append(piece)
-            self.rows[share] = rows
-        if not state.sharded or rows is not None:
+            self.chunks[share] = chunks
+        if not state.sharded or chunks is not None:
             self.held.setdefault((state, share), []).append(found)
 
     def drop(self, state: State, share: str) -> None:
@@ -288,15 +288,15 @@ def kinds_in(memory: Path) -> list[Kind]:
     counting = [one for one in that_count(memories.look(memory)) if one.record.folder]
     for one in sorted(counting, key=lambda one: state_of(one.record), reverse=True):
         kind = kinds.setdefault(one.record.name, Kind(one.record))
-        kind.add(one, rows_of(memory, one) if state_of(one.record).sharded else None)
+        kind.add(one, held_by(memory, one) if state_of(one.record).sharded else None)
     return sorted(kinds.values(), key=lambda kind: kind.key)
 
 
-def rows_of(memory: Path, found: Found) -> Rows | None:
-    """The boxes of a part; None where it is gone, or was not made by CheckpointManager."""
+def held_by(memory: Path, found: Found) -> list[Chunk] | None:
+    """What a part holds; None where it is gone, or was not made by CheckpointManager."""
     with pinned(memory, found) as view:
-        rows = None if view is None else read_meta(view).get("chunks")
-        return rows if isinstance(rows, list) else None
+        meta = {} if view is None else read_meta(view)
+        return chunks_of(meta) if "chunks" in meta else None
 
 
 class _Damaged(CheckpointError):
@@ -326,7 +326,7 @@ class Persisting:
     ) -> None:
         self._memory, self._kind, self._board, self._target = memory, kind, board, target
         self._leaves, self._over = leaves, over
-        self._rows = dict(kind.rows)
+        self._chunks = dict(kind.chunks)
         self._why = ""
         self._cleared = 0
 
@@ -364,7 +364,7 @@ class Persisting:
             if plan is not None:
                 return plan, version
             _, seen = self._board.list("agreed/")
-            self._tell_rows()
+            self._tell_chunks()
             if self._leaves and not self._decide(monotonic() - began):
                 break
             self._board.wait("" if self._leaves else "agreed/", seen)
@@ -391,29 +391,34 @@ class Persisting:
         all_in = len(posts) >= self._board.nodes
         settled = all_in or waited > SETTLE_SECONDS
         missing = settled and self._learn(in_doubt(pieces))
-        plan = choose(pieces, self._rows)
+        plan = choose(pieces, self._chunks)
         newest = max((piece.state for piece in pieces), default=None)
         if plan is not None and (plan.state == newest or (settled and not missing)):
             self._board.put(f"agreed/plan/{self._kind.key}", attrs.astuple(plan), once=True)
         elif (all_in and not missing) or waited > AGREE_SECONDS:
-            self._why = why_not(pieces, len(posts), self._board.nodes)
+            self._why = f"it {why_not(pieces, self._chunks)}"
+            if not all_in:
+                self._why += (
+                    f" ({len(posts)} of {self._board.nodes} nodes have told what they hold)"
+                )
         return not self._why
 
     def _learn(self, doubtful: frozenset[str]) -> bool:
-        """Whether rows that decide are still to come from other nodes, which are asked for them."""
-        if doubtful - self._rows.keys():
+        """Whether chunks that decide are still to come from other nodes, which are asked."""
+        if doubtful - self._chunks.keys():
             self._board.put(f"agreed/doubt/{self._kind.key}", sorted(doubtful), once=True)
-        for share in doubtful - self._rows.keys():
-            entry = self._board.get(f"rows/{share}")
+        for share in doubtful - self._chunks.keys():
+            entry = self._board.get(f"chunks/{share}")
             if entry is not None:
-                self._rows[share] = _read(entry)
-        return bool(doubtful - self._rows.keys())
+                self._chunks[share] = chunks_of({"chunks": _read(entry)})
+        return bool(doubtful - self._chunks.keys())
 
-    def _tell_rows(self) -> None:
+    def _tell_chunks(self) -> None:
         """Those of ours that somebody has asked for."""
         entry = self._board.get(f"agreed/doubt/{self._kind.key}")
-        for share in self._kind.rows.keys() & set(_read(entry) if entry else ()):
-            self._board.put(f"rows/{share}", self._kind.rows[share], once=True)
+        for share in self._kind.chunks.keys() & set(_read(entry) if entry else ()):
+            rows = [chunk.row() for chunk in self._kind.chunks[share]]
+            self._board.put(f"chunks/{share}", rows, once=True)
 
     # -- writing it ---------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ from .memory import Found, Record, Slots, held, pieces, read_record, sum_of
 log = logging.getLogger("elasticlib.checkpoint")
 
 PROTOCOL = 3
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 512 << 10
+"""Of a pack in one piece: what is larger takes new memory on its way, and five times as long."""
 ANSWER_SECONDS = 60.0
 """For a node to answer, which may have to find memory first."""
 RETRY_SECONDS = 0.5

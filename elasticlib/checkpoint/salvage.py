@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from .cover import Chunk, lacking, some
 from .manifest import DataFile
 
 CLAIM_SECONDS = 60.0
@@ -41,8 +42,8 @@ class State:
 class Piece:
     """A part of a state, as a node says that it holds it.
 
-    share: names the boxes of the global tensors that it has: two parts of one share may stand for
-    one another. elements: in those boxes. total: in the tensors that they belong to.
+    share: names the boxes of tensors that it has: two parts of one share may stand for one another.
+    elements: in those boxes. total: in the tensors that they belong to.
     """
 
     state: State
@@ -60,76 +61,55 @@ class Plan:
     shares: tuple[str, ...]
 
 
-Rows = Sequence[Sequence[Any]]
-"""The boxes of a part: of each its tensor's name, dtype and size, and its own offsets and sizes."""
+Chunks = Mapping[str, Sequence[Chunk]]
+"""What parts with these shares hold, as far as that is known."""
 
 
-def piece_of(state: State, part: int, rows: Rows) -> Piece:
-    """What a part with these boxes is told as."""
-    boxes = {json.dumps(row[:5]): row for row in rows}
-    tensors = {row[0]: row[2] for row in rows}
+def piece_of(state: State, part: int, chunks: Sequence[Chunk]) -> Piece:
+    """What a part that holds these is told as."""
+    boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
+    named = json.dumps(sorted(boxes)).encode()
     return Piece(
         state,
         part,
-        hashlib.sha256("\n".join(sorted(boxes)).encode()).hexdigest()[:32],
-        sum(math.prod(row[4]) for row in boxes.values()),
-        sum(math.prod(size) for size in tensors.values()),
+        hashlib.sha256(named).hexdigest()[:32],
+        sum(math.prod(sizes) for _, _, _, (_, sizes) in boxes),
+        sum(math.prod(shape) for shape in {c.name: c.shape for c in chunks}.values()),
     )
 
 
-def choose(pieces: Iterable[Piece], rows: Mapping[str, Rows]) -> Plan | None:
-    """The newest state that is held whole. rows: those of shares, as far as they are known."""
+def choose(pieces: Iterable[Piece], chunks: Chunks) -> Plan | None:
+    """The newest state that is held whole."""
     for state, shares in _newest_first(pieces):
-        if _has_all_parts(state, shares):
-            return Plan(state, tuple(shares))
-        known = [rows[share] for share in shares if share in rows]
-        if len(known) == len(shares) and _may_cover(shares) and covered(known):
+        if not _lacking(state, shares, chunks):
             return Plan(state, tuple(shares))
     return None
 
 
-def covered(parts: Iterable[Rows]) -> bool:
-    """Whether the boxes of these parts cover every tensor that they are of."""
-    left: dict[str, list[_Box]] = {}
-    boxes = {
-        (row[0], tuple(row[3]), tuple(row[4])): tuple(row[2]) for rows in parts for row in rows
-    }
-    for (name, offsets, sizes), size in boxes.items():
-        whole: list[_Box] = [] if 0 in size else [((0,) * len(size), size)]
-        rest = left.get(name, whole)
-        left[name] = [piece for box in rest for piece in _without(box, (offsets, sizes))]
-    return not any(left.values())
+def why_not(pieces: Iterable[Piece], chunks: Chunks) -> str:
+    """Why the newest of these states is not whole, as the end of a sentence."""
+    for state, shares in _newest_first(pieces):
+        return _lacking(state, shares, chunks)
+    return "was not made by CheckpointManager, and nobody can put its parts together"
 
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
-
-
-def _without(box: _Box, other: _Box) -> list[_Box]:
-    """What is left of a box, in boxes, where another is taken out of it."""
-    starts, sizes = map(list, box)
-    pieces: list[_Box] = []
-    for axis, (start, size) in enumerate(zip(*other, strict=True)):
-        end, other_end = starts[axis] + sizes[axis], start + size
-        if size == 0 or other_end <= starts[axis] or start >= end:
-            return [box]
-        if start > starts[axis]:
-            below = [*sizes[:axis], start - starts[axis], *sizes[axis + 1 :]]
-            pieces.append((tuple(starts), tuple(below)))
-        if other_end < end:
-            above = [*starts[:axis], other_end, *starts[axis + 1 :]]
-            pieces.append((tuple(above), (*sizes[:axis], end - other_end, *sizes[axis + 1 :])))
-        starts[axis], end = max(start, starts[axis]), min(other_end, end)
-        sizes[axis] = end - starts[axis]
-    return pieces
+def _lacking(state: State, shares: _Shares, chunks: Chunks) -> str:
+    parts = {piece.part for held in shares.values() for piece in held}
+    if len(parts) == state.parts:
+        return ""
+    if _may_cover(shares) and shares.keys() <= chunks.keys():
+        held = {piece.part: chunks[s] for s, held in shares.items() for piece in held}
+        return lacking(held, state.parts)
+    lost = [part for part in range(state.parts) if part not in parts]
+    return f"is not whole: nobody holds {some(lost, 'part')} of {state.parts}"
 
 
 def in_doubt(pieces: Iterable[Piece]) -> frozenset[str]:
-    """The shares whose rows decide: of states of which parts are missing, and perhaps no elements,
-    as others have copies of them."""
+    """The shares whose chunks decide: of states that lack parts, but perhaps no elements, as other
+    parts may have copies."""
     found: set[str] = set()
     for state, shares in _newest_first(pieces):
-        if _has_all_parts(state, shares):
+        if len({piece.part for held in shares.values() for piece in held}) == state.parts:
             break
         if _may_cover(shares):
             found.update(shares)
@@ -147,27 +127,9 @@ def _newest_first(pieces: Iterable[Piece]) -> list[tuple[State, _Shares]]:
     return list(states.items())
 
 
-def _has_all_parts(state: State, shares: _Shares) -> bool:
-    return len({piece.part for held in shares.values() for piece in held}) == state.parts
-
-
 def _may_cover(shares: _Shares) -> bool:
     firsts = [held[0] for held in shares.values()]
     return sum(piece.elements for piece in firsts) >= max(piece.total for piece in firsts)
-
-
-def why_not(pieces: Sequence[Piece], told: int, nodes: int) -> str:
-    """Why none of these states is whole."""
-    if not pieces:
-        return "what is here of it cannot be put together: it was not made by CheckpointManager"
-    state, shares = _newest_first(pieces)[0]
-    here = {piece.part for held in shares.values() for piece in held}
-    gone = [part for part in range(state.parts) if part not in here]
-    some = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
-    return (
-        f"of its {state.parts} parts {some} {'are' if len(gone) > 1 else 'is'} gone, with elements "
-        f"that no other part has ({told} of {nodes} nodes have told what they hold)"
-    )
 
 
 @attrs.frozen
