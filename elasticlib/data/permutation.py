@@ -135,7 +135,7 @@ class Permutation:
             if tables:
                 torch.index_select(tables[turn], 0, source, out=mixed)
             else:
-                self.mix(turn, source, mixed, spare)
+                self._mix(turn, source, mixed, spare)
             if turn % 2:
                 low ^= mixed
             else:
@@ -147,7 +147,7 @@ class Permutation:
                 high += spare
         return (high.long() << self.low_bits).bitwise_or_(low)
 
-    def mix(self, turn: int, source: Tensor, mixed: Tensor, spare: Tensor) -> None:
+    def _mix(self, turn: int, source: Tensor, mixed: Tensor, spare: Tensor) -> None:
         """Make of each source what a round adds to the other half, without leaving int64: of a high
         half, scaled to -size ... -1 rather than 0 ... size - 1."""
         factor, summand = self.rounds[turn]
@@ -169,7 +169,7 @@ def _tables(permutation: Permutation) -> tuple[Tensor, ...]:
     for turn in range(ROUNDS):
         size = permutation.high_size if turn % 2 else 1 << permutation.low_bits
         mixed, spare = torch.empty(2, size, dtype=torch.int64)
-        permutation.mix(turn, torch.arange(size), mixed, spare)
+        permutation._mix(turn, torch.arange(size), mixed, spare)
         made.append(mixed.int())
     return tuple(made)
 

@@ -365,7 +365,9 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
             "shards" shuffles a `ShardDataset`'s shards, and leaves samples of a shard in order.
         weights: one for each sample, 0 or more: an epoch draws without replacement, each next
             sample in proportion to its weight among those that are left; one of weight 0 is never
-            drawn. See `WeightedOrder` for how, and for what that costs.
+            drawn. Takes 8 bytes a sample beside the weights, and some 200 ns a sample before the
+            first index. By P. S. Efraimidis and P. G. Spirakis, "Weighted random sampling with a
+            reservoir", Information Processing Letters 97 (2006).
         epoch_size: with `weights`, how many samples an epoch draws, of all ranks together; by
             default all whose weight is not 0, which then come once each, heavy ones sooner.
 
