@@ -91,7 +91,8 @@ _HOMES = {
         "load_checkpoint",
         "latest_checkpoint",
     ),
-    "checkpoint.manager": ("CheckpointManager",),
+    "checkpoint.manager": ("CheckpointManager", "Restored"),
+    "checkpoint.saving": ("Save",),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
     "observe.read_events": ("read_history",),
@@ -109,6 +110,8 @@ if TYPE_CHECKING:
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .checkpoint.manager import Restored as Restored
+    from .checkpoint.saving import Save as Save
     from .compat.failures import ChildFailedError as ChildFailedError
     from .compat.failures import ProcessFailure as ProcessFailure
     from .compat.failures import SignalException as SignalException

@@ -29,7 +29,7 @@ ORDER = (
 
 COMPOSERS = ("compat", "launch", "integrations", "examples", "testing", "__init__.py")
 """They alone choose the doers; the others get theirs handed over, as an interface or a value."""
-MEETS_ITS_AGENT = ("checkpoint/here.py", "workers/context.py")
+MEETS_ITS_AGENT = ("checkpoint/manager.py", "workers/context.py")
 
 WORLD = {
     *("time", "datetime", "os", "socket", "select", "selectors", "threading", "subprocess"),
@@ -299,5 +299,18 @@ def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions
     code = (
         "import sys; from elasticlib.launch.arguments import build_flags; build_flags(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
+    )
+    assert python(code) == 0
+
+
+def test_a_state_that_is_not_sharded_is_saved_and_restored_without_dtensors() -> None:
+    """Their modules take a second to import, in each new worker."""
+    code = (
+        "import sys, tempfile, torch, elasticlib\n"
+        "with elasticlib.CheckpointManager(tempfile.mkdtemp()) as manager:\n"
+        "    manager.save(1, {'w': torch.ones(3)}).wait()\n"
+        "    assert manager.restore({'w': torch.ones(3)}).step == 1\n"
+        "late = {'torch.distributed.tensor', 'torch.distributed.checkpoint'}\n"
+        "sys.exit(bool(late & set(sys.modules)))"
     )
     assert python(code) == 0

@@ -76,16 +76,14 @@ class Committer:
             return
         with self._at_work("could not be claimed"), self._place.locked():
             fence = self._fence(damaged_is_none=True)
-            if self._is_beside(fence):
-                self._claimed = True
-                return
-            answer = fences.claim(fence, self.writer)
-            if answer.fence is None:
-                raise CheckpointRefused(f"{self._place.name} is not ours to write: {answer.reason}")
-            self._place.put(fences.NAME, fences.encode(answer.fence))
+            ours = fences.claim(fence, self.writer, beside=self._beside)
+            if isinstance(ours, str):
+                raise CheckpointRefused(f"{self._place.name} is not ours to write: {ours}")
+            if ours != fence:
+                self._place.put(fences.NAME, fences.encode(ours))
+                with self._or_it_stays([]):
+                    self._sweep()
             self._claimed = True
-            with self._or_it_stays([]):
-                self._sweep()
 
     def save(
         self,
@@ -156,18 +154,17 @@ class Committer:
             world=world,
         )
         with self._at_work(f"could not commit {folder}"), self._place.locked():
-            fence = self._fence()
-            reason = fences.why_not(fence, writer)
-            if reason and not self._is_beside(fence):
+            reason = fences.why_not(self._fence(), writer, beside=self._beside)
+            if reason:
                 raise CheckpointRefused(
                     f"step {step} was not committed to {self._place.name}: {reason}"
                 )
             sizes = self._place.files(folder)
-            reason = manifests.flaw(manifest, sizes)
-            if reason:
+            flaw = manifests.flaw(manifest, sizes)
+            if flaw:
                 gone = any(file.name not in sizes for file in files)
                 kind = ClearedAway if gone else CheckpointError
-                raise kind(f"{self._place.name}/{folder} was not committed: {reason}")
+                raise kind(f"{self._place.name}/{folder} was not committed: {flaw}")
             self._place.put(f"{folder}/{manifests.NAME}", manifests.encode(manifest))
             self.committed = monotonic()
             self._folder.know(manifest, Health.GOOD)
@@ -222,9 +219,9 @@ class Committer:
         # Who never had it may clear up beside its holder, unless that is a newer generation
         # of its own launch, or a newer launch.
         lost = fences.why_not(fence, writer) if self._claimed and others else ""
-        reason = lost or fences.claim(fence, writer).reason
-        if reason:
-            raise CheckpointRefused(f"{self._place.name} was not pruned: {reason}")
+        answer = lost or fences.claim(fence, writer)
+        if isinstance(answer, str):
+            raise CheckpointRefused(f"{self._place.name} was not pruned: {answer}")
         return fence.holder.token if fence is not None and others else ""
 
     def choose(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
@@ -272,9 +269,6 @@ class Committer:
                 self._warned.add(str(error))
                 what = "what is not needed could not be deleted"
                 log.warning("%s: %s: %s", self._place.name, what, error)
-
-    def _is_beside(self, fence: Fence | None) -> bool:
-        return self._beside and fences.is_of_generation(fence, self.writer)
 
     def _look_for_good(self, seen: Callable[[memoryview], None]) -> set[int]:
         """Read from the newest on until one turns out whole; those that could not be read."""

@@ -100,7 +100,8 @@ def pieces(box: Box, row: Sequence[int], most: int) -> Iterator[Box]:
 @attrs.frozen
 class Chunk:
     """What a part holds of a tensor. dtype, shape: of the whole tensor. stride: in which order its
-    elements lay, and device: where, as torch names it; empty where that was not written."""
+    elements lay, and device: where, as torch names it. mesh: a sum of the ranks that it was sharded
+    over. The last three are as they stand here where they were not written."""
 
     name: str
     dtype: str
@@ -108,10 +109,11 @@ class Chunk:
     box: Box
     stride: tuple[int, ...] = ()
     device: str = "cpu"
+    mesh: int = 0
 
     def row(self) -> list[Any]:
         """As it stands in the head of a pack."""
-        return [self.name, self.dtype, self.shape, *self.box, self.stride, self.device]
+        return [self.name, self.dtype, self.shape, *self.box, self.stride, self.device, self.mesh]
 
 
 def chunks_of(meta: Mapping[str, Any]) -> list[Chunk]:
@@ -127,11 +129,11 @@ def chunks_of(meta: Mapping[str, Any]) -> list[Chunk]:
 
 
 def _chunk(name: Any, dtype: Any, shape: Any, *more: Any) -> Chunk:
-    # Strides and devices were added later.
-    later: tuple[Any, ...] = ((), "cpu")
-    offsets, sizes, stride, device = (*more, *later[len(more) - 2 :])
-    found = Chunk(name, dtype, tuple(shape), (tuple(offsets), tuple(sizes)), tuple(stride), device)
-    counts = (*found.shape, *found.box[0], *found.box[1], *found.stride)
+    later: tuple[Any, ...] = ((), "cpu", 0)
+    offsets, sizes, stride, device, mesh = (*more, *later[len(more) - 2 :])
+    box = (tuple(offsets), tuple(sizes))
+    found = Chunk(name, dtype, tuple(shape), box, tuple(stride), device, mesh)
+    counts = (*found.shape, *box[0], *box[1], *found.stride, mesh)
     if not all(type(text) is str for text in (name, dtype, device)):
         raise ValueError(f"a chunk of {name!r:.80}, {dtype!r:.80} and {device!r:.80}")
     if len(found.shape) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in counts):
@@ -191,6 +193,16 @@ def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
         return f"is not whole: {nobody}"
     more = f" (and of {len(lacks) - 1} more tensors)" if len(lacks) > 1 else ""
     return f"is not whole: {nobody}, and so {next(iter(lacks.values()))}{more}"
+
+
+def apart(parts: Mapping[int, Sequence[Chunk]]) -> set[str]:
+    """The names of tensors that were sharded over several meshes, as the stages of a pipeline have
+    them: what has one name there may be another tensor in each."""
+    meshes: dict[str, set[int]] = {}
+    for chunks in parts.values():
+        for chunk in chunks:
+            meshes.setdefault(chunk.name, set()).add(chunk.mesh)
+    return {name for name, found in meshes.items() if len(found) > 1}
 
 
 def some(numbers: Sequence[int], what: str) -> str:

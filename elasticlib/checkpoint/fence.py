@@ -57,43 +57,40 @@ class Fence:
     lost: tuple[str, ...] = ()
 
 
-@attrs.frozen
-class Claim:
-    """The answer to who wants the folder: the fence as it is to be written, or why not."""
+def claim(fence: Fence | None, writer: Writer, *, beside: bool = False) -> Fence | str:
+    """Give the folder to `writer`, unless somebody newer has it: the fence then, or why not.
 
-    fence: Fence | None
-    reason: str = ""
-
-
-def claim(fence: Fence | None, writer: Writer) -> Claim:
-    """Give the folder to `writer`, unless somebody newer has it."""
+    Args:
+        beside: whether it is not taken from another of the same generation, who may be at work.
+    """
     if fence is None:
-        return Claim(Fence(writer))
+        return Fence(writer)
     holder = fence.holder
-    if writer.start == holder.start:
-        if writer.generation < holder.generation:
-            return Claim(None, f"{holder} writes here, and {writer} is older")
-        return Claim(Fence(writer, fence.lost))
-    if writer.start in fence.lost:
-        return Claim(None, f"{holder} took this folder over from the launch of {writer}")
-    return Claim(Fence(writer, (*fence.lost, holder.start)[-REMEMBERED:]))
+    if writer.start != holder.start:
+        if writer.start in fence.lost:
+            return f"{holder} took this folder over from the launch of {writer}"
+        return Fence(writer, (*fence.lost, holder.start)[-REMEMBERED:])
+    if writer.generation < holder.generation:
+        return f"{holder} writes here, and {writer} is older"
+    if beside and writer.generation == holder.generation:
+        return fence
+    return Fence(writer, fence.lost)
 
 
-def is_of_generation(fence: Fence | None, writer: Writer) -> bool:
-    """Whether somebody of the generation of `writer` has the folder, who may be at work in it."""
-    if fence is None:
-        return False
-    holder = fence.holder
-    return (holder.start, holder.generation) == (writer.start, writer.generation)
+def why_not(fence: Fence | None, writer: Writer, *, beside: bool = False) -> str:
+    """Why `writer` must not commit; nothing if it may.
 
-
-def why_not(fence: Fence | None, writer: Writer) -> str | None:
-    """Why `writer` must not commit; None if it may."""
+    Args:
+        beside: whether it may while another of the same generation has the folder.
+    """
     if fence is None:
         return f"{NAME} is gone from it"
-    if fence.holder.token == writer.token:
-        return None
-    return f"{fence.holder} has taken it over from {writer}"
+    holder = fence.holder
+    if holder.token == writer.token:
+        return ""
+    if beside and (holder.start, holder.generation) == (writer.start, writer.generation):
+        return ""
+    return f"{holder} has taken it over from {writer}"
 
 
 def encode(fence: Fence) -> bytes:

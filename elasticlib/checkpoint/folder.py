@@ -10,14 +10,12 @@ import contextlib
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
 from .disk import LocalPlace
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("elasticlib.checkpoint")
 T = TypeVar("T")
-
-LOOK_SECONDS = 0.1
 
 
 def open_place(folder: str | os.PathLike[str] | Place) -> Place:
@@ -126,16 +122,6 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """See `CheckpointManager.steps`."""
         return sorted(found.step for found in self.found() if found.manifest)
-
-    def wait_for(self, step: int, deadline: float) -> None:
-        """Until there is a checkpoint of this step, or `deadline` on our clock. CheckpointError."""
-        pause = threading.Event()
-        while (found := self.look(step)) is None or found.manifest is None:
-            if monotonic() > deadline:
-                raise CheckpointError(
-                    f"there is no {self.describe(step)}, which another rank was to save"
-                )
-            pause.wait(LOOK_SECONDS)
 
     def describe(self, step: int) -> str:
         """A checkpoint, for messages."""

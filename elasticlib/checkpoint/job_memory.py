@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 
 from ..errors import CheckpointError, present
-from .here import Here
 from .interface import MEMORY
 from .restore import Agreed
+from .saving import RankInfo
 from .snapshots import Snapshot, SnapshotMemory
 from .told import Told, told
 
@@ -26,7 +26,7 @@ class JobMemory:
     """
 
     def __init__(
-        self, here: Here, *, name: str, folder: str, shared: bool, every: bool = False
+        self, here: RankInfo, *, name: str, folder: str, shared: bool, every: bool = False
     ) -> None:
         self._here, self._name, self._every = here, name, every
         self._folder, self._shared = folder, shared

@@ -8,42 +8,105 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
 
+import attrs
 import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
-from . import here as heres
+from ..workers.context import context
 from . import manifest as manifests
-from .behind import Behind
 from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
 from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
-from .here import Here
-from .host import HostBuffer
 from .interface import Source
 from .job_memory import JobMemory
-from .outcomes import Outcomes, Restored
 from .pack import lay_out
-from .part_saver import PartSaver
 from .place import Place
-from .prune import Retention, Selection
+from .prune import Retention, Selection, best_of
 from .put import check_names
 from .remote import RemotePlace
 from .restore import restore_from
+from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .state import take_shards, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-WAIT_SECONDS = 1800.0
-"""For which a rank waits to hear of a save that another one makes: as long as torch's groups."""
+REMEMBERED = 100
+"""So many saves of another rank's that nobody asked for are remembered."""
+
+_FROM = {
+    "memory": "from this node's memory",
+    "peer": "from another node's memory",
+    "disk": "from the disk",
+}
+
+
+@attrs.frozen(repr=False)
+class Restored:
+    """What `CheckpointManager.restore` has brought the state to; true if there was anything.
+
+    found: whether there was a state to go on from. If not, nothing was changed.
+    step: after which that state was taken; 0 if there was none.
+    source: where this rank's came from: `memory` of this node, that of a `peer`, or a `disk`;
+        empty if there was none.
+    passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
+
+    It is no number: whoever takes it for its step gets a TypeError that says so.
+    """
+
+    step: int = 0
+    source: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        return bool(self.source)
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to go on from"
+        return "; ".join([said, *(f"passed over: {why}" for why in self.passed_over)])
+
+    def __repr__(self) -> str:
+        return f"<Restored: {self}>"
+
+    if not TYPE_CHECKING:  # a type checker is to find these before they are run
+
+        def _is_no_number(self, *_: object) -> NoReturn:
+            raise TypeError(
+                "what restore() returns is a Restored, not a number: its .step is the step, and "
+                ".found says whether there was any"
+            )
+
+        def __eq__(self, other: object) -> bool:
+            if isinstance(other, Number):
+                self._is_no_number()
+            if not isinstance(other, Restored):
+                return NotImplemented
+            return attrs.astuple(self) == attrs.astuple(other)
+
+        def __hash__(self) -> int:
+            return hash(attrs.astuple(self))
+
+        __lt__ = __le__ = __gt__ = __ge__ = _is_no_number
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _is_no_number
+        __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = (
+            _is_no_number
+        )
+        __int__ = __index__ = __float__ = _is_no_number
 
 
 class CheckpointManager:
@@ -51,17 +114,18 @@ class CheckpointManager:
 
     All ranks make the same calls. A state is the same on all ranks, and then one rank writes it;
     or it holds sharded tensors (DTensors, as FSDP2 has them), and then each rank writes its part.
+    What is kept is what any of `keep_last`, `keep_every` and `keep_best` keeps.
 
     Args:
         folder: a path, any fsspec URL, or a place of your own.
         keep_last: so many of the newest checkpoints stay when one is saved.
-        keep_every: and each whose step this divides; 0 for none.
+        keep_every: and those of steps that are a multiple of this; 0 for none.
+        keep_best: and those with the best value of a metric that `save` is given: its name, which
+            values are better ("min" or "max"), and how many stay (1 by default).
         shared: whether all nodes see the same folder: the first rank writes. If each node has one
             of its own, the first rank of each node does.
         group: the ranks that share the state; all of the default process group by default. It
             needs one folder for all, and each of its ranks keeps snapshots.
-        here: this process's place in the job; by the process group and what the launcher says
-            by default.
 
     Attributes:
         stall: seconds that the last `save` or `snapshot` took of the training step.
@@ -74,36 +138,34 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        keep_best: tuple[str, str] | tuple[str, str, int] | None = None,
         shared: bool = True,
         group: dist.ProcessGroup | None = None,
-        here: Here | None = None,
     ) -> None:
-        self.stall = 0.0
-        self.durable: float | None = None
-        self._folder = folder
-        self._spoken = folder.name if isinstance(folder, Place) else os.fspath(folder)
-        self._retention = Retention(keep_last, keep_every)
         if group is not None and not shared:
             raise ConfigError(
                 "shared=False has the first rank of each node write, which of a group is not "
                 "known: give a folder that all its ranks see, or leave group out"
             )
+        self.stall = 0.0
+        self.durable: float | None = None
+        self._folder = folder
+        self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
+        self._retention = Retention(keep_last, keep_every, _with_count(keep_best))
         self._shared = shared
         self._group = group
-        self._here = here
-        self._opened: CheckpointFolder | None = None
-        self._kept: JobMemory | None = None
-        self._committer: Committer | None = None
-        self._parts: PartSaver | None = None
-        self._outcomes: Outcomes | None = None
         self._host = HostBuffer()
-        self._behind = Behind()
+        self._last: OwnSave | None = None
+        self._expected: deque[OthersSave] = deque(maxlen=REMEMBERED)
         self._forget: Callable[[], None] | None = None
+        self._process = os.getpid()
         self._closed = False
 
     # -- saving -------------------------------------------------------------------------------
 
-    def save(self, step: int, state: object) -> None:
+    def save(
+        self, step: int, state: object, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> Save:
         """Save the state after `step`; returns once it is copied, and may be changed again.
 
         Waits for the save before it, if that is still under way. What was saved of the same step
@@ -114,24 +176,99 @@ class CheckpointManager:
                 sets) of tensors, NumPy arrays and numbers, plain values, enums, random states, and
                 objects with `state_dict` and `load_state_dict`: modules, optimizers, samplers.
                 docs/checkpoints.md has them all.
+            metrics: what was measured of it, by name, for `best`, `keep_best` and people. Those of
+                the rank that commits are kept; one that is infinite or not a number is left out,
+                and a warning says so.
+
+        Returns:
+            This save, to be waited for, or asked how it came out.
 
         Raises:
-            CheckpointError: the save before this one failed, and this one was not begun; or the
-                state cannot be saved. CheckpointRefused: somebody newer has the folder.
+            CheckpointError: the save before this one failed, nobody has asked about it, and this
+                one was not begun; or the state or the metrics cannot be saved. CheckpointRefused:
+                somebody newer has the folder.
         """
         began = monotonic()
         manifests.check_step(step)
         self._must_be_open()
-        self._behind.wait()
+        # Counted on all ranks alike, whatever comes of it on one of them.
+        number = self._outcomes.begin()
+        try:
+            return self._begin(step, state, self._measured(step, metrics), number, began)
+        except BaseException as error:
+            if self.writes:
+                self._outcomes.tell(number, step, error)
+            raise
+        finally:
+            self.stall = monotonic() - began
+
+    def _begin(
+        self, step: int, state: object, metrics: Mapping[str, float], number: int, began: float
+    ) -> Save:
+        """Copy the state, and start to write the copy, if this rank does."""
+        self._wait_for_last()
         values = values_of(state)
-        if take_shards(values)[1]:
-            self._start(self._all_ranks().prepare(step, values, self._host), step, began)
-        elif self.writes:
-            data = self._host.take(lay_out(values, {"step": step}))
-            self._start(partial(self._save_for_all, step, data, self._told().began()), step, began)
+        sharded = bool(take_shards(values)[1])
+        if not sharded and not self.writes:
+            save = OthersSave(step, number, self._outcomes, self._reader)
+            self._expected.append(save)
+            return save
+        writers = self._all_ranks if sharded else self._this_rank
+        if sharded:
+            # It takes its time to import, and most states are not sharded.
+            from .sharded import lay_out_part
+
+            layout = lay_out_part(step, values, whole=writers.rank == 0, copies=False)
         else:
-            self._told().expect(step)
-        self.stall = monotonic() - began
+            layout = lay_out(values, {"step": step})
+        data = self._host.take(layout)
+        if self._forget is None:
+            atexit.register(self._last_words)
+            self._forget = context().on_stop(self._settle)
+        write = partial(self._write, step, data, writers)
+        write = partial(write, metrics=metrics, number=number, began=began)
+        self._last = OwnSave(step, write)
+        return self._last
+
+    def _write(
+        self,
+        step: int,
+        data: memoryview,
+        writers: Writers,
+        *,
+        metrics: Mapping[str, float],
+        number: int,
+        began: float,
+    ) -> None:
+        """Behind the training step."""
+        error: BaseException | None = None
+        try:
+            writers.write(step, data, metrics, self._rank_info.world_size)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if self.writes:
+                self._outcomes.tell(number, step, error)
+        committed = self._committer.committed
+        # Where another rank commits, it has when this one hears of it.
+        self.durable = (committed if committed > began else monotonic()) - began
+        context().saved(step)
+
+    def _measured(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
+        """The metrics that can be kept."""
+        best = self._retention.best
+        found: dict[str, Any] = dict(metrics or {})
+        if found and best is not None and best[0] not in found:
+            raise CheckpointError(
+                f"step {step} has no metric {best[0]!r}, which keep_best goes by; it has "
+                f"{', '.join(map(repr, found))}: name that one, too, or give no metrics"
+            )
+        for name, value in list(found.items()):
+            if _is_not_finite(value):
+                log.warning("step %d: the metric %r is %s, and is left out", step, name, value)
+                del found[name]
+        return manifests.check_metrics(found)
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after `step` in memory of this node's agent, which outlives this process.
@@ -153,17 +290,16 @@ class CheckpointManager:
         """
         manifests.check_step(step)
         self._must_be_open()
-        made = self._memory().snapshot(step, state)
+        made = self._memory.snapshot(step, state)
         if made is not None:
             self.stall = made.seconds
-            heres.worker_context().kept(step)
+            context().kept(step)
         return made is not None
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes states that are the same on all ranks."""
-        place = self._place_in_job()
-        return not (place.rank if self._shared else place.local_rank)
+        return not (self._rank_info.rank if self._shared else self._rank_info.local_rank)
 
     def claim(self) -> None:
         """Take the folder for this generation, if this rank writes: older ones cannot commit
@@ -174,42 +310,44 @@ class CheckpointManager:
         """
         self._must_be_open()
         if self.writes:
-            self._behind.settle()
-            self._commits().claim()
+            self._settle()
+            self._committer.claim()
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
-        """Wait until what was saved is durable, on whichever rank: then `steps` shows it on all.
-        Raises what the last save failed with, once. Not all ranks need to call it.
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all that was saved is durable, on whichever rank: then `steps` shows it on
+        all. Raises what a save has failed with, once, unless somebody asked the save itself. Not
+        all ranks need to call it.
 
         Args:
-            timeout: seconds; for so long a rank waits to hear of what another one writes.
+            timeout: seconds, as of `Save.wait`.
 
         Raises:
-            CheckpointError: it was not saved; or nothing was heard of it.
+            CheckpointError: one was not saved; or that is not known by then.
         """
-        self._behind.wait()
-        if self._outcomes is not None and not self._behind.foreign:
-            deadline = monotonic() + timeout
-            pending = self._outcomes.wait(deadline)
-            if pending is not None:
-                self._reader().wait_for(pending.step, deadline)
+        if self._is_fork:
+            return
+        deadline = None if timeout is None else monotonic() + timeout
+        expected = [*self._expected]
+        self._expected.clear()
+        for save in (self._last, *expected):
+            if save is not None and not save.looked_at:
+                save.wait(None if deadline is None else max(0.0, deadline - monotonic()))
 
     def close(self) -> None:
         """Wait as `wait` does, and give everything back. Closing twice is harmless."""
-        if self._closed or self._behind.foreign:
+        if self._closed or self._is_fork:
             return
         self._closed = True
-        atexit.unregister(self._behind.last_words)
+        atexit.unregister(self._last_words)
         if self._forget is not None:
             self._forget()
         try:
             self.wait()
         finally:
             self._host.close()
-            if self._kept is not None:
-                self._kept.close()
-            if self._parts is not None:
-                self._parts.close()
+            for name in ("_memory", "_all_ranks"):
+                if name in vars(self):
+                    getattr(self, name).close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -217,9 +355,27 @@ class CheckpointManager:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
             # The error on its way says more than one of a save beside it, here or elsewhere.
-            self._behind.last_words()
-            self._outcomes = None
+            self._last_words()
+            self._expected.clear()
         self.close()
+
+    def _wait_for_last(self) -> None:
+        """Until nothing is written any more here; raises a failure that nobody has asked about."""
+        if self._last is not None and not self._last.looked_at:
+            self._last.wait()
+
+    def _settle(self) -> None:
+        """Until nothing is written any more here; a failure is kept."""
+        if self._last is not None:
+            self._last.settle()
+
+    def _last_words(self) -> None:
+        """Wait, and log a failure that nobody has asked about: there will be no next call."""
+        try:
+            if not self._is_fork:
+                self._wait_for_last()
+        except BaseException as error:
+            log.error("a checkpoint was not saved: %s", error)
 
     # -- loading ------------------------------------------------------------------------------
 
@@ -254,29 +410,34 @@ class CheckpointManager:
         if step is not None:
             manifests.check_step(step)
         began = monotonic()
-        heres.worker_context().starting()
-        kept, place = self._memory(), self._place_in_job()
+        context().starting()
+        kept, place = self._memory, self._rank_info
         if place.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
                 f"restore is agreed by all {place.world_size} ranks, and there is no process "
                 "group yet: call torch.distributed.init_process_group before"
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
-        disk = DiskSource(self._reader(), self._claim_to_go_on)
+        disk = DiskSource(self._reader, self._claim_to_go_on)
         sources = [disk] if kept.source is None else [kept.source, disk]
         names = check_names(state)
         agreed = restore_from(sources, names, self._group, node=kept.node, step=step, strict=strict)
         found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
-        if step is not None and not found:
+        if step is not None and (not found or found.step != step):
             raise self._not_restored(step, found, sources)
         kept.go_on_from(agreed, names)
         if found:
             seconds = monotonic() - began
-            heres.worker_context().restored(found.step, source=found.source, seconds=seconds)
+            context().restored(found.step, source=found.source, seconds=seconds)
         return found
 
     def _not_restored(self, step: int, found: Restored, sources: Sequence[Source]) -> Exception:
         """Why there is no restoring a step that was asked for."""
+        if found:
+            return CheckpointError(
+                f"step {step} was asked for on this rank, and the others went to step "
+                f"{found.step}: all ranks have to ask for the same one"
+            )
         if found.passed_over:
             return CheckpointError(
                 f"step {step} was asked for, and cannot be restored: {'; '.join(found.passed_over)}"
@@ -309,7 +470,7 @@ class CheckpointManager:
             FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
             CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
         """
-        return self._reader().load(step, like=like, map_location=map_location)
+        return self._reader.load(step, like=like, map_location=map_location)
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, every byte of which this manager has written or
@@ -318,11 +479,42 @@ class CheckpointManager:
         Raises:
             CheckpointError: a newer one cannot be read.
         """
-        return self._reader().latest()
+        return self._reader.latest()
+
+    def best(self, by: tuple[str, str] | None = None) -> int | None:
+        """The step of the whole checkpoint that is best by a metric, checked as by `latest`; of
+        two that are as good the newer one. None if no checkpoint has that metric.
+
+        Args:
+            by: the metric, and which values are better, "min" or "max"; as of `keep_best` by
+                default.
+
+        Raises:
+            ConfigError: nobody has said by what. CheckpointError: one cannot be read, which may be
+                better.
+        """
+        rule = self._retention if by is None else Retention(best=_with_count(by))
+        if rule.best is None:
+            raise ConfigError(
+                'best() has to be told by what: give it ("loss", "min"), or the manager keep_best'
+            )
+        reader, found = self._reader, self._reader.found()
+        for one in found:
+            if one.unread:
+                raise CheckpointError(f"{reader.describe(one.step)} {one.trouble}")
+        made = {one.step: one.manifest for one in found if one.manifest}
+        metrics = {step: manifest.metrics for step, manifest in made.items()}
+        for step in best_of(made, metrics, *rule.best[:2]):
+            flaw = reader.check(made[step])
+            if not flaw:
+                return step
+            what = reader.describe(step)
+            log.warning("checkpoint passed over: %s is damaged: %s", what, flaw)
+        return None
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
-        return self._reader().steps()
+        return self._reader.steps()
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
@@ -330,23 +522,23 @@ class CheckpointManager:
         Raises:
             FileNotFoundError: there is no such checkpoint.
         """
-        return self._reader().verify(step)
+        return self._reader.verify(step)
 
     @property
     def passed_over(self) -> dict[int, str]:
         """Why the last `latest` or `load` went past newer checkpoints, by step."""
-        return dict(self._reader().passed_over)
+        return dict(self._reader.passed_over)
 
     def prune(self) -> Selection:
-        """Delete what `keep_last` and `keep_every` do not keep, if this rank writes.
+        """Delete what is not to be kept, if this rank writes.
 
         Raises:
             CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
                 disk failed.
         """
         self._must_be_open()
-        self._behind.settle()
-        return self._commits().prune() if self.writes else Selection((), (), "another rank does")
+        self._settle()
+        return self._committer.prune() if self.writes else Selection((), (), "another rank does")
 
     def _claim_to_go_on(self) -> None:
         """Claim the folder, or go on without: where it takes no writes there may be a snapshot that
@@ -354,92 +546,78 @@ class CheckpointManager:
         try:
             self.claim()
         except TakesNoWrites as error:
-            source = self._memory().source
+            source = self._memory.source
             if not self.steps() and not (source and source.held()):
                 raise
             log.warning("%s: it is read all the same, and nothing can be saved there yet", error)
 
-    # -- behind the step ----------------------------------------------------------------------
+    # -- what it is made of, when it is first used ---------------------------------------------
 
-    def _start(self, task: Callable[[], object], step: int, began: float) -> None:
-        def run() -> None:
-            task()
-            committed = self._commits().committed
-            # Where another rank commits, it has when this one hears of it.
-            self.durable = (committed if committed > began else monotonic()) - began
-            heres.worker_context().saved(step)
+    @cached_property
+    def _rank_info(self) -> RankInfo:
+        return RankInfo.of_this_process(self._group)
 
-        if self._forget is None:
-            atexit.register(self._behind.last_words)
-            self._forget = heres.worker_context().on_stop(self._behind.settle)
-        self._behind.start(run)
+    @cached_property
+    def _reader(self) -> CheckpointFolder:
+        return CheckpointFolder(open_place(self._folder))
 
-    def _save_for_all(self, step: int, data: memoryview, number: int) -> None:
-        try:
-            self._commits().save(step, data)
-        except BaseException as error:
-            self._told().tell(number, step, error)
-            raise
-        self._told().tell(number, step)
+    @cached_property
+    def _committer(self) -> Committer:
+        return Committer(self._reader, self._rank_info.writer(), self._retention)
 
-    def _told(self) -> Outcomes:
-        if self._outcomes is None:
-            place = self._place_in_job()
-            writer = 0 if self._shared else place.rank - place.local_rank
-            self._outcomes = Outcomes(self._group, self._spoken, writer)
-        return self._outcomes
+    @cached_property
+    def _this_rank(self) -> Writers:
+        return Writers(self._committer, alone=True)
 
-    def _all_ranks(self) -> PartSaver:
+    @cached_property
+    def _all_ranks(self) -> Writers:
         if not self._shared:
             raise CheckpointError(
                 "sharded state needs one folder that all ranks see, and shared=False says that "
                 "each node has one of its own"
             )
-        if self._parts is None:
-            self._parts = PartSaver(self._commits(), self._group)
-        return self._parts
+        return Writers(self._committer, self._group)
+
+    @cached_property
+    def _outcomes(self) -> Outcomes:
+        place = self._rank_info
+        writer = 0 if self._shared else place.rank - place.local_rank
+        return Outcomes(self._group, self._name, writer)
+
+    @cached_property
+    def _memory(self) -> JobMemory:
+        place = self._reader.place
+        return JobMemory(
+            self._rank_info,
+            # Two managers in one program must not take each other's for theirs.
+            name=f"state-{zlib.crc32(self._name.encode()):08x}",
+            # Of a place of the caller's own an agent knows nothing.
+            folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
+            shared=self._shared,
+            every=self._group is not None,
+        )
 
     @property
-    def _name(self) -> str:
-        return self._reader().place.name
-
-    def _place_in_job(self) -> Here:
-        if self._here is None:
-            self._here = heres.find_out(self._group)
-        return self._here
-
-    def _memory(self) -> JobMemory:
-        if self._kept is None:
-            place = self._reader().place
-            # Of a place of the caller's own an agent knows nothing.
-            known = isinstance(place, LocalPlace | RemotePlace)
-            folder = place.name if known else ""
-            self._kept = JobMemory(
-                self._place_in_job(),
-                # Two managers in one program must not take each other's for theirs.
-                name=f"state-{zlib.crc32(self._spoken.encode()):08x}",
-                folder=folder,
-                shared=self._shared,
-                every=self._group is not None,
-            )
-        return self._kept
-
-    def _reader(self) -> CheckpointFolder:
-        if self._opened is None:
-            self._opened = CheckpointFolder(open_place(self._folder))
-        return self._opened
-
-    def _commits(self) -> Committer:
-        if self._committer is None:
-            writer = self._place_in_job().writer()
-            self._committer = Committer(self._reader(), writer, self._retention)
-        return self._committer
+    def _is_fork(self) -> bool:
+        return self._process != os.getpid()
 
     def _must_be_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"the CheckpointManager of {self._name} is closed")
-        if self._behind.foreign:
+        if self._is_fork:
             raise CheckpointError(
                 "this process was forked from the one that has the CheckpointManager of "
                 f"{self._name}, which alone may save"
             )
+
+
+def _with_count(best: Any) -> Any:
+    """What `keep_best` says, with how many stay; `Retention` checks it."""
+    return (*best, 1) if isinstance(best, tuple) and len(best) == 2 else best
+
+
+def _is_not_finite(value: Any) -> bool:
+    try:
+        return not math.isfinite(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return False  # it is no number, or too large for one: that is for others to refuse

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 import torch
@@ -64,7 +64,7 @@ _ENTRY_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: str(dtype).removeprefix("torch.") for dtype, name in _ENTRY_DTYPES.items()}
+_DTYPES = {name: dtype for dtype, name in _ENTRY_DTYPES.items()}
 _ARRAY_DTYPES = {
     **{"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64"},
     **{"<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"},
@@ -123,7 +123,7 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     head = write_head(entries, outline, end)
     gaps = []
     for block, entry in zip(blocks, entries, strict=True):
-        if block.source.nbytes < block.size:
+        if not block.is_tensor and block.source.nbytes < block.size:
             gaps.append((len(head) + entry.begin + block.source.nbytes, len(head) + entry.end))
     return Layout(
         len(head) + end,
@@ -213,8 +213,7 @@ def _names(blocks: Sequence[_Block]) -> dict[int, str]:
     return names
 
 
-@attrs.frozen(eq=False)
-class _Block:
+class _Block(NamedTuple):
     """Memory that is written as one entry.
 
     source: what is written, one tensor. size: of the entry, in bytes. about: as plain JSON, how it
@@ -279,7 +278,9 @@ class _Blocks:
             # Nearly all are such, and there may be many thousands.
             if len(numbers) == 1 and entry and is_plain(tensor):
                 self.rows[number] = len(self.blocks)
-                self._add(tensor, tensor.nbytes, [self._location(number)], number, entry)
+                location = self._location(number)
+                about = 0 if location == "cpu" else [location]
+                self._add(tensor, tensor.nbytes, about, number, entry)
                 continue
             members = [_Member.of(number, self._tensors[number]) for number in numbers]
             for run in _overlapping(members):
@@ -289,15 +290,13 @@ class _Blocks:
         self,
         source: torch.Tensor,
         size: int,
-        about: list[Any],
+        about: Any,
         number: int,
         entry: tuple[str, tuple[int, ...]] | None,
     ) -> None:
         dtype, shape = entry or ("U8", (size,))
-        path, is_tensor = self._paths[number], entry is not None
-        brief = 0 if about == ["cpu"] else about
-        block = _Block(len(self.blocks), source, size, brief, path, dtype, shape, is_tensor)
-        self.blocks.append(block)
+        at, path = len(self.blocks), self._paths[number]
+        self.blocks.append(_Block(at, source, size, about, path, dtype, shape, entry is not None))
 
     def _entry_of(self, number: int) -> tuple[str, tuple[int, ...]] | None:
         """The dtype and shape of the entry that a plain tensor or array is; None if it is none."""
@@ -391,7 +390,7 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     # Outside: what a device or the caller's function refuses is no fault of the pack.
     memory = [placed(*base, map_location) for base in bases]
     with _Rows():
-        tensors = [_tensor(row, memory) for row in _rows(head)]
+        tensors = [_tensor(row, head, memory) for row in _rows(head)]
     return decode(head.outline["tree"], tensors)
 
 
@@ -433,15 +432,10 @@ def _stored(head: Head) -> Iterator[_Stored]:
             yield entry.begin, location, size, form
 
 
-def _rows(head: Head) -> Iterator[Sequence[Any]]:
-    for number, row in enumerate(head.outline["tensors"]):
-        if head.format == 1:
-            yield *row[:2], number
-        elif type(row) is int:
-            entry = head.entries[_whole(row)]
-            yield _DTYPES[entry.dtype], entry.shape, row
-        else:
-            yield row
+def _rows(head: Head) -> Sequence[Any]:
+    """A row for each tensor, as `_Blocks` makes them."""
+    rows: Sequence[Any] = head.outline["tensors"]
+    return rows if head.format > 1 else [(*row[:2], at) for at, row in enumerate(rows)]
 
 
 def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
@@ -450,7 +444,7 @@ def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
     if type(location) is not str:
         raise ValueError(f"a block lies on {location!r}")
     if spread is None:
-        base = _bytes_at(data, _whole(begin), _whole(size))
+        base = _bytes_at(data, begin, size)
         return base.clone() if copy else base
     form = _form(*spread)
     if not form.has_gaps or form.extent * form.dtype.itemsize != size:
@@ -478,8 +472,12 @@ def _spread_out(data: torch.Tensor, form: Form) -> torch.Tensor:
     return memory.view(torch.uint8)
 
 
-def _tensor(row: Sequence[Any], bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor of one of `_rows`. Raises ValueError, TypeError or RuntimeError."""
+def _tensor(row: Any, head: Head, bases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor of one of `_rows`. Raises IndexError, ValueError, TypeError or RuntimeError."""
+    if type(row) is int:
+        entry = head.entries[_whole(row)]
+        base = bases[row].view(_DTYPES[entry.dtype])
+        return base if len(entry.shape) == 1 else base.view(entry.shape)
     name, shape, number, *more = row
     base, dtype = bases[_whole(number)], dtype_named(name)
     if not more:

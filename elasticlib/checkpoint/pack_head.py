@@ -24,8 +24,9 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -46,7 +47,7 @@ torch know."""
 
 _PAGE = 4096
 _LENGTH = struct.Struct("<Q")
-_NOTES, _FIRST, _OUTLINE = "__metadata__", "elasticlib", "elasticlib.state"
+_OUTLINE = ',"elasticlib.state":'
 _RECORD = re.compile(
     rb'\{"__metadata__":\{"elasticlib":"pack ([0-9]{1,6}) size=([0-9a-f]{16}) '
     rb'head=([0-9a-f]{8}) data=([0-9a-f]{8}|-{8})"'
@@ -60,8 +61,14 @@ _OLD = struct.Struct("<8sQQI")
 the CRC-32 of the 28 bytes before."""
 
 
-@attrs.frozen
-class Entry:
+_ENTRY = re.compile(
+    r',"((?:[^"\\]|\\.)*)":\{"dtype":"([A-Z0-9_]{1,12})","shape":\[([0-9,]*)\],'
+    r'"data_offsets":\[([0-9]{1,19}),([0-9]{1,19})\]\}'
+)
+"""The one way in which an entry is written, and so the one in which it is read."""
+
+
+class Entry(NamedTuple):
     """One run of bytes in a pack: begin, end: where, counted from the first byte of the data."""
 
     name: str
@@ -97,15 +104,17 @@ def write_head(entries: Iterable[Entry], outline: Mapping[str, Any], size: int) 
         size: of the data, in bytes.
     """
     record = f"pack {FORMAT} size={0:016x} head={0:08x} data={_UNSUMMED}"
-    header: dict[str, Any] = {_NOTES: {_FIRST: record, _OUTLINE: _dumps(outline)}}
-    for one in entries:
-        place = [one.begin, one.end]
-        header[one.name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": place}
-    text = _dumps(header)
-    start = up(_LENGTH.size + len(text), _PAGE)
-    text = text.replace(f"size={0:016x}", f"size={start + size:016x}", 1)
-    text = text.ljust(start - _LENGTH.size)
-    return _sealed(_LENGTH.pack(len(text)) + text.encode("ascii"))
+    text = [f'{{"__metadata__":{{"elasticlib":"{record}"{_OUTLINE}{quoted(_dumps(outline))}}}']
+    for name, dtype, shape, begin, end in entries:
+        counts = ",".join(map(str, shape))
+        row = f'"dtype":"{dtype}","shape":[{counts}],"data_offsets":[{begin},{end}]'
+        text.append(f",{quoted(name)}:{{{row}}}")
+    text.append("}")
+    header = "".join(text)
+    start = up(_LENGTH.size + len(header), _PAGE)
+    header = header.replace(f"size={0:016x}", f"size={start + size:016x}", 1)
+    header = header.ljust(start - _LENGTH.size)
+    return _sealed(_LENGTH.pack(len(header)) + header.encode("ascii"))
 
 
 def with_sum(head: bytes, crc32: int) -> bytes:
@@ -154,15 +163,13 @@ def read_head(pack: bytes | memoryview) -> Head:
     if int(record[3], 16) != _sum(head):
         raise CheckpointCorrupt("the pack's head was changed or cut short")
     _check_format(int(record[1]), 3, FORMAT)
-    header = _read(head[_LENGTH.size :])
     try:
-        outline = _read(header.pop(_NOTES)[_OUTLINE])
-        entries = tuple(_entry(name, row) for name, row in header.items())
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the pack's header is none: {error!r:.200}") from error
+        outline, entries = _header(head[_LENGTH.size :].decode("ascii"), record.end())
+    except ValueError as error:
+        raise CheckpointCorrupt(f"the pack's header is none: {error!s:.200}") from error
     _check_cover(entries, size - start)
     summed = None if record[4] == _UNSUMMED.encode() else int(record[4], 16)
-    return Head(int(record[1]), size, start, _with_meta(outline), entries, summed)
+    return Head(int(record[1]), size, start, _checked(outline), entries, summed)
 
 
 def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
@@ -208,36 +215,45 @@ def _sealed(head: bytes) -> bytes:
     return head[:begin] + b"%08x" % _sum(head) + head[end:]
 
 
-def _read(text: bytes | str) -> dict[str, Any]:
-    try:
-        found = json.loads(text, object_pairs_hook=_each_once)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"the pack's header is no JSON: {error}") from error
-    if type(found) is not dict:
-        raise CheckpointCorrupt(f"the pack's header is a {type(found).__name__}, no JSON object")
-    return found
+def _header(text: str, at: int) -> tuple[str, tuple[Entry, ...]]:
+    """The outline and the entries of a header, whose record ends at `at`. Raises ValueError.
+
+    Only what is written as `write_head` does is read, which leaves nothing to differ about.
+    """
+    if not text.startswith(_OUTLINE, at):
+        raise ValueError(f"at byte {at} there is no outline")
+    outline, at = json.JSONDecoder().raw_decode(text, at + len(_OUTLINE))
+    if type(outline) is not str or text[at : at + 1] != "}":
+        raise ValueError(f"the outline that ends at byte {at} is no text")
+    at += 1
+    entries: dict[str, Entry] = {}
+    for found in _ENTRY.finditer(text, at):
+        if found.start() != at:
+            break
+        entry = _entry(*found.groups())
+        if entry.name in entries:
+            raise ValueError(f"{entry.name!r:.80} stands in it twice")
+        entries[entry.name] = entry
+        at = found.end()
+    if text[at:].rstrip(" ") != "}":
+        raise ValueError(f"at byte {at} there is neither an entry nor the end: {text[at:][:40]!r}")
+    return outline, tuple(entries.values())
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r:.80} stands in it twice")
-    return found
+def _entry(name: str, dtype: str, shape: str, begin: str, end: str) -> Entry:
+    if "\\" in name:
+        name = json.loads(f'"{name}"')
+    counts = tuple(map(int, shape.split(","))) if shape else ()
+    entry = Entry(name, dtype, counts, int(begin), int(end))
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name!r:.80} has the dtype {dtype}, which no entry has")
+    if math.prod(counts) * ITEM_BYTES[dtype] != entry.end - entry.begin:
+        size = entry.end - entry.begin
+        raise ValueError(f"{name!r:.80} of {counts!s:.80} {dtype} has {size} bytes")
+    return entry
 
 
-def _entry(name: str, row: Mapping[str, Any]) -> Entry:
-    begin, end = row["data_offsets"]
-    shape = tuple(row["shape"])
-    if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, begin, end)):
-        raise ValueError(f"{name!r:.80} has the shape {shape} and the bytes {begin} to {end}")
-    if math.prod(shape) * ITEM_BYTES[row["dtype"]] != end - begin:
-        raise ValueError(f"{name!r:.80} of {shape} {row['dtype']} has {end - begin} bytes")
-    return Entry(name, row["dtype"], shape, begin, end)
-
-
-def _check_cover(entries: Iterable[Entry], size: int) -> None:
+def _check_cover(entries: Sequence[Entry], size: int) -> None:
     at = 0
     for one in entries:
         if one.begin != at:
@@ -259,8 +275,12 @@ def _check_format(found: object, least: int, most: int) -> None:
         raise CheckpointCorrupt(f"the pack has format {found!r}, {reads}")
 
 
-def _with_meta(outline: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(outline.get("meta"), dict):
+def _checked(text: bytes | str) -> dict[str, Any]:
+    try:
+        outline = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"the pack's outline is no JSON: {error}") from error
+    if not isinstance(outline, dict) or not isinstance(outline.get("meta"), dict):
         raise CheckpointCorrupt("the pack's outline says nothing beside the state")
     return outline
 
@@ -279,7 +299,7 @@ def _old_head(head: bytes, size: int, start: int) -> Head:
     text = head[_OLD_BYTES : _OLD_BYTES + length]
     if zlib.crc32(text) != summed:
         raise CheckpointCorrupt("the pack's outline was changed or cut short")
-    outline = _read(text)
+    outline = _checked(text)
     found = outline.get("format")
     _check_format(found, 1, 2)
-    return Head(int(found or 0), size, start, _with_meta(outline))
+    return Head(int(found or 0), size, start, outline)

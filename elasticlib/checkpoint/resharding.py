@@ -20,7 +20,7 @@ import torch
 
 from ..errors import CheckpointCorrupt, StateMismatch, describe
 from .choose import Plan
-from .cover import Box, Chunk, Share, chunks_of, lacking, pieces, shares, tensors_of
+from .cover import Box, Chunk, Share, apart, chunks_of, lacking, pieces, shares, tensors_of
 from .interface import Held
 from .pack import fill, lay_out, read_meta, unpack
 from .peers import MAX_SENTENCE, Transfer, Words, kind_of, raise_any, tried
@@ -64,7 +64,7 @@ def fetch(
     raise_any(search.peers.words({}, error), error, f"cannot restore step {plan.state.step}")
     if aims is None:
         raise AssertionError("a rank whose state does not fit has said so")
-    wants = way.wants(aims.needs)
+    wants = way.wants(aims.wanted)
     if not way.check(wants):
         return None
     way.move(wants, aims)
@@ -74,9 +74,11 @@ def fetch(
 @attrs.frozen(eq=False)
 class _Aims:
     """What a rank restores. found: the state as it was saved, with this rank's own sharded tensors
-    in it; needs: the box that it has of each, and into: that box's memory."""
+    in it; needs: the box that it has of each, and into: that box's memory. wanted: whence it has
+    what it needs."""
 
     found: Any
+    wanted: list[Share]
     needs: dict[str, Box]
     into: dict[str, torch.Tensor]
 
@@ -90,6 +92,7 @@ class _Resharding:
         self._step, self._count = plan.state.step, plan.state.parts
         self._ranks = {part: sorted(here) for part, here in plan.holders.items()}
         self._chunks: dict[int, list[Chunk]] = {}
+        self._apart: set[str] = set()
         # The part whose values each rank takes that are not sharded.
         self._whole_of: list[int] = []
 
@@ -107,6 +110,7 @@ class _Resharding:
             lacks = f"is damaged: {error}"
         if not lacks and not wholes:
             lacks = "is not whole: nobody holds what is not sharded"
+        lacks = lacks or self._mixes_up()
         if lacks:
             why = f"step {self._step} ({self._plan.kind}) {lacks}"
             self._search.pass_over(self._plan.state, why)
@@ -115,6 +119,21 @@ class _Resharding:
         ranks = range(self._peers.size)
         self._whole_of = [rank if rank in own else wholes[0] for rank in ranks]
         return True
+
+    def _mixes_up(self) -> str:
+        """Why other ranks' tensors might be taken for one's own; empty if they cannot be.
+
+        On a disk, parts of several meshes are copies of each other, as tensors that differ from
+        rank to rank under one name are not saved as a whole there.
+        """
+        self._apart = set() if self._plan.state.disk else apart(self._chunks)
+        all_own = self._count == self._peers.size == len(self._chunks)
+        if not self._apart or all_own:
+            return ""
+        return (
+            f"has {min(self._apart)} on several meshes, perhaps as several tensors: only "
+            f"{self._count} ranks, with all parts, can go on from it"
+        )
 
     def _speaks(self, part: int, ranks: Sequence[int]) -> bool:
         """Whether this rank is the one of these that does for all what concerns a part."""
@@ -211,12 +230,19 @@ class _Resharding:
         fit(state, found, strict=strict)
         needs = {repr(way): box for way, box in boxes_of(live).items()}
         into = {repr(way): local_of(shard) for way, shard in live.items()}
-        return _Aims(found, needs, into)
-
-    def wants(self, needs: Mapping[str, Box]) -> list[list[Share]]:
-        """Whence each rank has what it needs."""
         own = self._rank if self._count == self._peers.size else -1
-        mine = shares(needs, self._chunks, self._ranks.__getitem__, self._rank, own)
+        wanted = shares(needs, self._chunks, self._ranks.__getitem__, self._rank, own)
+        for share in wanted:
+            name = self._chunks[share.part][share.place].name
+            if name in self._apart and share.part != own:
+                raise StateMismatch(
+                    f"{name} was on several meshes, perhaps as several tensors, and this rank needs"
+                    " of it what it had not"
+                )
+        return _Aims(found, wanted, needs, into)
+
+    def wants(self, mine: Sequence[Share]) -> list[list[Share]]:
+        """What each rank wants."""
         words = self._peers.words({"wants": [attrs.astuple(share) for share in mine]})
         return [[_share(*row) for row in word["wants"]] for word in words]
 

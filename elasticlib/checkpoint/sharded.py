@@ -7,6 +7,8 @@ collects the plans of all ranks, and nothing is pickled.
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -16,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.serialization import location_tag
 
@@ -47,10 +50,11 @@ def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Lay
         shard = shards[way]
         if not (copies or _is_first(shard)):
             continue
-        local = shard.detach().to_local()
+        local = local_of(shard)
         device = location_tag(local.untyped_storage())
         form = (tuple(shard.shape), box, tuple(shard.stride()))
-        chunks.append(Chunk(repr(way), name_of(shard.dtype), *form, device).row())
+        mesh = _mesh_sum(shard.device_mesh)
+        chunks.append(Chunk(repr(way), name_of(shard.dtype), *form, device, mesh).row())
         tensors.append(local)
     rest = {"state": plain, "ways": list(shards)} if whole else None
     meta = {"step": step, "chunks": chunks, "whole": whole}
@@ -67,14 +71,43 @@ def boxes_of(shards: Shards) -> dict[Way, Box]:
         raise CheckpointError(
             "state has a sharded tensor of partial sums: reduce it before it is saved"
         )
-    ways = {repr(way): way for way in shards}
+    cuts = {way: _cut(shard) for way, shard in shards.items()}
+    if len(_boxes) > _MOST_BOXES:
+        _boxes.clear()
+    _boxes.update(_planned({cut: shards[way] for way, cut in cuts.items() if cut not in _boxes}))
+    boxes = {way: _boxes[cut] for way, cut in cuts.items()}
+    return {way: box for way, box in boxes.items() if box is not None}
+
+
+@functools.cache
+def _mesh_sum(mesh: DeviceMesh) -> int:
+    return zlib.crc32(repr(sorted(mesh.mesh.flatten().tolist())).encode())
+
+
+_Cut = tuple[Any, ...]
+_boxes: dict[_Cut, Box | None] = {}
+"""As they were planned: snapshots ask for the same ones after each step, which must not wait."""
+_MOST_BOXES = 100_000
+
+
+def _cut(shard: DTensor) -> _Cut:
+    """What its box follows from."""
+    mesh = shard.device_mesh
+    return shard.shape, shard.placements, mesh, tuple(mesh.get_coordinate() or ())
+
+
+def _planned(shards: Mapping[_Cut, DTensor]) -> dict[_Cut, Box | None]:
+    """The boxes that DCP's planner cuts. None for a tensor in whose mesh this rank is not."""
+    if not shards:
+        return {}
+    names = {str(at): cut for at, cut in enumerate(shards)}
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner({name: shards[way].detach() for name, way in ways.items()})
-    found = {}
+    planner.set_up_planner({name: shards[cut].detach() for name, cut in names.items()})
+    found: dict[_Cut, Box | None] = dict.fromkeys(shards)
     for item in planner.create_local_plan().items:
         if item.tensor_data is not None:
             chunk = item.tensor_data.chunk
-            found[ways[item.index.fqn]] = (tuple(chunk.offsets), tuple(chunk.sizes))
+            found[names[item.index.fqn]] = (tuple(chunk.offsets), tuple(chunk.sizes))
     return found
 
 

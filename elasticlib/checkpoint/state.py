@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 import attrs
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, describe
 
 Way: TypeAlias = tuple[Any, ...]
 """Keys and indices, from the state's top."""
@@ -29,6 +29,7 @@ MAX_PARTS = 1 << 26
 
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _SEQUENCES = (list, tuple, deque)
+_CONTAINERS = {*_MAPPINGS, *_SEQUENCES}
 _NOTHING: dict[Any, Any] = {}
 
 
@@ -112,7 +113,9 @@ class Walk:
         Raises:
             CheckpointError: it contains itself, or is nested too deeply, or too large.
         """
-        if not (is_mapping(value) or is_sequence(value)):
+        kind = type(value)
+        # Nearly all parts of a state are no containers, and there may be many thousands.
+        if kind not in _CONTAINERS and not (issubclass(kind, tuple) and is_named_tuple(kind)):
             return self.leaf(way, value)
         key = id(value)
         if key in self._above:
@@ -143,12 +146,25 @@ class _Gathering(Walk):
         if isinstance(value, torch.Tensor | int | float | str | None):
             return value
         holder = holder_of(value)
-        return value if holder is None else self.walk(holder.give(), way)
+        if holder is None:
+            return value
+        try:
+            given = holder.give()
+        except Exception as error:
+            raise CheckpointError(
+                f"{spoken(way)}, a {type(value).__qualname__}, could not give its state: "
+                f"{describe(error)}"
+            ) from error
+        return self.walk(given, way)
 
 
 def values_of(state: object) -> Any:
     """What a training script hands over, as plain values: the state with each object that has a
-    state of its own, wherever it stands, replaced by that."""
+    state of its own, wherever it stands, replaced by that.
+
+    Raises:
+        CheckpointError: an object could not give its state.
+    """
     return _Gathering().walk(state)
 
 

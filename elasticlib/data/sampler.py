@@ -127,7 +127,8 @@ class Progress:
     def load(self, state: Mapping[str, Any], on_mismatch: OnMismatch = "refuse") -> None:
         """Go to where `state` stands; see `resume` for what it raises."""
         self._go_to(resume(state, self.position, on_mismatch))
-        self._account = "nobody's"
+        if self._account != "nobody's":
+            self._account = "told"  # who counted before the load knows that one has to
 
     def restore(self, state: Mapping[str, Any], over: Over) -> Position:
         """Go to where an iterator stood: where.

@@ -37,6 +37,7 @@ from elasticlib import (
     context,
     ignore_signals_worker_init,
     plan_batches,
+    scale_learning_rates,
 )
 from elasticlib.errors import ConfigError
 
@@ -56,19 +57,22 @@ class Images(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, folder: Path, size: int, seed: int = 0) -> None:
-        found = [file for file in folder.glob("[!.]*/[!.]*") if file.suffix.lower() in ENDINGS]
-        if not found:
+        folders = [one for one in folder.glob("[!.]*") if one.is_dir()]
+        found = [f"{one.name}/{name}" for one in folders for name in os.listdir(one)]
+        kept = [name for name in found if name.lower().endswith(ENDINGS) and "/." not in name]
+        if not kept:
             raise ConfigError(f"{folder} has no images: it must have some as {folder}/cat/1.png")
-        self.files = sorted(found, key=os.fsencode)
-        self.classes = sorted({file.parent.name for file in found}, key=os.fsencode)
+        self.folder, self.names = folder, sorted(kept, key=os.fsencode)
+        self.classes = sorted({name.partition("/")[0] for name in kept}, key=os.fsencode)
         self.size, self.seed = size, seed
         self.epoch: int | None = None
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        file = self.files[index]
+        name = self.names[index]
+        file = self.folder / name
         try:
             with Image.open(file) as opened:
                 image = opened.convert("RGB")
@@ -77,7 +81,7 @@ class Images(Dataset[tuple[Tensor, int]]):
                 f"{file} cannot be read as an image ({type(error).__name__}: {error}): replace it,"
                 " or take it out of the data and start the epoch again"
             ) from error
-        return self.prepare(image, index), self.classes.index(file.parent.name)
+        return self.prepare(image, index), self.classes.index(name.partition("/")[0])
 
     def prepare(self, image: Image.Image, index: int) -> Tensor:
         chance = random.Random(f"{self.seed}/{self.epoch}/{index}")  # of text: the same anywhere
@@ -159,6 +163,8 @@ class Training:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay
         )
+        # Whichever batch a later launch may ask for, of what is saved nothing is scaled.
+        scale_learning_rates(self.optimizer, args.batch_size, reference_batch=256)
         self.progress: dict[str, Any] = {"step": 0, "validated": 0, "best": -1.0}
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -275,6 +281,7 @@ def train(training: Training, manager: CheckpointManager, best: CheckpointManage
             top1 = training.validate()
             if top1 is None:
                 manager.save(training.step, state)
+                say(f"stopping after step {training.step}, which is to be validated")
                 return False
             if top1 > progress["best"]:
                 best.save(training.step, {"model": training.model, "epoch": epoch, "top1": top1})
@@ -328,7 +335,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=count, default=90)
     add("-b", "--batch-size", type=count, default=256, help="images a step, of all ranks together")
     add("--max-micro-batch", type=count, metavar="N", help="the most that a rank's memory takes")
-    add("--lr", type=float, default=0.1, help="after the warm-up")
+    add("--lr", type=float, default=0.1, help="of 256 images a step; it follows --batch-size")
     add("--lr-step", type=count, default=30, metavar="EPOCHS", help="a tenth of it after these")
     add("--warmup-epochs", type=float, default=0.0)
     add("--weight-decay", type=float, default=1e-4)

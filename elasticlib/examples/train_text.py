@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DDP would import it late: see leave_process_group
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -54,39 +54,24 @@ class Windows(Dataset[Tensor]):
         return self.windows[torch.tensor(indices, dtype=torch.int64)]
 
 
-class Block(nn.Module):
-    """Attention to what came before, then a perceptron, each added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        wide, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.mlp = nn.Sequential(wide, nn.GELU(), narrow)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, length, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(n, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(n, length, width))
-        added: Tensor = x + self.mlp(self.before_mlp(x))
-        return added
-
-
 class ByteTransformer(nn.Module):
     """Bytes (n x length) to logits of each next byte (n x length x 256); 137,216 weights."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.byte, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        norm = nn.LayerNorm(width)
+        self.blocks = nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        places = torch.arange(text.shape[1])
-        logits: Tensor = self.head(self.blocks(self.byte(text) + self.place(places)))
+        length = text.shape[1]
+        before = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.byte(text) + self.place(torch.arange(length))
+        logits: Tensor = self.head(self.blocks(x, before, is_causal=True))
         return logits
 
 

@@ -1,6 +1,7 @@
-"""`elasticlib checkpoints`: what lies in a folder of checkpoints, whether it is whole, what can go.
+"""`elasticlib checkpoints`: what lies in a folder of checkpoints, whether it is whole, what can go;
+and states to and from what torch itself writes.
 
-Tables for people, `--json` for programs; torch is not needed.
+Tables for people, `--json` for programs. Only `convert` needs torch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+import attrs
+
 from ..checkpoint.commit import Committer
+from ..checkpoint.contents import Row, rows_of
 from ..checkpoint.fence import Writer
 from ..checkpoint.folder import CheckpointFolder, Found, open_place
+from ..checkpoint.pack_head import read_head
 from ..checkpoint.prune import Retention
-from ..clock import date_of, monotonic
+from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible
 
@@ -25,11 +31,15 @@ REPORT_SECONDS = 5.0
 REDRAW_SECONDS = 0.2
 
 
+FORMS = ("folder", "torch", "dcp")
+"""What `convert` writes: our folder of checkpoints, a file of torch.save, a folder of DCP's."""
+
+
 def add_checkpoints(commands: Any) -> None:
     """Add the subcommand to those of `elasticlib`."""
     parser = commands.add_parser(
         "checkpoints",
-        help="list, verify or prune a folder of checkpoints",
+        help="list, verify, show, prune or convert checkpoints",
         description="What a CheckpointManager has saved in a folder, or below an fsspec URL.",
     )
     acts = parser.add_subparsers(required=True, metavar="ACTION")
@@ -37,7 +47,11 @@ def add_checkpoints(commands: Any) -> None:
     verify = _add(
         acts, "verify", _verify, "read every byte of them; the exit status is 1 if one is damaged"
     )
-    verify.add_argument("--step", type=int, help="that of this step alone")
+    verify.add_argument("--step", type=int, help="only the checkpoint of this step")
+    show = _add(
+        acts, "show", _show, "print the tree of a state, with shapes and dtypes; reads no tensor"
+    )
+    show.add_argument("--step", type=int, help="the checkpoint of this step; else the newest")
     prune = _add(
         acts, "prune", _prune, "delete what is not to be kept; never the newest that is whole"
     )
@@ -45,9 +59,50 @@ def add_checkpoints(commands: Any) -> None:
         "--keep-last", type=int, required=True, metavar="N", help="keep the newest N"
     )
     prune.add_argument(
-        "--keep-every", type=int, default=0, metavar="N", help="keep each step that N divides"
+        "--keep-every", type=int, default=0, metavar="N", help="keep steps that are a multiple of N"
+    )
+    prune.add_argument(
+        "--keep-best",
+        type=_best,
+        metavar="METRIC:min|max[:N]",
+        help="keep the N (1 by default) with the best value of this metric",
     )
     prune.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    _add_convert(acts)
+
+
+def _add_convert(acts: Any) -> None:
+    says = (
+        "convert one state between a folder of checkpoints, a file of torch.save and a folder of "
+        "torch.distributed.checkpoint (DCP)"
+    )
+    parser = acts.add_parser("convert", help=says, description=says)
+    parser.add_argument(
+        "source", metavar="SOURCE", help="any of the three; which one is seen from what it is"
+    )
+    parser.add_argument("target", metavar="TARGET", help="what is written; must not exist yet")
+    parser.add_argument(
+        "--to",
+        choices=FORMS,
+        required=True,
+        help="the form of TARGET: a folder of checkpoints, a torch.save file, or a DCP folder",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="of a folder of checkpoints the step to convert, else the newest; with --to folder "
+        "the step that the state is saved as (required)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(run=lambda chosen: _answered("convert", lambda: _convert(chosen)))
+
+
+def _best(text: str) -> tuple[str, str, int]:
+    metric, *rest = text.split(":")
+    order, count = (*rest, "1")[:2] if 1 <= len(rest) <= 2 else ("", "")
+    if not metric or order not in ("min", "max") or not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"need METRIC:min or METRIC:max:3, got {text!r}")
+    return metric, order, int(count)
 
 
 def _add(
@@ -56,24 +111,27 @@ def _add(
     parser: argparse.ArgumentParser = acts.add_parser(name, help=says, description=says)
     parser.add_argument("folder", metavar="DIR", help="a folder, or an fsspec URL")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(run=lambda chosen: _run(name, act, chosen))
+    parser.set_defaults(
+        run=lambda chosen: _answered(name, lambda: act(chosen, _folder(chosen.folder)))
+    )
     return parser
 
 
-def _run(
-    name: str,
-    act: Callable[[argparse.Namespace, CheckpointFolder], int],
-    chosen: argparse.Namespace,
-) -> int:
+def _folder(path: str) -> CheckpointFolder:
+    if "://" not in path and not os.path.isdir(path):
+        raise CheckpointError(f"there is no folder {path}")
+    return CheckpointFolder(open_place(path))
+
+
+def _answered(name: str, act: Callable[[], int]) -> int:
+    """The exit status; what goes wrong is said in a sentence."""
     try:
-        if "://" not in chosen.folder and not os.path.isdir(chosen.folder):
-            raise CheckpointError(f"there is no folder {chosen.folder}")
-        return act(chosen, CheckpointFolder(open_place(chosen.folder)))
+        return act()
     except ConfigError as error:
-        print(f"elasticlib checkpoints {name}: error: {error}", file=sys.stderr)
+        print(visible(f"elasticlib checkpoints {name}: error: {error}"), file=sys.stderr)
         return 2
-    except CheckpointError as error:
-        print(f"elasticlib checkpoints {name}: {error}", file=sys.stderr)
+    except (CheckpointError, FileNotFoundError) as error:
+        print(visible(f"elasticlib checkpoints {name}: {error}"), file=sys.stderr)
         return 1
 
 
@@ -82,18 +140,15 @@ def _list(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     if chosen.json:
         print(json.dumps([_fields(one) for one in found], indent=1))
     elif found:
-        _table(("STEP", "SIZE", "SAVED", "BY", "STATE"), [_row(one) for one in found])
+        head = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
+        _table(head, [_row(one) for one in found])
     else:
         print(f"no checkpoints in {folder.place.name}")
     return 0
 
 
 def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
-    found = folder.found()
-    if chosen.step is not None:
-        found = [one for one in found if one.step == chosen.step]
-        if not found:
-            raise CheckpointError(f"there is no {folder.describe(chosen.step)}")
+    found = folder.found() if chosen.step is None else [_one(folder, chosen.step)]
     total = sum(one.manifest.size for one in found if one.manifest)
     checked = []
     with Progress("verified", total) as progress:
@@ -109,7 +164,7 @@ def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
 
 
 def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
-    retention = Retention(chosen.keep_last, chosen.keep_every)
+    retention = Retention(chosen.keep_last, chosen.keep_every, chosen.keep_best)
     # It never claims the folder: a job that writes there goes on.
     committer = Committer(folder, Writer("", "", 0, ""), retention)
     with Progress("verified", 0) as progress:
@@ -123,6 +178,76 @@ def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     if selection.reason and selection.kept:
         print(f"nothing goes: {selection.reason}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _one(folder: CheckpointFolder, step: int | None) -> Found:
+    """What there is of a step; else the newest."""
+    found = [one for one in folder.found() if step in (None, one.step)]
+    if found:
+        return found[0]
+    name = folder.place.name
+    raise CheckpointError(
+        f"there is no checkpoint in {name}"
+        if step is None
+        else f"there is no {folder.describe(step)}"
+    )
+
+
+def _show(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
+    found = _one(folder, chosen.step)
+    made = found.manifest
+    if made is None:
+        raise CheckpointError(f"{folder.describe(found.step)} {found.trouble}")
+    rows = rows_of([read_head(folder.head(made, at)) for at in range(len(made.files))])
+    if chosen.json:
+        print(
+            json.dumps({**_fields(found), "state": [attrs.asdict(row) for row in rows]}, indent=1)
+        )
+        return 0
+    step, size, saved, _, world, metrics, by, _ = _row(found)
+    print(visible(f"step {step}: {size}, saved {saved} by {by}, world {world}, metrics {metrics}"))
+    inner = [row for row in rows if row.path] or rows
+    names = [f"{'  ' * (len(row.path) - 1)}{''.join(row.path[-1:])}" for row in inner]
+    width = max(map(len, names))
+    for name, row in zip(names, inner, strict=True):
+        print(visible(f"{name.ljust(width)}  {_about(row)}".rstrip()))
+    return 0
+
+
+def _about(row: Row) -> str:
+    if row.shape is not None:
+        words = f"{row.dtype} {list(row.shape)}"
+        return f"{words}, {row.about}" if row.about else words
+    return row.about if row.kind == "value" else f"{row.kind} of {row.about}"
+
+
+def _convert(chosen: argparse.Namespace) -> int:
+    # It imports torch, which nothing else here does.
+    from ..checkpoint import convert
+
+    source, target = chosen.source, chosen.target
+    if (
+        "://" not in target
+        and Path(target).exists()
+        and (not os.path.isdir(target) or os.listdir(target))
+    ):
+        raise CheckpointError(f"{target} is there already: name a new file or folder")
+    ours = "://" in source or (os.path.isdir(source) and not convert.is_dcp(source))
+    if ours and chosen.to == "folder":
+        raise ConfigError(f"{source} is a folder of checkpoints already")
+    if not ours and chosen.to == "folder" and chosen.step is None:
+        raise ConfigError("--to folder needs --step N: the step that the state is saved as")
+    state, step = convert.read(source, chosen.step if ours else None)
+    lost = convert.write(target, state, chosen.to, step if ours else chosen.step)
+    if chosen.json:
+        step = step if ours else chosen.step
+        print(json.dumps({"source": source, "target": target, "step": step, "lost": lost}))
+    else:
+        print(visible(f"{target} was written" + (f", of step {step}" if ours else "")))
+        if lost:
+            names = ", ".join(lost)
+            print(visible(f"without {names}: DCP keeps no empty containers"), file=sys.stderr)
     return 0
 
 
@@ -179,22 +304,34 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def age_text(seconds: float) -> str:
+    """How long ago, for people."""
+    for unit, most, size in (("s", 120, 1), ("min", 7200, 60), ("h", 172800, 3600)):
+        if seconds < most:
+            return f"{max(0.0, seconds) / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
 def _fields(one: Found) -> dict[str, Any]:
     made = one.manifest
     fields: dict[str, Any] = {"step": one.step, "whole": not one.flaw, "flaw": one.flaw}
     if made is not None:
         fields |= {"bytes": made.size, "parts": made.parts, "saved_at": made.saved_at}
         fields |= {"run": made.run, "generation": made.generation}
+        fields |= {"world": made.world or None, "metrics": dict(made.metrics)}
     return fields
 
 
 def _row(one: Found) -> tuple[str, ...]:
     made, state = one.manifest, one.trouble.removeprefix("is ") if one.flaw else "whole"
     if made is None:
-        return (str(one.step), "-", "-", "-", state)
+        return (str(one.step), *"------", state)
     size = size_text(made.size) + (f" in {made.parts} parts" if made.parts else "")
     by = f"{made.run} generation {made.generation}" if made.run else "-"
-    return (str(one.step), size, date_of(made.saved_at), by, state)
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in made.metrics.items())
+    age = age_text(wall() - made.saved_at)
+    world = str(made.world or "-")
+    return (str(one.step), size, date_of(made.saved_at), age, world, metrics or "-", by, state)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -118,9 +118,13 @@ def in_turns(cases: list[tuple[Any, ...]], repeat: int) -> list[list[Samples]]:
     ]
 
 
+def power(length: int) -> str:
+    return f"10^{len(str(length)) - 1}"
+
+
 def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[Row]:
     small = length <= torch_until
-    job = f"10^{len(str(length)) - 1} samples, {world} rank{'s' * (world > 1)}"
+    job = f"{power(length)} samples, {world} rank{'s' * (world > 1)}"
     things = ("first", "memory", "each"), ("first index", "memory for it", "an index")
     for mark, how, ours, theirs in PAIRS:
         if (theirs in OF_ONE_RANK and world > 1) or (ours in IN_LISTS_OF_ALL and not small):
@@ -131,7 +135,7 @@ def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[
             torchs = min(length, torch_until)
             cases.append((theirs, torchs, world, torchs // part))
         mine, *beside = in_turns(cases, repeat)
-        name_of_it = theirs if small else f"{theirs}, {torch_until:.0e}"
+        name_of_it = theirs if small else f"{theirs} of {power(torch_until)}"
         for name, what, one, other in zip(
             *things, mine, beside[0] if beside else [None] * 3, strict=True
         ):
@@ -141,7 +145,7 @@ def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[
                 said,
                 one,
                 other,
-                name_of_it,
+                name_of_it if other else "",
                 paired=name != "memory" and other is not None,
             )
 

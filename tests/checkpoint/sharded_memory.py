@@ -78,7 +78,7 @@ def go_on(folder: Path, sizes: Mesh, nodes: list[int]) -> dict[str, Any]:
     before = shared(state)
     with on_node(folder, nodes[dist.get_rank()], 2) as manager:
         found = manager.restore(state)
-        held = manager._memory().source
+        held = manager._memory.source
         assert held is not None
         parts = sorted((one.step, one.part, one.parts) for one in held.held())
     now = shared(state)
@@ -90,6 +90,30 @@ def go_on(folder: Path, sizes: Mesh, nodes: list[int]) -> dict[str, Any]:
         "unchanged": now == before,
         "own": state["own"],
         "parts": parts,
+    }
+
+
+# -- one name for a tensor of each stage of a pipeline --------------------------------------------
+
+
+def keep_stages(folder: Path) -> None:
+    with on_node(folder, dist.get_rank(), 1) as manager:
+        assert manager.snapshot(4, stages(float(dist.get_rank() // 2)))
+
+
+def stages(value: float) -> dict[str, Any]:
+    whole = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
+    return {"w": distribute_tensor(torch.full((4,), value), whole["dp"], [Shard(0)])}
+
+
+def go_on_with_stages(folder: Path, nodes: list[int], era: int) -> dict[str, Any]:
+    state = stages(-1.0)
+    with on_node(folder, nodes[dist.get_rank()], era) as manager:
+        found = manager.restore(state)
+    return {
+        "step": found.step,
+        "passed_over": found.passed_over,
+        "values": state["w"].to_local().tolist(),
     }
 
 
@@ -150,7 +174,7 @@ def go_on_with_large(folder: Path, nodes: list[int]) -> tuple[int, int]:
     with on_node(folder, nodes[dist.get_rank()], 2) as manager:
         state = large(0.0)
         memories = [shard.to_local().data_ptr() for shard in state.values()]
-        held, disk = manager._memory().source, DiskSource(manager._reader())
+        held, disk = manager._memory.source, DiskSource(manager._reader)
         assert held is not None
         with Peak() as memory:
             found = restore_from([held, disk], state, node=str(nodes[dist.get_rank()]))

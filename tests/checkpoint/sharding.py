@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.disk import LocalPlace
 from elasticlib.errors import CheckpointError
 
 
@@ -66,15 +69,24 @@ def save(manager: CheckpointManager, state: dict[str, object]) -> None:
     load(manager, state)
 
 
-def fail_on_one(manager: CheckpointManager, state: dict[str, object]) -> str:
+class Disk(LocalPlace):
+    full = False
+
+    def write(self, name: str, data: memoryview) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(name, data)
+
+
+def fail_on_one(manager: CheckpointManager, place: Disk, state: dict[str, object]) -> str:
     """One rank's part cannot be written: none of the ranks counts it as saved."""
     if dist.get_rank() == 1:
-        manager._commits()._place = None  # type: ignore[assignment]
+        place.full = True
     manager.save(4, state)
     said = ""
     try:
         manager.wait()
-    except (CheckpointError, AttributeError) as error:
+    except CheckpointError as error:
         said = str(error)
     assert manager.latest() == 3
     return said
@@ -90,10 +102,10 @@ def refuse_own_folders(folder: Path, state: dict[str, object]) -> str:
 
 def save_and_fail(folder: Path) -> str:
     """What each of two ranks is told of the save that fails."""
-    state = trained()
-    with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
+    state, place = trained(), Disk(folder / "checkpoints")
+    with CheckpointManager(place, keep_last=2) as manager:
         save(manager, state)
-        return fail_on_one(manager, state)
+        return fail_on_one(manager, place, state)
 
 
 def load_alone(folder: Path) -> str:

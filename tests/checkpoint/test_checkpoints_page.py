@@ -14,13 +14,13 @@ from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.launch.commands import main
 
 TEXT, BLOCKS = blocks_of("checkpoints.md")
+PROGRAM, HANDLE, GOING_ON = (code for language, code in BLOCKS if language == "python")
 
 
 def test_the_pages_program_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [code] = [code for language, code in BLOCKS if language == "python"]
     trained: list[int] = []
     for last in (150, 230):
         model = torch.nn.Linear(2, 2)
@@ -29,18 +29,29 @@ def test_the_pages_program_runs_and_goes_on(
             "optimizer": torch.optim.AdamW(model.parameters()),
             "sampler": ElasticDistributedSampler(range(9), 1, 0),
             "last": last,
-            "train": trained.append,
+            "train": lambda step: trained.append(step) or 1 / step,
         }
-        exec(code, names)
+        exec(PROGRAM, names)
     assert trained == [*range(1, 151), *range(101, 231)]
     assert CheckpointManager("checkpoints").steps() == [100, 200]
+    with CheckpointManager("checkpoints", keep_best=("loss", "min")) as manager:
+        names |= {"manager": manager, "step": 1300, "loss": 0.5}
+        exec(HANDLE, names)
+        assert manager.steps() == [100, 200, 1300]
+        exec(GOING_ON, names)
+    assert names["found"].step == 1300
+    assert torch.equal(names["whole"]["model"]["bias"], model.bias)
+    # That of the best, which was restored last.
+    assert manager.best() == 200
 
 
-def test_the_pages_commands_are_there(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, [1])
+def test_the_pages_commands_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("kept") as manager:
+        manager.save(1, {"w": torch.ones(2)}, {"loss": 0.5})
     lines = re.findall(r"^elasticlib (checkpoints .*?)(?:  .*)?$", TEXT, re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 7
     for line in lines:
-        command = re.sub(r"\[.*?\]", "", line).replace("DIR", str(tmp_path))
+        command = re.sub(r"\[(--.*?)\]", r"\1" if "prune" in line else "", line)
+        command = command.replace("DIR", "kept").replace("--dry-run", "")
         assert main(command.split()) == 0

@@ -233,6 +233,31 @@ def test_something_else_in_the_fences_place_is_replaced_when_the_folder_is_claim
     assert not path.is_symlink()
 
 
+def claimed(folder: Path) -> str:
+    with CheckpointManager(folder) as manager:
+        manager.claim()
+        return "claimed"
+
+
+def link_to_another(path: Path) -> None:
+    (path.parent / "another").write_text("kept")
+    path.symlink_to("another")
+
+
+@pytest.mark.parametrize("make", [pipe, link_to_another, folder_there])
+def test_something_else_in_the_locks_place_is_a_sentence_and_is_left_as_it_is(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / ".lock").unlink()
+    make(tmp_path / ".lock")
+    said = forked(lambda: claimed(tmp_path))
+    assert "could not be claimed: " in said
+    assert ".lock" in said
+    assert not (tmp_path / "another").exists() or (tmp_path / "another").read_text() == "kept"
+    assert float(CheckpointManager(tmp_path).load()["w"][0]) == 1.0
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["the manifest has its size", "and not"])
 def test_a_pack_that_was_made_4_tib_of_nothing_is_passed_over(tmp_path: Path, told: bool) -> None:
     saved(tmp_path, 1, 2)

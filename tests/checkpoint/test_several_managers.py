@@ -42,6 +42,29 @@ def test_each_of_two_managers_goes_on_from_its_own_snapshots(memory: Path, tmp_p
     assert list(memory.iterdir())
 
 
+def test_to_go_back_to_a_step_on_the_disk_gives_up_what_was_snapshot_after_it(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path / "kept") as manager:
+        assert not manager.restore(state(0.0))
+        manager.save(3, state(3.0)).wait()
+        for step in (4, 5):
+            assert manager.snapshot(step, state(float(step)))
+    # The workers are started again.
+    (later := memory.parent / "2").mkdir()
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(later))
+    found = state(0.0)
+    with CheckpointManager(tmp_path / "kept") as manager:
+        newest = manager.restore(found)
+        assert (newest.step, newest.source) == (5, "memory")
+        assert str(newest) == "step 5 from this node's memory"
+        assert manager.restore(found, step=3).source == "disk"
+        assert found["weight"].tolist() == [3.0, 3.0]
+        with pytest.raises(FileNotFoundError, match=r"there is no step 5 in .*; there are 3$"):
+            manager.restore(found, step=5)
+        assert manager.restore(found).step == 3
+
+
 def test_ranks_that_have_not_met_are_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

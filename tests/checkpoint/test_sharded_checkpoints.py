@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def test_fsdp2_and_dtensors_saved_at_two_ranks_are_loaded_at_two_and_at_one(
 ) -> None:
     first, second = ranks.run(save_and_fail, 2, tmp_path)
     assert first.startswith("step 4 was not saved: rank 1 failed, and says why")
-    assert second.startswith("'NoneType' object has no attribute")
+    assert os.strerror(errno.ENOSPC) in second
     [alone] = ranks.run(load_alone, 1, tmp_path)
     assert "sharded state needs one folder that all ranks see" in alone
     folder = tmp_path / "checkpoints"

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from sharded_memory import COLUMNS, ROWS, TENSORS, go_on, go_on_with_large, keep, keep_large
+from sharded_memory import (
+    COLUMNS,
+    ROWS,
+    TENSORS,
+    go_on,
+    go_on_with_large,
+    go_on_with_stages,
+    keep,
+    keep_large,
+    keep_stages,
+)
 
 STATE = ROWS * COLUMNS * 4 * TENSORS
 
@@ -62,6 +72,25 @@ def test_a_state_of_which_elements_are_lost_is_passed_over_and_nothing_is_change
     [why] = one(found, "passed_over")
     assert why.startswith(
         "step 4 (memory) is not whole: nobody holds parts 0, 2 of 4, and so 20 of the 35 elements"
+    )
+
+
+def test_stages_of_a_pipeline_whose_tensors_have_one_name_are_never_taken_for_each_other(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(keep_stages, 4, tmp_path)
+    found = ranks.run(go_on_with_stages, 4, tmp_path, [3, 2, 1, 0], 2)
+    assert one(found, "step") == 4
+    assert [each["values"] for each in found] == [[0.0] * 2, [0.0] * 2, [1.0] * 2, [1.0] * 2]
+    # Of the second stage a half is lost, and the first one's has the same name and indices.
+    lose(tmp_path, 3)
+    found = ranks.run(go_on_with_stages, 4, tmp_path, [0, 1, 2, 9], 3)
+    assert one(found, "step") == 0
+    assert {value for each in found for value in each["values"]} == {-1.0}
+    [*_, why] = one(found, "passed_over")
+    assert why.endswith(
+        "has ('w',) on several meshes, perhaps as several tensors: only 4 ranks, with all parts, "
+        "can go on from it"
     )
 
 

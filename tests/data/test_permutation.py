@@ -55,6 +55,8 @@ def test_many_at_once_are_looked_up_and_are_the_same_as_a_few(length):
     places = torch.cat([torch.arange(20_000) % length, length - 1 - torch.arange(20_000) % length])
     few = torch.cat([order.many(part) for part in torch.split(places, 1000)])
     assert torch.equal(order.many(places), few)
+    fewer = torch.cat([order.many(part) for part in torch.split(places[:1000], 7)])
+    assert torch.equal(fewer, few[:1000])
     assert few[:5].tolist() == [order.at(place) for place in range(5)]
 
 

@@ -50,9 +50,7 @@ def test_numbers_and_labels_follow_the_bytes_of_names_whatever_was_there_first(
     (tmp_path / "a/notes.txt").write_text("cats")
     images = Images(tmp_path, 4)
     assert images.classes == ["Z", "a", "b"]
-    assert [str(file.relative_to(tmp_path)) for file in images.files] == sorted(
-        names, key=os.fsencode
-    )
+    assert images.names == sorted(names, key=os.fsencode)
     assert [images[index][1] for index in range(len(images))] == [0, 1, 1, 2, 2, 2]
 
 
@@ -111,7 +109,7 @@ def test_chance_depends_on_seed_epoch_and_number_alone(drawn: Path) -> None:
     assert torch.equal(whole[20:], seen(0, 3, forward[20:]))
     # No two images or epochs have the same chances.
     images = Images(drawn / "train", 8)
-    images.epoch, image = 3, Image.open(images.files[0])
+    images.epoch, image = 3, Image.open(images.folder / images.names[0])
     assert not torch.equal(images.prepare(image, 0), images.prepare(image, 1))
     assert not any(torch.equal(*pair) for pair in zip(whole, seen(0, 4, forward), strict=True))
     assert not any(torch.equal(*pair) for pair in zip(whole, seen(1, 3, forward), strict=True))
@@ -255,6 +253,25 @@ def test_the_learning_rate_follows_the_epochs_at_any_world_size() -> None:
     args = imagenet.parse(["data", "--lr", "0.4", "--warmup-epochs", "2", "--lr-step", "10"])
     rates = [imagenet.learning_rate(args, done) for done in (0, 1, 2, 9.99, 10, 25)]
     assert rates == pytest.approx([0.004, 0.202, 0.4, 0.4, 0.04, 0.004])
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_learning_rate_follows_the_batch_and_a_checkpoint_has_that_of_256(drawn: Path) -> None:
+    """The same eight images, once and twice, have the same gradient."""
+    torch.manual_seed(1)
+    x, y, moved = torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,)), []
+    for times in (1, 2):
+        flags = ["-b", str(8 * times), "--lr", "0.8", "--weight-decay", "0"]
+        args = imagenet.parse([str(drawn), *flags])
+        args.device = torch.device("cpu")
+        training = imagenet.Training(args)
+        before = [weights.detach().clone() for weights in training.model.parameters()]
+        parallel = DistributedDataParallel(training.model)
+        training.take_step(parallel, x.repeat(times, 1, 1, 1), y.repeat(times))
+        pairs = zip(before, training.model.parameters(), strict=True)
+        moved.append(torch.cat([(one - other).flatten() for one, other in pairs]).norm().item())
+        assert training.optimizer.state_dict()["param_groups"][0]["lr"] == 0.8
+    assert moved[1] == pytest.approx(2 * moved[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("flags", [["-b", "0"], ["-j", "-1"], ["--arch", "small", "--resume", "x"]])

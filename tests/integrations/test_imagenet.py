@@ -62,7 +62,7 @@ class Run:
     def start(self, ranks: int, restarts: int = 3) -> Node:
         agent = (*LAUNCH, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
         sizes = ("--image-size", "32", "--epochs", str(EPOCHS), "-b", str(BATCH), "-j", "1")
-        pace = ("--lr", "0.05", "--print-freq", "1", "--snapshot-every", "4", "--save-every", "9")
+        pace = ("--lr", "1.6", "--print-freq", "1", "--snapshot-every", "4", "--save-every", "9")
         script = (str(SCRIPT), str(self.images), "--checkpoints", str(self.checkpoints))
         return self.job.start(self.name, *agent, *script, *sizes, *pace, OMP_NUM_THREADS="1")
 
@@ -165,11 +165,11 @@ def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none
 
 def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, drawn: Path) -> None:
     bad = job.folder / "images"
-    for file in Images(drawn / "train", 32).files[::2]:
+    for name in Images(drawn / "train", 32).names[::2]:
         for split in ("train", "val"):
-            copy = bad / split / file.parent.name / file.name
+            copy = bad / split / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(file.read_bytes())
+            copy.write_bytes((drawn / "train" / name).read_bytes())
     victim = sorted(bad.glob("train/4-corners/*.png"))[3]
     victim.write_bytes(victim.read_bytes()[:60])
     node = Run(job, "run", bad).start(1, restarts=0)

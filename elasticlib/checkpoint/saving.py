@@ -1,0 +1,438 @@
+"""One save: who writes it, behind the training step, and what became of it, asked on any rank.
+
+A state that is the same on all ranks is written by one of them, a sharded one by all, each its
+part. Both go the same way: the first writer claims the folder, each writes its file, the first
+commits them. If one of them fails, none counts, and all of them know.
+
+Ranks that write nothing hear of it by the store that the process group met in. Nobody waits in a
+collective for that, as only some ranks may ask.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import secrets
+import socket
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from ..clock import monotonic
+from ..errors import CheckpointError
+from . import fence as fences
+from .commit import Committer
+from .fence import Writer
+from .folder import CheckpointFolder
+from .manifest import DataFile
+from .pack import Layout, fill
+from .summing import room
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+WAIT_SECONDS = 1800.0
+"""For which a rank waits to hear of a save that another one makes: as long as torch's groups."""
+
+STORE_SECONDS, FOLDER_SECONDS = 0.02, 0.1
+"""Between two looks for what became of another rank's save."""
+
+REMEMBERED = 1000
+"""Of so many saves the store still tells how they came out."""
+
+_TOKEN_BYTES = 8
+_saves: Counter[str] = Counter()
+"""How many saves have begun, by the names under which the store tells of them. Not each manager's
+own: another one of the same folder goes on counting."""
+
+
+# -- who writes -----------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RankInfo:
+    """A process's place among those that share the state.
+
+    run, launch, generation: see `fence.Writer`. host: its name.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    run: str = ""
+    launch: str = ""
+    generation: int = 0
+    host: str = ""
+
+    @classmethod
+    def of_this_process(cls, group: dist.ProcessGroup | None = None) -> RankInfo:
+        """By the process group where there is one, else by what the launcher put in the
+        environment. Under another launcher, or none, each process is a launch of its own.
+
+        Args:
+            group: the ranks that share the state; all of the default group by default.
+        """
+        environment = os.environ
+        grouped = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank(group) if grouped else int(environment.get("RANK", "0"))
+        local_rank = environment.get("LOCAL_RANK", str(rank))
+        world = dist.get_world_size(group) if grouped else int(environment.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=rank,
+            local_rank=int(environment.get("ELASTICLIB_LOCAL_RANK", local_rank)),
+            world_size=world,
+            run=environment.get("TORCHELASTIC_RUN_ID", ""),
+            launch=environment.get("ELASTICLIB_INCARNATION", ""),
+            generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
+            host=socket.gethostname(),
+        )
+
+    def writer(self) -> Writer:
+        """This process as one that writes checkpoints; another one at each call."""
+        token = secrets.token_hex(_TOKEN_BYTES)
+        label = f"process {os.getpid()} on {self.host or socket.gethostname()}"
+        return Writer(self.run, self.launch or token, self.generation, token, label)
+
+
+class Writers:
+    """The ranks that write a save together: this one alone, or all of a process group.
+
+    Those of a group make one at the same time, and call `write` in the same order. They speak over
+    a gloo group of their own, so that what goes on behind a training step never mixes with the
+    step's collectives. Only small tensors of numbers are exchanged.
+    """
+
+    def __init__(
+        self, commits: Committer, group: dist.ProcessGroup | None = None, *, alone: bool = False
+    ) -> None:
+        self._commits = commits
+        self._count = 0
+        self._group: dist.ProcessGroup | None = None
+        # The files of all ranks bear the name of the writer that will commit them.
+        self._token, self._names, self.rank = commits.writer.token, ["state"], 0
+        if alone:
+            return
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        self._group = dist.new_group(ranks, backend="gloo")
+        self.rank = dist.get_rank(self._group)
+        world = dist.get_world_size(self._group)
+        self._names = [f"part-{rank:05d}" for rank in range(world)]
+        token = torch.tensor(list(bytes.fromhex(self._token)), dtype=torch.uint8)
+        dist.broadcast(token, src=0 if ranks is None else ranks[0], group=self._group)
+        self._token = bytes(token.tolist()).hex()
+
+    def write(
+        self, step: int, data: memoryview, metrics: Mapping[str, float], world_size: int
+    ) -> None:
+        """Write this rank's file, and commit those of all.
+
+        Args:
+            data: this rank's pack.
+            metrics, world_size: what the manifest says beside it.
+
+        Raises:
+            CheckpointError: one of them failed; here, or on a rank that says why itself.
+        """
+        self._count += 1
+        kinds, commits = self._names, self._commits
+        names = [fences.data_name(kind, self._token, self._count) for kind in kinds]
+        mine, parts = names[self.rank], 0 if self._group is None else len(names)
+        self._all_do(step, None if self.rank else commits.claim)
+        try:
+            rows = self._all_do(step, partial(commits.write, step, mine, data))
+            files = tuple(DataFile(name, *row) for name, row in zip(names, rows, strict=True))
+            commit = partial(commits.commit, step, files, parts, metrics=metrics, world=world_size)
+            self._all_do(step, None if self.rank else commit)
+        except BaseException:
+            commits.abandon(step, [mine])
+            raise
+
+    def close(self) -> None:
+        """Give the group back, if the process group is still there."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _all_do(
+        self, step: int, act: Callable[[], DataFile | None] | None
+    ) -> list[tuple[int, int]]:
+        """Do this rank's part of something; every rank's size and sum, if all could do theirs."""
+        error: Exception | None = None
+        row = [1, 0, 0]
+        try:
+            file = act() if act else None
+            row = [1, file.size, file.crc32] if file else row
+        except Exception as failure:
+            error, row = failure, [0, 0, 0]
+        try:
+            rows = self._all_say(row)
+        except RuntimeError as lost:
+            raise CheckpointError(
+                f"step {step} was not saved: another rank is gone: {lost}"
+            ) from error
+        if error is not None:
+            raise error
+        failed = [rank for rank, (ok, _, _) in enumerate(rows) if not ok]
+        if failed:
+            raise CheckpointError(
+                f"step {step} was not saved: rank {failed[0]} failed, and says why"
+            )
+        return [(size, crc32) for _, size, crc32 in rows]
+
+    def _all_say(self, row: list[int]) -> list[list[int]]:
+        """What each rank says, in the order of ranks."""
+        if self._group is None:
+            return [row]
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in self._names]
+        dist.all_gather(rows, mine, group=self._group)
+        return [said.tolist() for said in rows]
+
+
+class HostBuffer:
+    """Host memory for one state, reused from save to save; not to be copied into while it is read.
+
+    It grows when a state does. Where tensors lie on a GPU it is page-locked, so that copies run at
+    the bus's full speed.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._locked = False
+
+    def take(self, layout: Layout) -> memoryview:
+        """Copy a state here, and wait until it is; its bytes."""
+        if self._memory is None or len(self._memory) < layout.size:
+            self.close()
+            self._memory = room(layout.size)
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if not self._locked and any(tensor.is_cuda for tensor in layout.tensors):
+            # Where the machine allows no more locked memory, copies are slower, and no less right.
+            answer = _cuda().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
+            self._locked = int(answer) == 0
+        fill(layout, self._tensor)
+        return memoryview(self._memory)[: layout.size]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._locked:
+            _cuda().cudaHostUnregister(self._tensor.data_ptr())
+        self._locked = False
+        self._memory = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# -- what became of it ----------------------------------------------------------------------------
+
+
+class Save:
+    """A save that has begun, as the rank that asked for it sees it; what
+    `CheckpointManager.save` returns.
+
+    step: after which the state was taken. looked_at: whether somebody has been told of its failure.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.looked_at = False
+        self._failure: BaseException | None = None
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        if self._process != os.getpid() or not self.done():
+            return f"<Save of step {self.step}: under way>"
+        said = f"failed: {self._failure}" if self._failure else "durable"
+        return f"<Save of step {self.step}: {said}>"
+
+    def done(self) -> bool:
+        """Whether it is over: durable, or failed. Never waits."""
+        return self._ends_within(0.0)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the state is durable, whichever rank writes it. Not all need to call it.
+
+        Args:
+            timeout: seconds; by default as long as it takes where this rank writes, and half an
+                hour to hear of what another one writes.
+
+        Raises:
+            CheckpointError: it was not saved, and why; or that is not known by then: it may be
+                waited for again.
+        """
+        if not self._ends_within(timeout):
+            raise CheckpointError(self._unknown())
+        self.looked_at = True
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it is durable, or not over yet. Who has seen it here is not told
+        again by the manager's next call."""
+        failure = self._failure if self.done() else None
+        self.looked_at = self.looked_at or failure is not None
+        return failure
+
+    def _ends_within(self, timeout: float | None) -> bool:
+        """Wait until it is known how it came out; whether it is, by then."""
+        raise NotImplementedError
+
+    def _unknown(self) -> str:
+        """What is to be said if it is not."""
+        raise NotImplementedError
+
+
+class OwnSave(Save):
+    """One that this process writes, in a thread. A process that ends waits for it, as the thread
+    is no daemon; a fork of the process has nothing to do with it."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        super().__init__(step)
+        self._thread = threading.Thread(target=self._run, args=(write,), name="elasticlib-save")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._failure = error
+
+    def settle(self) -> None:
+        """Wait until it is over; a failure is kept."""
+        if self._process == os.getpid():
+            self._thread.join()
+
+    def _ends_within(self, timeout: float | None) -> bool:
+        if self._process != os.getpid():
+            raise CheckpointError(
+                f"step {self.step} is saved by the process that this one was forked from, which "
+                "alone can say what became of it"
+            )
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _unknown(self) -> str:
+        return f"step {self.step} is still being written"
+
+
+class OthersSave(Save):
+    """One that another rank writes: the ranks' store tells of it; without one, the folder does."""
+
+    def __init__(
+        self, step: int, number: int, outcomes: Outcomes, folder: CheckpointFolder
+    ) -> None:
+        super().__init__(step)
+        self._number, self._outcomes, self._folder = number, outcomes, folder
+        self._over = False
+        outcomes.newest = step
+
+    def _ends_within(self, timeout: float | None) -> bool:
+        deadline = monotonic() + (WAIT_SECONDS if timeout is None else timeout)
+        pause = threading.Event()
+        # Asked again and again: who waits in the store keeps it from this process's other threads.
+        while not self._is_over():
+            if monotonic() >= deadline:
+                return False
+            pause.wait(STORE_SECONDS if self._outcomes.told else FOLDER_SECONDS)
+        return True
+
+    def _is_over(self) -> bool:
+        if self._over:
+            return True
+        if not self._outcomes.told:
+            # Older ones may have made room for the newest, which began when they were over.
+            looked = map(self._folder.look, {self.step, self._outcomes.newest})
+            self._over = any(found is not None and found.manifest for found in looked)
+            return self._over
+        said = self._outcomes.heard(self._number)
+        if said is not None:
+            self._over = True
+            why = self._outcomes.flaw(self.step, said)
+            self._failure = CheckpointError(why) if why else None
+        return self._over
+
+    def _unknown(self) -> str:
+        if not self._outcomes.told:
+            return f"there is no {self._folder.describe(self.step)}, which another rank was to save"
+        return (
+            f"nothing was heard of the save of step {self.step}, which rank "
+            f"{self._outcomes.writer} makes: it has died, is still at it, or was not asked to save"
+        )
+
+
+class Outcomes:
+    """How the saves of one manager's writer came out, told by the store that the ranks met in.
+
+    Each save has a number, which is the same on all ranks, as all make the same calls.
+
+    Args:
+        name, writer: the folder, and the rank that writes: the same on all ranks.
+
+    Attributes:
+        told: whether there is such a store, as far as is known by now.
+        newest: the step of the last save that another rank was to make.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, name: str, writer: int) -> None:
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        named = zlib.crc32(f"{name}\0{ranks}\0{writer}".encode())
+        self._prefix = f"elasticlib/saves/{named:08x}"
+        self.writer, self.newest = writer, 0
+        self.told = dist.is_available() and dist.is_initialized()
+        # torch has no public name for the store that a process group met in.
+        self._store: Any = dist.distributed_c10d._get_default_store() if self.told else None
+
+    def begin(self) -> int:
+        """The number of a save that begins here, or on the rank that writes."""
+        _saves[self._prefix] += 1
+        return _saves[self._prefix]
+
+    def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
+        """How a save of this rank came out."""
+        if not self.told:
+            return
+        why = "" if error is None else str(error)[:4000]
+        try:
+            self._store.set(self._key(number), json.dumps({"step": step, "error": why}))
+            if number > REMEMBERED:
+                self._store.delete_key(self._key(number - REMEMBERED))
+        except (RuntimeError, NotImplementedError) as lost:
+            log.info("the other ranks are not told that step %d was saved: %s", step, lost)
+
+    def heard(self, number: int) -> dict[str, Any] | None:
+        """What the writer has said of a save; None if nothing yet."""
+        try:
+            if not self._store.check([self._key(number)]):
+                return None
+            said: dict[str, Any] = json.loads(self._store.get(self._key(number)))
+        except RuntimeError as lost:
+            # Its host may have ended once it had saved.
+            log.info("the ranks' store does not say how save %d came out: %s", number, lost)
+            self.told = False
+            return None
+        return said
+
+    def flaw(self, step: int, said: Mapping[str, Any]) -> str:
+        """What is wrong with a save of `step` of which this was said; empty if nothing."""
+        if said["step"] != step:
+            return (
+                f"rank {self.writer} was asked to save step {said['step']}, and this rank step "
+                f"{step}: all ranks have to make the same calls"
+            )
+        failed = f"step {step} was not saved by rank {self.writer}: {said['error']}"
+        return failed if said["error"] else ""
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}"

@@ -1,0 +1,248 @@
+"""Objects that frameworks hold are saved and restored as they stand, or refused with a sentence."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import older_state
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DistributedSampler, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from elasticlib import (
+    CheckpointManager,
+    ElasticDistributedSampler,
+    load_checkpoint,
+    save_checkpoint,
+)
+from elasticlib.errors import CheckpointError
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3]),
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lr_scheduler.PolynomialLR,
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 20, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o
+    ),
+    "SWALR": lambda o: SWALR(o, 0.05, 3),
+}
+
+
+class Schedule:
+    """An optimizer that a scheduler turns down, and the rates that it has had."""
+
+    def __init__(self, kind: str) -> None:
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        self.scheduler = SCHEDULERS[kind](self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def play(self, steps: int) -> list[float]:
+        rates = []
+        for step in range(steps):
+            self.optimizer.step()
+            plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+            self.scheduler.step(1.0 + step) if plateau else self.scheduler.step()
+            rates.append(self.optimizer.param_groups[0]["lr"])
+        return rates
+
+
+def test_no_scheduler_of_torch_is_forgotten() -> None:
+    kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)]
+    schedulers = {kind.__name__ for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)}
+    assert schedulers - {"LRScheduler", "_LRScheduler", *SCHEDULERS} == set()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_goes_on_as_it_would_have(tmp_path: Path, kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own, about epochs
+        first, again = Schedule(kind), Schedule(kind)
+        first.play(3)
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, first.state())
+            manager.wait()
+            assert manager.restore(again.state())
+        assert again.play(4) == first.play(4)
+
+
+def averaged(value: float) -> AveragedModel:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    made = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    made.update_parameters(model)
+    return made
+
+
+def scaler(steps: int) -> torch.amp.GradScaler:
+    made = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(steps):
+        made.scale(weight.sum()).backward()
+        made.step(optimizer)
+        made.update()
+    return made
+
+
+def loader(taken: int, workers: int = 0) -> tuple[StatefulDataLoader, list[Any]]:
+    made = StatefulDataLoader(range(20), batch_size=2, shuffle=True, num_workers=workers)
+    batches = iter(made)
+    return made, [next(batches).tolist() for _ in range(taken)]
+
+
+def sampler(taken: int) -> ElasticDistributedSampler:
+    made = ElasticDistributedSampler(range(20), 1, 0, seed=3)
+    drawn = iter(made)
+    for _ in range(taken):
+        next(drawn)
+    return made
+
+
+def generator(drawn: int) -> torch.Generator:
+    made = torch.Generator().manual_seed(drawn)
+    torch.rand(drawn, generator=made)
+    return made
+
+
+def python_random(drawn: int) -> random.Random:
+    made = random.Random(drawn)
+    made.gauss(0, 1)
+    return made
+
+
+HELD: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "EMA": (averaged, lambda o: older_state.in_words(o.state_dict())),
+    "GradScaler": (scaler, lambda o: (o.state_dict(), o.get_scale())),
+    "no GradScaler": (
+        lambda _: torch.amp.GradScaler("cpu", enabled=False),
+        lambda o: o.state_dict(),
+    ),
+    "torch.Generator": (generator, lambda o: torch.rand(3, generator=o).tolist()),
+    "random.Random": (python_random, lambda o: [o.random(), o.gauss(0, 1)]),
+    "numpy Generator": (numpy.random.default_rng, lambda o: o.random(3).tolist()),
+    "numpy of MT19937": (
+        lambda seed: numpy.random.Generator(numpy.random.MT19937(seed)),
+        lambda o: o.random(3).tolist(),
+    ),
+    "RandomState": (numpy.random.RandomState, lambda o: o.rand(3).tolist()),
+    "StatefulDistributedSampler": (
+        lambda taken: [
+            made := StatefulDistributedSampler(range(9), 1, 0),
+            made.load_state_dict({"yielded": taken}),
+        ][0],
+        lambda o: o.state_dict(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_framework_holds_is_restored_wherever_it_stands(tmp_path: Path, name: str) -> None:
+    make, look = HELD[name]
+    saved, fresh = make(5), make(2)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"nested": [{"held": saved}, (saved,)]})
+        manager.wait()
+        assert manager.restore({"nested": [{"held": fresh}, (make(1),)]})
+    want, found = look(saved), look(fresh)
+    assert str(found) == str(want)
+    save_checkpoint(tmp_path / "a.pt", [make(5)])
+    assert load_checkpoint(tmp_path / "a.pt") is not None
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_stateful_loader_goes_on_with_the_batches_that_are_left(
+    tmp_path: Path, workers: int
+) -> None:
+    torch.manual_seed(3)
+    saved, first = loader(3, workers)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"loader": saved})
+        manager.wait()
+        torch.manual_seed(4)
+        fresh, _ = loader(0, workers)
+        assert manager.restore({"loader": fresh})
+    rest = [batch.tolist() for batch in fresh]
+    assert sorted(one for batch in first + rest for one in batch) == list(range(20))
+
+
+def test_a_sampler_goes_on_after_what_it_has_given(tmp_path: Path) -> None:
+    saved, fresh = sampler(7), sampler(0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"sampler": saved})
+        manager.wait()
+        assert manager.restore({"sampler": fresh})
+    assert fresh.state_dict() == saved.state_dict()
+
+
+class Remembers(torch.nn.Module):
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> None:
+    saved, fresh = Remembers({"epoch": 3, "seen": {1, 2}}), Remembers(None)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": saved})
+        manager.wait()
+        assert manager.restore({"model": fresh})
+    assert fresh.extra == {"epoch": 3, "seen": {1, 2}}
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (DistributedSampler(range(4), 1, 0), "['held'] is a torch.utils.data.distributed."),
+        (RandomSampler(range(4)), "['held'] is a torch.utils.data.sampler.RandomSampler, which a"),
+        (Remembers(object()), "['held']['_extra_state'] is a builtins.object"),
+        (torch.nn.ParameterList([torch.nn.UninitializedParameter()]), "ParameterList, could not"),
+        (torch.utils.data.DataLoader(range(4)), "DataLoader, which a checkpoint does not hold"),
+        (torch.nn.Linear, "['held'] is a builtins.type"),
+        (random.SystemRandom(), "['held'] is a random.SystemRandom"),
+        (iter([1]), "['held'] is a builtins.list_iterator"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+    tmp_path: Path, held: object, said: str
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointError) as refused:
+            manager.save(1, {"a": torch.ones(2), "held": held})
+        assert said in str(refused.value)
+    with pytest.raises(CheckpointError) as refused:
+        save_checkpoint(tmp_path / "a.pt", {"a": torch.ones(2), "held": held})
+    assert said in str(refused.value)
+    assert not [one for one in tmp_path.rglob("*") if one.suffix in (".pack", ".pt", ".json")]
