@@ -222,7 +222,7 @@ COMPARED = (
     ("durable.dcp.save", "`save` until it is durable", "save: durable", "dcp.save"),
     ("load", "`load` from the disk", "load", "torch.load"),
     ("restore", "`restore` from the disk", "restore", "torch.load"),
-    ("restore.unsummed", "the same without sums", "restore without sums", "torch.load"),
+    ("restore.unsummed", "`restore` without its sums", "restore without sums", "torch.load"),
     ("restore.dcp", "`restore` from the disk", "restore", "dcp.load"),
     ("memory", "`restore` from memory", "restore from memory", "torch.load"),
 )
