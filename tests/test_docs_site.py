@@ -136,6 +136,13 @@ def test_each_public_name_is_in_the_reference_once() -> None:
     assert ".. automodule:: elasticlib.errors" in written
 
 
+def test_what_a_base_tells_that_is_not_public_stands_with_the_class() -> None:
+    (told,) = re.findall(
+        r"autoclass:: elasticlib.ElasticBatchSampler\n(?: .*\n?)+", pages()["data.rst"]
+    )
+    assert ":inherited-members: Generic, Sampler, object" in told
+
+
 def test_each_flag_is_in_the_reference_with_its_variable() -> None:
     page = pages()["elasticrun.rst"]
     for dest, option in build_flags().options.items():

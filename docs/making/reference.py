@@ -83,6 +83,11 @@ def _named(module: str, name: str) -> str:
         options = [":members:"]
         if not {base.__name__ for base in value.__bases__} <= NOTHING_TOLD:
             options.append(":show-inheritance:")
+        ours = [base for base in value.__mro__[1:] if base.__module__.startswith("elasticlib.")]
+        if any(base.__name__ not in elasticlib.__all__ for base in ours):
+            # What such a base tells stands nowhere else; what others' bases tell stands with them.
+            others = {base.__name__ for base in value.__mro__[1:]} - {one.__name__ for one in ours}
+            options.append(f":inherited-members: {', '.join(sorted(others))}")
         if issubclass(value, enum.Enum) or name.endswith("Contract"):
             options.append(":undoc-members:")
         return _directive("autoclass", full, *options)

@@ -29,7 +29,6 @@ from .disk import LocalPlace
 from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
 from .interface import Source
-from .job_memory import JobMemory
 from .pack import lay_out
 from .place import Place
 from .prune import Retention, Selection, best_of
@@ -37,6 +36,7 @@ from .put import check_names
 from .remote import RemotePlace
 from .restore import restore_from
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
+from .snapshots import SnapshotMemory, agent_memory
 from .state import take_shards, values_of
 from .storages import MapLocation
 
@@ -290,7 +290,7 @@ class CheckpointManager:
         """
         manifests.check_step(step)
         self._must_be_open()
-        made = self._memory.snapshot(step, state)
+        made = self._memory.snapshot(step, state) if self._memory else None
         if made is not None:
             self.stall = made.seconds
             context().kept(step)
@@ -346,7 +346,7 @@ class CheckpointManager:
         finally:
             self._host.close()
             for name in ("_memory", "_all_ranks"):
-                if name in vars(self):
+                if vars(self).get(name) is not None:
                     getattr(self, name).close()
 
     def __enter__(self) -> CheckpointManager:
@@ -411,7 +411,7 @@ class CheckpointManager:
             manifests.check_step(step)
         began = monotonic()
         context().starting()
-        kept, place = self._memory, self._rank_info
+        memory, place = self._memory, self._rank_info
         if place.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
                 f"restore is agreed by all {place.world_size} ranks, and there is no process "
@@ -419,13 +419,16 @@ class CheckpointManager:
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(self._reader, self._claim_to_go_on)
-        sources = [disk] if kept.source is None else [kept.source, disk]
+        sources = [disk] if memory is None else [memory, disk]
+        # Whoever shares an agent's memory is on one node.
+        node = place.host if memory is None else f"{place.host}:{memory.folder}"
         names = check_names(state)
-        agreed = restore_from(sources, names, self._group, node=kept.node, step=step, strict=strict)
+        agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
         found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
         if step is not None and (not found or found.step != step):
             raise self._not_restored(step, found, sources)
-        kept.go_on_from(agreed, names)
+        if memory is not None:
+            memory.take_up(agreed, names)
         if found:
             seconds = monotonic() - began
             context().restored(found.step, source=found.source, seconds=seconds)
@@ -546,8 +549,7 @@ class CheckpointManager:
         try:
             self.claim()
         except TakesNoWrites as error:
-            source = self._memory.source
-            if not self.steps() and not (source and source.held()):
+            if not self.steps() and not (self._memory and self._memory.held()):
                 raise
             log.warning("%s: it is read all the same, and nothing can be saved there yet", error)
 
@@ -585,16 +587,22 @@ class CheckpointManager:
         return Outcomes(self._group, self._name, writer)
 
     @cached_property
-    def _memory(self) -> JobMemory:
-        place = self._reader.place
-        return JobMemory(
-            self._rank_info,
+    def _memory(self) -> SnapshotMemory | None:
+        """What is kept in the agent's memory. Where no agent keeps any there is no memory that
+        outlives this process."""
+        where, rank, place = agent_memory(), self._rank_info, self._reader.place
+        if where is None:
+            return None
+        return SnapshotMemory(
+            where,
             # Two managers in one program must not take each other's for theirs.
             name=f"state-{zlib.crc32(self._name.encode()):08x}",
+            rank=rank.rank,
+            world_size=rank.world_size,
+            writes=self._group is not None or rank.local_rank == 0,
             # Of a place of the caller's own an agent knows nothing.
             folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
             shared=self._shared,
-            every=self._group is not None,
         )
 
     @property

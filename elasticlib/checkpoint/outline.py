@@ -173,7 +173,7 @@ class Encoder(Walk):
                 f"{spoken(way)} is a tensor without plain elements ({tensor.layout}, "
                 f"{tensor.device})"
             )
-        number = self._number(way, tensor, tensor.detach)
+        number = self._number(way, tensor, lambda: _without_gradient(tensor))
         if type(tensor) is torch.nn.Parameter:
             return {"parameter": number, "grad": tensor.requires_grad}
         wanted = tensor.requires_grad and tensor.is_leaf
@@ -194,6 +194,11 @@ class Encoder(Walk):
             self.tensors.append(tensor())
             self.ways.append(way)
         return number
+
+
+def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    # Nearly all want none, and each new tensor takes its time.
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _refusal(way: Way, value: object) -> CheckpointError:

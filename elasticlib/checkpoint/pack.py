@@ -108,7 +108,9 @@ def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
     made = _Blocks(encoder)
     made.add_all()
     blocks = sorted(made.blocks, key=lambda block: -_alignment(block.size))
-    places = {block.number: place for place, block in enumerate(blocks)}
+    places = [0] * len(blocks)
+    for place, block in enumerate(blocks):
+        places[block.number] = place
     outline = {
         "meta": dict(meta or {}),
         "tree": tree,
@@ -188,20 +190,20 @@ def _alignment(size: int) -> int:
     return min(size & -size, _ALIGN) if size else _ALIGN
 
 
-def _at_place(row: Any, places: Mapping[int, int]) -> Any:
+def _at_place(row: Any, places: Sequence[int]) -> Any:
     if type(row) is int:
         return places[row]
     name, shape, number, *more = row
     return [name, shape, places[number], *more]
 
 
-def _names(blocks: Sequence[_Block]) -> dict[int, str]:
+def _names(blocks: Sequence[_Block]) -> list[str]:
     """A name for each entry, by its number: the path of the tensor that it is, if that is not
     another's; these choose first."""
-    names: dict[int, str] = {}
+    names = [block.path if block.is_tensor else f"{block.path}.storage" for block in blocks]
     taken = {"__metadata__"}
     for block in sorted(blocks, key=lambda block: not block.is_tensor):
-        path = block.path if block.is_tensor else f"{block.path}.storage"
+        path = names[block.number]
         # Half a character, which Python can hold, is none in a file that others read.
         path = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
         name, count = path, 1
@@ -336,7 +338,8 @@ class _Blocks:
             form = Form(dtype, ((end - begin) // dtype.itemsize,), (1,))
             size = up(end - begin, item)
             whole = (one for one in run if (one.begin, one.end) == (begin, begin + size))
-            owner = next((one for one in whole if is_plain(one.tensor)), None)
+            # Whose elements lie in the order of their indices, whatever its strides say.
+            owner = next((one for one in whole if _is_in_order(one)), None)
         for one in run:
             offset = (one.begin - begin) // one.form.dtype.itemsize
             bits = one.tensor.is_conj(), one.tensor.is_neg()
@@ -364,6 +367,10 @@ def _has_bits(one: _Member) -> bool:
     return one.tensor.is_conj() or one.tensor.is_neg()
 
 
+def _is_in_order(one: _Member) -> bool:
+    return one.tensor.is_contiguous() and not _has_bits(one)
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 
@@ -388,7 +395,8 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     with _Rows():
         bases = [(_base(data, one, copy=copy), one[1]) for one in _stored(head)]
     # Outside: what a device or the caller's function refuses is no fault of the pack.
-    memory = [placed(*base, map_location) for base in bases]
+    stays = map_location == "cpu"
+    memory = [one if stays else placed(one, place, map_location) for one, place in bases]
     with _Rows():
         tensors = [_tensor(row, head, memory) for row in _rows(head)]
     return decode(head.outline["tree"], tensors)

@@ -40,7 +40,7 @@ class Place(abc.ABC):
     name: str
     atomic: bool
     readers = 1
-    """So many threads may call `read_into` at once, of one file or of several."""
+    """How many threads may call `read_into` at once, for one file or for several."""
 
     @abc.abstractmethod
     def locked(self) -> AbstractContextManager[None]:

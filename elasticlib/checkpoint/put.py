@@ -115,11 +115,11 @@ class _Plan:
     def make(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         """What puts `new` where `old` stands, and returns what is to stand there then: `old` itself
         wherever it can be changed in place."""
+        if isinstance(old, torch.Tensor):
+            return self._into_tensor(old, new, way)
         holder = holder_of(old)
         if holder is not None:
             return partial(self._load, old, holder, new, way)
-        if isinstance(old, torch.Tensor):
-            return self._into_tensor(old, new, way)
         if is_array(old):
             return self._into_array(old, new, way)
         if is_mapping(old) or is_sequence(old):

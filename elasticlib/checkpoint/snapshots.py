@@ -7,6 +7,7 @@ whole one is found at whatever moment the worker is killed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
+from ..workers.spec import SNAPSHOTS
 from . import memory
 from .interface import MEMORY, Held, Source
 from .memory import (
@@ -31,9 +33,35 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
+from .restore import Agreed
 from .sealing import Sealing
 from .state import take_shards, values_of
-from .told import Told
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+
+@attrs.frozen
+class AgentMemory:
+    """Where an agent has its worker leave snapshots.
+
+    folder: in the agent's memory, for this start of its workers. run, generation, launch: the
+    worker's own; see `fence.Writer`.
+    """
+
+    folder: str
+    run: str
+    generation: int
+    launch: str = ""
+
+
+def agent_memory() -> AgentMemory | None:
+    """This worker's; None in a process that no agent with a memory has started."""
+    folder = os.environ.get(SNAPSHOTS, "")
+    generation = os.environ.get("ELASTICLIB_GENERATION", "")
+    if not folder or not generation.isdecimal() or not os.path.isdir(folder):
+        return None
+    run, launch = (os.environ.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "ELASTICLIB_INCARNATION"))
+    return AgentMemory(folder, run, int(generation), launch)
 
 
 @attrs.frozen
@@ -51,8 +79,8 @@ class SnapshotMemory(Source):
     """What one worker keeps in its agent's memory, and finds there.
 
     Args:
-        told: where that is; see `elasticlib.checkpoint.told`.
-        name: tells apart several kinds of snapshots in one program.
+        where: that memory.
+        name: tells apart several kinds of snapshots in one program, as of two managers.
         rank, world_size: of this worker.
         writes: whether this worker keeps a state that is the same on all ranks, which only one
             worker of each node has to; of a sharded one each keeps its part.
@@ -66,7 +94,7 @@ class SnapshotMemory(Source):
 
     def __init__(
         self,
-        told: Told,
+        where: AgentMemory,
         *,
         name: str = "state",
         rank: int = 0,
@@ -80,11 +108,11 @@ class SnapshotMemory(Source):
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
         self._clock = clock
-        self._era = int(Path(told.folder).name)
-        self._memory = Path(told.folder).parent
-        self._news = Path(told.folder, NEWS)
+        self._era = int(Path(where.folder).name)
+        self._memory = Path(where.folder).parent
+        self._news = Path(where.folder, NEWS)
         self._writes = writes
-        self._slots = Slots(told.folder)
+        self._slots = Slots(where.folder)
         self._sealing = Sealing(self._slots)
         self._earlier = True
         self._pins = contextlib.ExitStack()
@@ -94,12 +122,17 @@ class SnapshotMemory(Source):
             step=0,
             sequence=0,
             size=0,
-            run=told.run,
-            generation=told.generation,
+            run=where.run,
+            generation=where.generation,
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
             shared=shared,
-            launch=told.launch,
+            launch=where.launch,
         )
+
+    @property
+    def folder(self) -> str:
+        """Where this start of the agent's workers leaves its snapshots."""
+        return str(self._news.parent)
 
     def snapshot(self, step: int, state: object) -> Snapshot | None:
         """Keep `state` as it is after `step`; None where this worker makes none.
@@ -204,6 +237,22 @@ class SnapshotMemory(Source):
         if record.sharded:
             return (record.part, record.parts) == (self._rank, self._world_size)
         return self._writes
+
+    def take_up(self, found: Agreed, state: object) -> None:
+        """All ranks have agreed on a step, and have the state: later snapshots count no more.
+
+        What came from another node's memory is kept in this one's as well: that node may be the
+        next to go. So does each rank of a sharded state if any was sent some of it: then they have
+        it as these ranks cut it up. What is on a disk lasts by itself.
+        """
+        self.go_on_from(found.step)
+        lacks = found.moved or found.step not in [held.step for held in self.held()]
+        if found.kind == MEMORY and lacks:
+            try:
+                self.snapshot(found.step, state)
+            except CheckpointError as error:
+                # All ranks have what they go on from: one that has no room beside it goes on too.
+                log.warning("step %d is not kept on this node: %s", found.step, error)
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays."""

@@ -76,8 +76,6 @@ class Copies:
         return self._tensors[id(tensor)][1]
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return tensor.detach().clone()  # a DTensor, whose storage is not its own
         copy = self._memory_of(tensor)
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
@@ -143,10 +141,10 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is as its shape and dtype alone say, and as `view` makes it of bytes."""
-    step = 1
+    step, strides = 1, tensor.stride()
     # Not is_contiguous, which does not ask for the strides of what there is one of.
-    for n, found in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if found != step:
+    for axis, n in enumerate(reversed(tensor.shape), 1):
+        if strides[-axis] != step:
             return False
         step *= n or 1
     return not (tensor.is_conj() or tensor.is_neg())

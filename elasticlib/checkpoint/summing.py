@@ -24,9 +24,9 @@ T = TypeVar("T")
 SEGMENT = 8 << 20
 """Bytes that one thread reads and sums before it takes the next ones."""
 READERS = min(8, len(os.sched_getaffinity(0)))
-"""Threads at most, this many of which keep up with any disk and with memory."""
+"""At most so many threads read at once: they keep up with any disk, and with memory."""
 BESIDE = 2
-"""Threads that sum what is being written, which the disk makes slower than reading."""
+"""So many threads sum what is being written, which takes longer than to read it."""
 
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30

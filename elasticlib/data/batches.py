@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from ..errors import ConfigError
 from .deal import Position, Tail, check_int, check_tail, end_of_deal, share_of
 from .permutation import order_of, runs_of
-from .sampler import ElasticDistributedSampler, FromPosition
+from .sampler import ElasticDistributedSampler, JobIterable
 
 
 @attrs.frozen
@@ -210,7 +210,7 @@ def _ratio(of: int, to: int) -> float:
     return to / of
 
 
-class ElasticBatchSampler(FromPosition, Sampler[list[int]]):
+class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
     """Yields this rank's share of each global batch, as a list of indices, step by step.
 
     Batch k of an epoch holds the same samples whatever the world size: positions consumed to
@@ -271,7 +271,7 @@ class ElasticBatchSampler(FromPosition, Sampler[list[int]]):
 
     def __len__(self) -> int:
         """How many batches an iterator would yield now: what is left; the same on every rank."""
-        start = self.progress.ahead(self._over)
+        start = self.progress.next_to_draw(self._over)
         return -(-(self._end(start) - start.consumed) // self.global_batch)
 
     @property
@@ -282,7 +282,7 @@ class ElasticBatchSampler(FromPosition, Sampler[list[int]]):
         Less than `global_batch` in the last one if `tail` is "exact"; 0 when the epoch is over
         and the next does not begin by itself.
         """
-        start = self.progress.here(self._over)
+        start = self.progress.next_to_count(self._over)
         return min(self.global_batch, self._end(start) - start.consumed)
 
     def plan(self) -> BatchPlan:
@@ -306,11 +306,11 @@ class ElasticBatchSampler(FromPosition, Sampler[list[int]]):
         Raises:
             ConfigError: epochs have begun by themselves because nobody counted.
         """
-        here = self.progress.position
-        samples = min(self.global_batch, self._end(here) - here.consumed)
+        position = self.progress.position
+        samples = min(self.global_batch, self._end(position) - position.consumed)
         self.progress.advance(samples)
         if self._over(self.progress.position):  # a dropped tail is not for another batch size
-            self.progress.advance(here.length)
+            self.progress.advance(position.length)
         return samples
 
     def _end(self, start: Position) -> int:

@@ -135,7 +135,7 @@ class Permutation:
             if tables:
                 torch.index_select(tables[turn], 0, source, out=mixed)
             else:
-                self.mix(turn, source, mixed, spare)
+                self._mix(turn, source, mixed, spare)
             if turn % 2:
                 low ^= mixed
             else:
@@ -147,7 +147,7 @@ class Permutation:
                 high += spare
         return (high.long() << self.low_bits).bitwise_or_(low)
 
-    def mix(self, turn: int, source: Tensor, mixed: Tensor, spare: Tensor) -> None:
+    def _mix(self, turn: int, source: Tensor, mixed: Tensor, spare: Tensor) -> None:
         """Make of each source what a round adds to the other half, without leaving int64: of a high
         half, scaled to -size ... -1 rather than 0 ... size - 1."""
         factor, summand = self.rounds[turn]
@@ -169,7 +169,7 @@ def _tables(permutation: Permutation) -> tuple[Tensor, ...]:
     for turn in range(ROUNDS):
         size = permutation.high_size if turn % 2 else 1 << permutation.low_bits
         mixed, spare = torch.empty(2, size, dtype=torch.int64)
-        permutation.mix(turn, torch.arange(size), mixed, spare)
+        permutation._mix(turn, torch.arange(size), mixed, spare)
         made.append(mixed.int())
     return tuple(made)
 
@@ -263,14 +263,14 @@ def runs_of(order: Order, places: range, share: range | None = None) -> Iterator
     """
     width = len(share) if share else 1
     done, count, most = 0, 1 if share else FIRST, max(1, AT_ONCE // width)
-    behind = None if share is None else torch.arange(len(share)) * share.step + share.start
+    offsets = None if share is None else torch.arange(len(share)) * share.step + share.start
     while done < len(places):
         part = places[done : done + count]
-        here = torch.arange(part.start, part.stop, part.step)
-        if behind is None:
-            indices = order(here)
+        starts = torch.arange(part.start, part.stop, part.step)
+        if offsets is None:
+            indices = order(starts)
         else:
-            indices = order((here[:, None] + behind).flatten()).view(len(part), len(behind))
+            indices = order((starts[:, None] + offsets).flatten()).view(len(part), len(offsets))
         for listed in torch.split(indices, max(1, LISTED // width)):
             yield listed.tolist()
         done, count = done + len(part), min(4 * count, most)

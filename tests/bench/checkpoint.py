@@ -48,9 +48,8 @@ from elasticlib.checkpoint.fence import Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.prune import Retention
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshots import SnapshotMemory
+from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.checkpoint.summing import room
-from elasticlib.checkpoint.told import Told
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -187,7 +186,7 @@ def agents_memory(folder: Path) -> SnapshotMemory:
     """As an agent gives it to a worker."""
     era = folder / "1"
     era.mkdir()
-    return SnapshotMemory(Told(str(era), "benchmark", 1))
+    return SnapshotMemory(AgentMemory(str(era), "benchmark", 1))
 
 
 def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
@@ -223,7 +222,7 @@ COMPARED = (
     ("durable.dcp.save", "`save` until it is durable", "save: durable", "dcp.save"),
     ("load", "`load` from the disk", "load", "torch.load"),
     ("restore", "`restore` from the disk", "restore", "torch.load"),
-    ("restore.unsummed", "the same without sums", "restore without sums", "torch.load"),
+    ("restore.unsummed", "`restore` without its sums", "restore without sums", "torch.load"),
     ("restore.dcp", "`restore` from the disk", "restore", "dcp.load"),
     ("memory", "`restore` from memory", "restore from memory", "torch.load"),
 )

@@ -21,8 +21,7 @@ from ranks import Ranks
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.interface import Unreadable
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshots import SnapshotMemory
-from elasticlib.checkpoint.told import Told
+from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError, StateMismatch
 
 
@@ -132,7 +131,7 @@ def spelled(value: Any) -> Any:
 
 def worker(folder: Path) -> SnapshotMemory:
     (folder / "1").mkdir(parents=True)
-    return SnapshotMemory(Told(str(folder / "1"), "run", 1))
+    return SnapshotMemory(AgentMemory(str(folder / "1"), "run", 1))
 
 
 def contiguous(state: dict[str, Any]) -> dict[str, Any]:

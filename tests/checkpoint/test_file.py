@@ -104,11 +104,9 @@ def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
 
 def test_every_flipped_byte_and_every_cut_of_a_file_of_before_is_refused(tmp_path):
     path, whole = tmp_path / "a.pt", OLDER.read_bytes()
-    for at in range(len(whole)):
+    for at in [*range(0, len(whole), 7), *range(len(whole) - 80, len(whole))]:
         flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
-        for damaged in (
-            (flipped, whole[:at]) if at % 7 == 0 or at > len(whole) - 100 else (flipped,)
-        ):
+        for damaged in (flipped, whole[:at]):
             path.write_bytes(damaged)
             with pytest.raises(CheckpointCorrupt, match=r"a\.pt"):
                 load_checkpoint(path)

@@ -18,8 +18,7 @@ from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import Slots
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshots import SnapshotMemory
-from elasticlib.checkpoint.told import Told
+from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 
 OPTIMIZERS = [
     kind
@@ -162,7 +161,7 @@ def load_into(new: Training, found: Any) -> None:
 
 def worker(folder: Path, era: int) -> SnapshotMemory:
     (folder / str(era)).mkdir(parents=True)
-    return SnapshotMemory(Told(str(folder / str(era)), "run", era))
+    return SnapshotMemory(AgentMemory(str(folder / str(era)), "run", era))
 
 
 WAYS: list[Callable[[Path, Training, Training], None]] = [

@@ -35,8 +35,7 @@ from elasticlib.checkpoint.interface import Held
 from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack
-from elasticlib.checkpoint.snapshots import SnapshotMemory
-from elasticlib.checkpoint.told import Told
+from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.elastic_launch import snapshot_stores
 
@@ -51,7 +50,7 @@ class Agent:
     def worker(self, era: int, **more: Any) -> SnapshotMemory:
         folder = self.folder / str(era)
         folder.mkdir(exist_ok=True)
-        self.made.append(SnapshotMemory(Told(str(folder), "run", era), **more))
+        self.made.append(SnapshotMemory(AgentMemory(str(folder), "run", era), **more))
         return self.made[-1]
 
     def files(self) -> list[Path]:
@@ -186,7 +185,7 @@ def test_memory_that_is_full_is_an_error_with_a_sentence_and_no_end_by_a_signal(
 
 def test_a_worker_whose_agent_is_gone_is_told_so(agent: Agent) -> None:
     with pytest.raises(CheckpointError, match="No such file or directory"):
-        SnapshotMemory(Told(str(agent.folder / "gone" / "memory" / "9"), "run", 1)).snapshot(
+        SnapshotMemory(AgentMemory(str(agent.folder / "gone" / "memory" / "9"), "run", 1)).snapshot(
             1, state(1)
         )
 
@@ -360,7 +359,7 @@ def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Ag
     assert (steps(one), steps(other)) == ([1], [7])
     agent.worker(1, name="one").snapshot(2, state(2))
     assert steps(one) == [2, 1]
-    elsewhere = SnapshotMemory(Told(str(agent.folder / "1"), "another run", 1), name="one")
+    elsewhere = SnapshotMemory(AgentMemory(str(agent.folder / "1"), "another run", 1), name="one")
     assert elsewhere.held() == []
     assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
     with pytest.raises(CheckpointError, match="got 2 of 2"):

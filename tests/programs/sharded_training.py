@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.told import told
+from elasticlib.checkpoint.snapshots import agent_memory
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -66,7 +66,7 @@ def bits(value: object) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
-    where = told()
+    where = agent_memory()
     assert where is not None
     place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
     dist.init_process_group("gloo")

@@ -17,8 +17,7 @@ from context_worker import Ranks, option, write
 from fault_worker import NAMES
 
 from elasticlib.checkpoint.pack import lay_out, unpack
-from elasticlib.checkpoint.snapshots import SnapshotMemory
-from elasticlib.checkpoint.told import told
+from elasticlib.checkpoint.snapshots import SnapshotMemory, agent_memory
 
 
 def is_right(memory: SnapshotMemory, held) -> bool:
@@ -39,7 +38,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
     rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
-    where = told()
+    where = agent_memory()
     assert where is not None
     line = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
     memory = SnapshotMemory(where, folder=str(folder / "disk"))
