@@ -305,9 +305,9 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
     group = WorkerGroup(spec, (), "run", 2, 0, 1, "127.0.0.1", 1, attempt=2)
     seat = deal_seats([Node("n", "h", "127.0.0.1", 1)])[0]
     info = RendezvousInfo("run", 2, seat, BootstrapStoreInfo("127.0.0.1", 1))
-    worker = agent.worker(1)
-    worker.snapshot(1, state(1))
-    worker.close()
+    first = agent.worker(1)
+    first.snapshot(1, state(1))
+    first.close()
     (agent.folder / "2").mkdir()
     record = Record("state", 9, 9, 1, "run", 1)
     for owner in ("", "1"):
