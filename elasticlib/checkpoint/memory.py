@@ -35,7 +35,6 @@ import attrs
 
 from ..errors import CheckpointError
 from ..foreign import opened, read_fields, read_file, read_json
-from ..threads import helper
 
 if TYPE_CHECKING:
     import torch
@@ -296,8 +295,11 @@ class _File:
     memory: mmap.mmap
     capacity: int
     record: Record | None = None
+    is_empty: bool = False
+    """Whether nobody has written there yet."""
 
     def close(self) -> None:
+        self.is_empty = False
         os.close(self.handle)
         # What still has a view of it (a tensor) keeps the memory until it goes.
         with contextlib.suppress(BufferError):
@@ -321,7 +323,7 @@ class Slots:
         self._prefix = f"{kind}.{secrets.token_hex(4)}"
         self._made = 0
         self._files: dict[str, _File] = {}
-        # Who writes and who sums are two threads.
+        # Who writes, and who sums and prepares, are two threads.
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -363,6 +365,39 @@ class Slots:
                 seal = encode_seal(record, summed)
                 file.memory[SEAL_AT : SEAL_AT + len(seal)] = seal
 
+    def prepare(self, record: Record, ready: Callable[[], bool]) -> None:
+        """Make a slot for the snapshot after this one, if there is none and memory is not short.
+
+        Its pages are made, too, which takes several times as long as to write into them. Whoever
+        needs the slot meanwhile takes it as it is.
+
+        Args:
+            ready: asked before each piece: whether to go on, once it has waited for what must not
+                be disturbed.
+        """
+        if not ready():
+            return
+        with self._lock:
+            if self._choose(record.size, record.keep).use:
+                return
+            try:
+                if shutil.disk_usage(self._folder).free < record.size * ROOMY:
+                    return
+                file = self._make(record.size)
+            except (CheckpointError, OSError):
+                return  # who writes a snapshot says so
+            fcntl.flock(file.handle, fcntl.LOCK_UN)
+            file.is_empty = True
+        with open("/dev/zero", "rb", buffering=0) as zeros:
+            for at in range(0, file.capacity, CHUNK):
+                if not ready():
+                    return
+                with self._lock:
+                    if not file.is_empty:
+                        return
+                    with memoryview(file.memory)[at : at + CHUNK] as chunk:
+                        zeros.readinto(chunk)
+
     def make_folder(self) -> None:
         """Anew, if others have removed it; whoever writes there says why that cannot be."""
         for folder in (self._folder.parent, self._folder):
@@ -388,17 +423,19 @@ class Slots:
 
     def _locked(self, size: int, keep: int) -> _File:
         self._leave_what_was_removed()
-        slots = (Slot(n, file.capacity, file.record) for n, file in self._files.items())
-        choice = choose(slots, size, keep)
+        choice = self._choose(size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         for name in choice.drop:
             self._files.pop(name).drop()
         for name in choice.use:
             if _locks(self._files[name].handle, fcntl.LOCK_EX):
+                self._files[name].is_empty = False
                 return self._files[name]
-        file = self._make(size)
-        self._files[file.path.name] = file
-        return file
+        return self._make(size)
+
+    def _choose(self, size: int, keep: int) -> Choice:
+        slots = (Slot(n, file.capacity, file.record) for n, file in self._files.items())
+        return choose(slots, size, keep)
 
     def _leave_what_was_removed(self) -> None:
         """By others, with the folder: nobody would find what is written there from now on."""
@@ -426,11 +463,13 @@ class Slots:
             # Now, and not as it is filled, when full memory would be answered with SIGBUS.
             os.posix_fallocate(handle, 0, RECORD_BYTES + size)
             # Mapped page by page as it is first written, which is faster here than MAP_POPULATE.
-            return _File(path, handle, mmap.mmap(handle, RECORD_BYTES + size), size)
+            file = _File(path, handle, mmap.mmap(handle, RECORD_BYTES + size), size)
         except OSError as error:
             os.close(handle)
             path.unlink(missing_ok=True)
             raise CheckpointError(_no_room(self._folder, size, error)) from error
+        self._files[path.name] = file
+        return file
 
 
 def _no_room(folder: Path, size: int, error: OSError) -> str:
@@ -560,11 +599,6 @@ def remove_torn(memory: str | os.PathLike[str], era: int) -> None:
                 path.unlink()
 
 
-def drop(memory: str | os.PathLike[str], useless: Callable[[list[Found]], Iterable[Found]]) -> None:
-    """Remove what `useless` says is of no more use."""
-    remove(memory, useless(look(memory)))
-
-
 # -- sums ------------------------------------------------------------------------------------------
 
 
@@ -620,67 +654,3 @@ def flaw(memory: str | os.PathLike[str], found: Found, sum_now: Callable[[], int
         f"the snapshot of step {found.record.step} was changed in memory: its words' sum was "
         f"{expected:016x}, and is {now:016x}"
     )
-
-
-class Sealing:
-    """Sums what is in these slots behind the training, the newest first, and not during a copy."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._changed = threading.Condition()
-        self._next: Record | None = None
-        self._copying = self._over = False
-        self._thread: threading.Thread | None = None
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is summed meanwhile."""
-        self._copying = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._copying = False
-                self._changed.notify()
-
-    def seal(self, record: Record) -> None:
-        """Sum this snapshot, when there is time."""
-        with self._changed:
-            self._next = record
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = helper(self._run, "elasticlib-seal")
-            self._thread.start()
-
-    def close(self) -> None:
-        """Sum no more."""
-        with self._changed:
-            self._over = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over or self._next is not None)
-                record, self._next = self._next, None
-            if self._over or record is None:
-                return
-            summed = self._sum(record)
-            if summed is not None:
-                self._slots.seal(record, summed)
-
-    def _sum(self, record: Record) -> int | None:
-        summed = 0
-        for at in range(0, record.size, CHUNK):
-            if self._copying:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._over or not self._copying)
-            # Looked for anew each time: the slot may have been given to a later snapshot.
-            view = self._slots.view_of(record)
-            if self._over or view is None:
-                return None
-            with view, view[at : at + CHUNK] as chunk:
-                summed += word_sum(chunk)
-        return summed % SUMS

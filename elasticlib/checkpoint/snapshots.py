@@ -25,7 +25,6 @@ from .memory import (
     NEWS,
     Found,
     Record,
-    Sealing,
     Slots,
     given_up,
     outlived,
@@ -35,6 +34,7 @@ from .memory import (
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
 from .restore import Agreed
+from .sealing import Sealing
 from .state import take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -179,13 +179,14 @@ class SnapshotMemory(Source):
             sharded=sharded,
         )
         began = self._clock()
-        with self._sealing.paused(), self._slots.writing(record) as view:
-            copying = self._clock()
-            fill(layout, torch.frombuffer(view, dtype=torch.uint8))
-            copied = self._clock() - copying
-        self._record = record
+        with self._sealing.paused():
+            with self._slots.writing(record) as view:
+                copying = self._clock()
+                fill(layout, torch.frombuffer(view, dtype=torch.uint8))
+                copied = self._clock() - copying
+            self._record = record
+            self._tell()  # what is of no more use goes before memory for the next one is made
         self._sealing.seal(record)
-        self._tell()
         return Snapshot(step, layout.size, self._clock() - began, copied)
 
     def held(self) -> Sequence[Held]:
@@ -227,7 +228,15 @@ class SnapshotMemory(Source):
         a later restart else might find parts of one step that were made by two different runs.
         """
         name, era = self._record.name, self._era
-        memory.drop(self._memory, lambda found: given_up(found, era, name, step))
+        memory.remove(self._memory, given_up(memory.look(self._memory), era, name, step))
+        for one in self._found():
+            if one.record.step == step and self._makes_such(one.record):
+                self._sealing.prepare(one.record)  # the first one is as large
+
+    def _makes_such(self, record: Record) -> bool:
+        if record.sharded:
+            return (record.part, record.parts) == (self._rank, self._world_size)
+        return self._writes
 
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
