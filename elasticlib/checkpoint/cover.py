@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -166,7 +167,7 @@ def tensors_of(parts: Mapping[int, Sequence[Chunk]]) -> dict[str, list[tuple[int
 
 def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
     """What a state lacks of which some parts are held, as the end of a sentence; empty if it is
-    whole: if each element of each tensor is in one of them.
+    whole: if each element of each tensor is in one of them. A tensor of several meshes is several.
 
     Args:
         count: how many parts there were.
@@ -176,12 +177,15 @@ def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
     """
     known: dict[tuple[Any, ...], int] = {}
     lacks = {}
-    for name, rows in tensors_of(parts).items():
-        shape, boxes = rows[0][2].shape, [chunk.box for _, _, chunk in rows]
+    boxes: dict[tuple[str, int], list[Box]] = {}
+    shapes = {name: rows[0][2].shape for name, rows in tensors_of(parts).items()}
+    for chunk in chain.from_iterable(parts.values()):
+        boxes.setdefault((chunk.name, chunk.mesh), []).append(chunk.box)
+    for (name, _), held in boxes.items():
         # Most tensors of a shape are cut in one way.
-        key = (shape, *boxes)
+        shape, key = shapes[name], (shapes[name], *held)
         if key not in known:
-            left = taken(((0,) * len(shape), shape), ((None, box) for box in boxes))[1]
+            left = taken(((0,) * len(shape), shape), ((None, box) for box in held))[1]
             known[key] = sum(math.prod(sizes) for _, sizes in left)
         if known[key]:
             lacks[name] = f"{known[key]} of the {math.prod(shape)} elements of {name}"
@@ -199,9 +203,8 @@ def apart(parts: Mapping[int, Sequence[Chunk]]) -> set[str]:
     """The names of tensors that were sharded over several meshes, as the stages of a pipeline have
     them: what has one name there may be another tensor in each."""
     meshes: dict[str, set[int]] = {}
-    for chunks in parts.values():
-        for chunk in chunks:
-            meshes.setdefault(chunk.name, set()).add(chunk.mesh)
+    for chunk in chain.from_iterable(parts.values()):
+        meshes.setdefault(chunk.name, set()).add(chunk.mesh)
     return {name for name, found in meshes.items() if len(found) > 1}
 
 
