@@ -170,10 +170,15 @@ def save_sharded(folder: Path) -> Any:
     return found.getvalue()
 
 
-def test_a_sharded_checkpoint_is_converted_whole_in_both_directions(
-    ranks: Ranks, tmp_path: Path
+def test_a_sharded_checkpoint_is_shown_and_converted_whole_in_both_directions(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, _ = ranks.run(save_sharded, 2, tmp_path)
+    assert main(["checkpoints", "show", str(tmp_path / "c")]) == 0
+    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["0.weight", "float32 [7, 5], sharded in 2 pieces"] in shown
+    assert ["exp_avg", "float32 [3], sharded in 2 pieces"] in shown
+    assert ["epoch", "3"] in shown
     want = torch.load(io.BytesIO(one), weights_only=True)
     assert convert(tmp_path / "c", tmp_path / "state.pt", "--to", "torch") == 0
     assert same(torch.load(tmp_path / "state.pt", weights_only=True), want)
