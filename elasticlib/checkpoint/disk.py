@@ -97,7 +97,12 @@ class LocalPlace(Place):
                 if monotonic() > deadline:
                     raise _not_locked(path, f"somebody has it for {LOCK_TIMEOUT:g} s")
                 pause.wait(LOCK_POLL)
-            yield
+            try:
+                yield
+            finally:
+                # Not by closing alone: a process that was forked meanwhile, such as a DataLoader's
+                # worker, has the handle, too, and would keep the lock for as long as it lives.
+                fcntl.flock(handle, fcntl.LOCK_UN)
 
     def folders(self) -> list[str]:
         try:

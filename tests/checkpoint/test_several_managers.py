@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,34 @@ def test_the_first_rank_of_a_group_writes_what_the_group_shares(
     assert "shared=False has the first rank of each node write" in refused
     assert step == 0
     assert CheckpointManager(tmp_path / "kept").steps() == [1]
+
+
+FORKED_DURING_A_COMMIT = """
+import os, sys
+from elasticlib.checkpoint.disk import LocalPlace
+
+place = LocalPlace(sys.argv[1])
+with place.locked():
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:  # as a DataLoader's worker, which an epoch begins with, and which goes on reading
+        os.close(theirs)
+        os.read(ours, 1)
+        os._exit(0)
+with place.locked():
+    print("again")
+os.close(theirs)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_process_forked_during_a_commit_does_not_keep_the_folder_from_the_next_one(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_DURING_A_COMMIT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
