@@ -56,7 +56,6 @@ _FROM = {
 class Restored:
     """What `CheckpointManager.restore` has brought the state to; true if there was anything.
 
-    found: whether there was a state to go on from. If not, nothing was changed.
     step: after which that state was taken; 0 if there was none.
     source: where this rank's came from: `memory` of this node, that of a `peer`, or a `disk`;
         empty if there was none.
@@ -71,6 +70,7 @@ class Restored:
 
     @property
     def found(self) -> bool:
+        """Whether there was a state to go on from. If not, nothing was changed."""
         return bool(self.source)
 
     def __bool__(self) -> bool:

@@ -30,6 +30,7 @@ from .interface import Unreadable
 from .outline import Encoder, decode
 from .pack_head import Entry, Head, read_head, up, write_head
 from .pack_head import read_meta as read_meta
+from .state import Way
 from .storages import (
     Form,
     MapLocation,
@@ -92,20 +93,26 @@ class Layout:
     found: tuple[torch.Tensor, ...]
 
 
-def lay_out(state: object, meta: Mapping[str, Any] | None = None) -> Layout:
+def lay_out(
+    state: object,
+    meta: Mapping[str, Any] | None = None,
+    *,
+    told: Callable[[Way], Way] = lambda way: way,
+) -> Layout:
     """How to pack `state`, which is not copied yet.
 
     Args:
         state: nested containers of tensors, arrays and plain values, as `outline.Encoder` knows
             them. Dense tensors of any dtype, on any device.
         meta: what `read_meta` gives back without the tensors: plain JSON, such as the step.
+        told: under which keys a tensor is shown to other tools, by those under which it stands.
 
     Raises:
         CheckpointError: the state cannot be saved; the message says what, and where it stands.
     """
     encoder = Encoder()
     tree = encoder.encode(state)
-    made = _Blocks(encoder)
+    made = _Blocks(encoder, told)
     made.add_all()
     blocks = sorted(made.blocks, key=lambda block: -_alignment(block.size))
     places = [0] * len(blocks)
@@ -260,9 +267,9 @@ class _Blocks:
     and whether it is a conjugate and a negative.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, told: Callable[[Way], Way]) -> None:
         self._tensors = encoder.tensors
-        self._paths = [".".join(map(str, way)) or "state" for way in encoder.ways]
+        self._paths = [".".join(map(str, told(way))) or "state" for way in encoder.ways]
         self._arrays = encoder.arrays
         self.blocks: list[_Block] = []
         self.rows: list[Any] = [None] * len(self._tensors)

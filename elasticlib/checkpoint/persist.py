@@ -293,10 +293,14 @@ def kinds_in(memory: Path) -> list[Kind]:
 
 
 def held_by(memory: Path, found: Found) -> list[Chunk] | None:
-    """What a part holds; None where it is gone, or was not made by CheckpointManager."""
+    """What a part holds; None where it is gone, is damaged, or does not say."""
     with pinned(memory, found) as view:
-        meta = {} if view is None else read_meta(view)
-        return chunks_of(meta) if "chunks" in meta else None
+        try:
+            return None if view is None else chunks_of(read_meta(view))
+        except CheckpointError as error:
+            step, part = found.record.step, found.record.part
+            log.warning("part %d of the snapshot of step %d is passed over: %s", part, step, error)
+            return None
 
 
 class _Damaged(CheckpointError):
@@ -565,7 +569,11 @@ class LastWrites:
         self._over.set()
 
     def _write_all(self) -> None:
-        kinds = kinds_in(self._memory)
+        try:
+            kinds = kinds_in(self._memory)
+        except Exception as error:
+            self._problems.append(f"snapshots in memory were not written: {describe(error)}")
+            return
         self._left = [k for k in kinds if self._leaves or (k.newest.sharded and k.record.shared)]
         while self._left and not self._over.is_set():
             kind = self._left[0]

@@ -90,7 +90,7 @@ def why_not(pieces: Iterable[Piece], chunks: Chunks) -> str:
     """Why the newest of these states is not whole, as the end of a sentence."""
     for state, shares in _newest_first(pieces):
         return _lacking(state, shares, chunks)
-    return "was not made by CheckpointManager, and nobody can put its parts together"
+    return "is in no part that says which elements it has"
 
 
 def _lacking(state: State, shares: _Shares, chunks: Chunks) -> str:

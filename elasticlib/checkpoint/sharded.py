@@ -46,7 +46,9 @@ def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Lay
         CheckpointError: something in it cannot be saved.
     """
     plain, shards = take_shards(values)
-    chunks, tensors = [], []
+    chunks: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    ways: list[Way] = []
     for way, box in boxes_of(shards).items():
         shard = shards[way]
         if not (copies or _is_first(shard)):
@@ -57,9 +59,14 @@ def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Lay
         mesh = _mesh_sum(shard.device_mesh)
         chunks.append(Chunk(repr(way), name_of(shard.dtype), *form, device, mesh).row())
         tensors.append(local)
+        ways.append(way)
     rest = {"state": plain, "ways": list(shards)} if whole else None
     meta = {"step": step, "chunks": chunks, "whole": whole}
-    return lay_out({"whole": rest, "shards": tensors}, meta)
+
+    def in_the_state(way: Way) -> Way:
+        return ways[way[1]] if way[0] == "shards" else way[2:]
+
+    return lay_out({"whole": rest, "shards": tensors}, meta, told=in_the_state)
 
 
 def boxes_of(shards: Shards) -> dict[Way, Box]:

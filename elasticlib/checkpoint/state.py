@@ -236,6 +236,9 @@ class Step:
 
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 # -- objects that have a state of their own --------------------------------------------------------
 

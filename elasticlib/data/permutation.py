@@ -397,10 +397,17 @@ def weights_of(weights: Sequence[float] | Tensor, samples: int) -> Tensor:
     """One weight for each sample, checked.
 
     Raises:
-        ConfigError: there are more or fewer, or one is negative, not finite, too large or small.
+        ConfigError: there are more or fewer, or one is no number, negative, not finite, too large
+            or too small.
     """
     floats = isinstance(weights, Tensor) and weights.is_floating_point()
-    checked = torch.as_tensor(weights, dtype=None if floats else torch.float64).detach().cpu()
+    try:
+        checked = torch.as_tensor(weights, dtype=None if floats else torch.float64).detach().cpu()
+    except (TypeError, ValueError) as error:
+        kind = type(weights).__name__
+        raise ConfigError(
+            f"weights must be a list or a tensor of numbers, got {kind}: {error}"
+        ) from error
     if checked.shape != (samples,):
         raise ConfigError(f"need one weight for each of {samples} samples, got {[*checked.shape]}")
     wrong = ((checked != 0) & ~((checked >= 1e-30) & (checked <= 1e30))).nonzero()

@@ -16,7 +16,7 @@ import attrs
 from torch.utils.data import Dataset
 
 from ..errors import ConfigError
-from .deal import Position, Tail, check_rank, end_of_deal
+from .deal import Position, Tail, check_int, check_rank, end_of_deal
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class ShardDataset(Dataset[T]):
         sizes: as given, as a tuple.
 
     Raises:
-        ConfigError: there are not as many sizes as shards, or one is negative.
+        ConfigError: there are not as many sizes as shards, or one is negative or no integer.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class ShardDataset(Dataset[T]):
     ) -> None:
         if len(shards) != len(sizes):
             raise ConfigError(f"need a size for each shard, got {len(sizes)} for {len(shards)}")
-        self.shards, self.sizes, self.read = shards, tuple(sizes), read
+        self.shards, self.read = shards, read
+        self.sizes = tuple(check_int("a shard's size", size) for size in sizes)
         self._row = Shards(self.sizes)
 
     def __len__(self) -> int:

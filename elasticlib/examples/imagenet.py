@@ -165,7 +165,7 @@ class Training:
         )
         # Whichever batch a later launch may ask for, of what is saved nothing is scaled.
         scale_learning_rates(self.optimizer, args.batch_size, reference_batch=256)
-        self.progress: dict[str, Any] = {"step": 0, "validated": 0, "best": -1.0}
+        self.progress: dict[str, Any] = {"step": 0, "validated": 0, "top1": 0.0}
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -256,9 +256,10 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def train(training: Training, manager: CheckpointManager, best: CheckpointManager) -> bool:
+def train(training: Training, manager: CheckpointManager) -> bool:
     """To the end, or until we are asked to stop; whether it was the end."""
     args, progress, state = training.args, training.progress, training.state
+    manager.restore(state)
     parallel = DistributedDataParallel(training.model)
     for epoch in range(training.sampler.epoch, args.epochs):
         training.sampler.set_epoch(epoch)
@@ -283,13 +284,23 @@ def train(training: Training, manager: CheckpointManager, best: CheckpointManage
                 manager.save(training.step, state)
                 say(f"stopping after step {training.step}, which is to be validated")
                 return False
-            if top1 > progress["best"]:
-                best.save(training.step, {"model": training.model, "epoch": epoch, "top1": top1})
-                best.wait()  # nobody must find it noted as kept before it is
-            progress.update(validated=epoch + 1, best=max(top1, progress["best"]))
+            progress.update(validated=epoch + 1, top1=top1)
         manager.snapshot(training.step, state)
-        manager.save(training.step, state)
+        manager.save(training.step, state, metrics={"top1": progress["top1"]})
     return True
+
+
+def evaluate(training: Training, manager: CheckpointManager) -> None:
+    """Validate the best checkpoint, beside whoever trains: `load` takes nothing away from them."""
+    best = manager.best()
+    if best is None:
+        raise ConfigError(
+            f"--evaluate needs a checkpoint, and {training.args.checkpoints} has none"
+        )
+    saved = manager.load(best)
+    training.model.load_state_dict(saved["model"])
+    training.progress.update(saved["progress"])
+    training.validate()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -307,13 +318,12 @@ def main(args: argparse.Namespace) -> None:
         draw_images(args.data, args.synthetic, args.image_size)
     dist.barrier()
     training = Training(args)
-    best = CheckpointManager(f"{args.checkpoints}/best", keep_last=1)
-    with CheckpointManager(args.checkpoints) as manager, best:
-        manager.restore(training.state)
+    with CheckpointManager(args.checkpoints, keep_best=("top1", "max")) as manager:
         if args.evaluate:
-            training.validate()
-        elif train(training, manager, best):
-            say(f"done: steps {training.step} best top-1 {training.progress['best']:.2f}")
+            evaluate(training, manager)
+        elif train(training, manager):
+            manager.wait()
+            say(f"done: steps {training.step}, the best after step {manager.best()}")
     dist.destroy_process_group()
 
 
@@ -343,8 +353,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--image-size", type=count, default=224, metavar="PIXELS")
     add("--seed", type=int, default=0)
     add("-j", "--workers", type=at_least(0), default=4, help="that load images, a rank")
-    add("--evaluate", action="store_true", help="score the newest checkpoint, and end")
-    add("--checkpoints", default="checkpoints", help="a folder, or a URL; /best has the best model")
+    add("--evaluate", action="store_true", help="score the best checkpoint, and end")
+    add("--checkpoints", default="checkpoints", help="a folder, or a URL; the best is kept, too")
     add("--save-every", type=count, default=1000, metavar="STEPS", help="and after each epoch")
     add("--snapshot-every", type=count, default=10, metavar="STEPS", help="into the agent's memory")
     add("--print-freq", type=count, default=10, metavar="STEPS")

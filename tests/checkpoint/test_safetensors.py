@@ -20,6 +20,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from test_pack import bits, packed, same
@@ -159,6 +160,21 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
         outline = json.loads(file.metadata()["elasticlib.state"])
     assert outline["meta"] == {"step": 7}
     assert read_meta(path.read_bytes()) == {"step": 7}
+
+
+def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        state = older_state.sharded(1)
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(7, state)
+    finally:
+        dist.destroy_process_group()
+    (path,) = tmp_path.glob("step-*/part-00000.*.pack")
+    found = safetensors.torch.load_file(path)
+    assert set(found) == {"rows", "more.0", "turned", "same", "plain.storage"}
+    assert torch.equal(found["rows"], state["rows"].to_local())
+    assert torch.equal(found["more.0"], state["more"][0].to_local())
 
 
 def test_paths_that_are_one_when_written_with_dots_are_told_apart() -> None:

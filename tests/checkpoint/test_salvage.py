@@ -148,22 +148,30 @@ def replicate(memory_of: Path, to: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_part_that_was_changed_in_memory_is_not_written_but_its_replica_or_an_older_step(
-    job: Job,
+@pytest.mark.parametrize("at", [memory.RECORD_BYTES + 200, -1])
+def test_a_part_that_was_changed_in_memory_is_not_written_but_an_older_step(
+    job: Job, at: int
 ) -> None:
     states = job.leaves([3, 3, 3, 3])
-    damage(job.memory(0), step=3)
+    damage(job.memory(0), 3, at)
     assert job.finish(0, 1) == ["", ""]
     assert job.restored(3) == (2, states[2])
 
 
-def damage(memory_of: Path, step: int) -> None:
+@pytest.mark.long
+def test_the_replica_of_a_part_that_was_changed_in_memory_is_written(job: Job) -> None:
+    states = job.leaves([3, 3, 3, 3])
+    replicate(job.memory(0), job.memory(1))
+    damage(job.memory(0), 3, -1)
+    assert job.finish(0, 1) == ["", ""]
+    assert job.restored(3) == (3, states[3])
+
+
+def damage(memory_of: Path, step: int, at: int) -> None:
     one = next(one for one in memory.look(memory_of) if one.record.step == step)
-    with (memory_of / one.file).open("r+b") as file:
-        file.seek(-1, 2)
-        (last,) = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last ^ 1]))
+    data = bytearray((memory_of / one.file).read_bytes())
+    data[at] ^= 1
+    (memory_of / one.file).write_bytes(data)
 
 
 @pytest.mark.long

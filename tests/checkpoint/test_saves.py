@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import until
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -95,8 +96,7 @@ def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) ->
     manager.wait()
     assert full in str(other.error)
     last = manager.save(3, state(3))
-    while not last.done():
-        pass
+    until("its end", last.done)
     assert full in str(last.error)
     assert full in repr(last)
     place.fails = False

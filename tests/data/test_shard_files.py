@@ -231,6 +231,8 @@ def test_a_shard_that_has_not_as_many_samples_as_it_was_said_is_told(gives):
 def test_shards_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="a size for each shard, got 1 for 2"):
         ShardDataset(["a", "b"], [1], read)
+    with pytest.raises(ConfigError, match=r"a shard's size is 1\.5"):
+        ShardDataset(["a"], [1.5], read)
     with pytest.raises(ConfigError, match=r"'shards' needs a dataset that has `sizes`.* range has"):
         ElasticDistributedSampler(range(9), 1, 0, shuffle_algorithm="shards")
 

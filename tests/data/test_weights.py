@@ -198,6 +198,8 @@ def test_a_state_of_other_weights_is_refused_and_one_of_the_same_is_not():
         ({"weights": [1.0, 1.0, -2.0, 1.0]}, r"got -2\.0 for sample 2"),
         ({"weights": [1.0, math.nan, 1.0, 1.0]}, "got nan for sample 1"),
         ({"weights": [1.0, 1e31, 1.0, 1.0]}, r"got 1e\+31 for sample 1"),
+        ({"weights": "1234"}, "a list or a tensor of numbers, got str"),
+        ({"weights": [1.0, "2", 1.0, 1.0]}, "a list or a tensor of numbers, got list"),
         ({"weights": [0.0] * 4}, "epoch_size <= 0.*got 0"),
         ({"weights": [1.0, 0.0, 1.0, 0.0], "epoch_size": 3}, "epoch_size <= 2.*got 3"),
         ({"weights": [1.0] * 4, "epoch_size": 1.5}, "epoch_size is 1.5"),

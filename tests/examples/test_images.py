@@ -274,6 +274,16 @@ def test_the_learning_rate_follows_the_batch_and_a_checkpoint_has_that_of_256(dr
     assert moved[1] == pytest.approx(2 * moved[0], rel=1e-3)
 
 
+def test_there_must_be_a_checkpoint_to_evaluate(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    flags = ["--image-size", "8", "--evaluate", "--checkpoints", str(tmp_path / "none")]
+    with pytest.raises(ConfigError, match=r"--evaluate needs a checkpoint, and .*/none has none"):
+        imagenet.main(imagenet.parse([str(drawn), *flags]))
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("flags", [["-b", "0"], ["-j", "-1"], ["--arch", "small", "--resume", "x"]])
 def test_flags_that_cannot_be_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):

@@ -88,7 +88,8 @@ def test_what_a_killed_node_had_given_away_is_written_by_those_that_have_it(job:
     nodes[goes["node"]].kill()
     survivor = nodes[stays["node"]]
     survivor.signal(signal.SIGTERM)
-    assert survivor.exit_code(PATIENT) == 75
+    # By then it may have missed the other node, and ended its workers.
+    assert survivor.exit_code(PATIENT) in (75, 143)
     assert CheckpointManager(job.folder / "checkpoints").steps() == [3], survivor.text
     goes_on(job, 3, digest)
 
