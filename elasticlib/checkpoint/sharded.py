@@ -24,12 +24,13 @@ from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
-from .fresh import Parameters, with_states
 from .pack import Layout, lay_out, read_meta, unpack
 from .state import Way, put_shards, take_shards
 from .storages import Form, MapLocation, dtype_named, moved, name_of
 
 Shards = Mapping[Way, DTensor]
+Parameters = Mapping[Way, Sequence[torch.Tensor]]
+"""Of each optimizer in a state, by its way: in the order in which its state numbers them."""
 
 
 def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Layout:
@@ -218,7 +219,7 @@ def targets_of(
             raise CheckpointCorrupt(f"state{spoken(way)} is in none of its parts")
         known[way] = tensors[repr(way)]
     sizes = {way: (torch.Size(t.shape), dtype_named(t.dtype)) for way, t in known.items()}
-    found = with_states(shards, sizes, parameters)
+    found = _with_states(shards, sizes, parameters)
     for missing, side in ((known, found), (found, known)):
         for way in missing:
             if way not in side:
@@ -236,6 +237,45 @@ def targets_of(
 def spoken(way: Way) -> str:
     """As a sentence names what stands there."""
     return "".join(f"[{key!r}]" for key in way)
+
+
+def _with_states(
+    shards: Mapping[Way, Any],
+    saved: Mapping[Way, tuple[torch.Size, torch.dtype]],
+    parameters: Parameters,
+) -> dict[Way, Any]:
+    """The sharded tensors that say how those that were `saved` are to be sharded.
+
+    Most optimizers make their state at the first step, like the parameter that it is of. So in one
+    that has taken none, a saved tensor of a parameter's size is sharded as that parameter is, and
+    nobody takes a step for it: even with gradients and a rate of zero that would change some
+    parameters (a negative zero, say).
+
+    An optimizer's are those that were saved of it, whatever it has now: it takes a state whole.
+
+    Args:
+        shards: those that there are now. saved: size and dtype of those that were saved.
+    """
+    found = {
+        way: shard
+        for way, shard in shards.items()
+        if way in saved or _parameter_of(way, parameters) is None
+    }
+    for way, (size, dtype) in saved.items():
+        parameter = _parameter_of(way, parameters)
+        if way not in found and isinstance(parameter, DTensor) and parameter.shape == size:
+            found[way] = torch.empty_like(parameter.detach(), dtype=dtype)
+    return found
+
+
+def _parameter_of(way: Way, parameters: Parameters) -> Any:
+    """The parameter that a tensor with this way is an optimizer's state of; None if it is none."""
+    for at in range(len(way) - 2):
+        # As `torch.optim.Optimizer.state_dict` has them: state, the parameter's number, a name.
+        known, (kind, number) = parameters.get(way[:at]), way[at : at + 2]
+        if known is not None and kind == "state" and type(number) is int and number < len(known):
+            return known[number]
+    return None
 
 
 def copy_shares(
