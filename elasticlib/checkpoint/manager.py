@@ -425,7 +425,7 @@ class CheckpointManager:
         names = check_names(state)
         agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
         found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
-        if step is not None and (not found or found.step != step):
+        if step is not None and not found:
             raise self._not_restored(step, found, sources)
         if memory is not None:
             memory.take_up(agreed, names)
@@ -436,11 +436,6 @@ class CheckpointManager:
 
     def _not_restored(self, step: int, found: Restored, sources: Sequence[Source]) -> Exception:
         """Why there is no restoring a step that was asked for."""
-        if found:
-            return CheckpointError(
-                f"step {step} was asked for on this rank, and the others went to step "
-                f"{found.step}: all ranks have to ask for the same one"
-            )
         if found.passed_over:
             return CheckpointError(
                 f"step {step} was asked for, and cannot be restored: {'; '.join(found.passed_over)}"

@@ -92,7 +92,7 @@ def restore_from(
         group: by default the default group; without one, this process alone. One that moves no
             CPU tensors (NCCL) will do if it is of all ranks.
         node: the name of this rank's node, for the shortest way; by default the host's.
-        step: this one and no other, by default the newest.
+        step: this one and no other, by default the newest. All ranks ask for the same.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
         chunk_bytes: what is sent at once; where ranks differ, the least.
@@ -102,7 +102,8 @@ def restore_from(
             `chunk_bytes` is less than 1.
         StateMismatch: what was saved does not fit into `state`.
         CheckpointError: on some rank a source could not say what it holds, an object could not
-            load its state, or memory ran out; on all ranks alike, naming the rank.
+            load its state, or memory ran out, or ranks ask for different steps; on all ranks
+            alike, naming the rank.
         RuntimeError: of torch: a peer is gone, or the group's timeout is over, within which the
             slowest rank must have read its pack.
     """
@@ -165,10 +166,12 @@ class Search:
         """Tell everybody what is here."""
         rows, error = tried(self._list)
         mine = {"node": self.node, "held": rows, "chunk": self.peers.chunk_bytes}
+        mine["only"] = self._only
         mine["left_out"] = [] if error else self._newest(s.left_out() for s in self.sources)
         mine["unread"] = [] if error else self._newest(s.unread() for s in self.sources)
         words = self.peers.words(mine, error)
         raise_any(words, error, "could not say which states it holds")
+        self._check_alike([word["only"] for word in words])
         # Both ends of a wire must cut alike, or wait for ever.
         self.peers.chunk_bytes = min(word["chunk"] for word in words)
         self.nodes = [word["node"] for word in words]
@@ -176,6 +179,18 @@ class Search:
         said = ((step, why) for word in words for step, why in word["left_out"])
         self._left_out = list(dict.fromkeys(said))
         self._unread = [(step, why) for word in words for step, why in word["unread"]]
+
+    @staticmethod
+    def _check_alike(asked: Sequence[int | None]) -> None:
+        for rank, step in enumerate(asked):
+            if step != asked[0]:
+                first, other = (
+                    "the newest step" if one is None else f"step {one}" for one in (asked[0], step)
+                )
+                raise CheckpointError(
+                    f"rank 0 asked for {first}, and rank {rank} for {other}: all ranks have to ask "
+                    "for the same one, and nothing was restored"
+                )
 
     def _list(self) -> list[Any]:
         for source in self.sources:

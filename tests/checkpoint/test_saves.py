@@ -200,9 +200,10 @@ def go_back(folder: Path) -> list[Any]:
             manager.restore(plain, step=9)
         except FileNotFoundError as error:
             found.append(str(error))
+        plain = state(0)
         with told() as said:
             manager.restore(plain, step=1 + dist.get_rank())
-        found.append(said)
+        found.append((said, total(plain["w"])))
     return found
 
 
@@ -214,8 +215,11 @@ def test_all_ranks_go_back_to_the_step_that_all_of_them_ask_for(
     for missing in (first[3], second[3]):
         assert missing.startswith("there is no step 9 in ")
         assert missing.endswith("; there are 1, 2, 3, 4")
-    said = "step 1 was asked for on this rank, and the others went to step 2: all ranks have to "
-    assert (first[4], second[4]) == ([f"{said}ask for the same one"], [])
+    said = (
+        "rank 0 asked for step 1, and rank 1 for step 2: all ranks have to ask for the same one, "
+        "and nothing was restored"
+    )
+    assert first[4] == second[4] == ([said], 0.0)
 
 
 # -- metrics -----------------------------------------------------------------------------------
