@@ -554,11 +554,11 @@ class LastWrites:
         thread = helper(self._write_all, "agent-persist")
         thread.start()
         deadline = monotonic() + seconds
-        while thread.is_alive() and (rest := deadline - monotonic()) > 0:
-            thread.join(min(rest, renewed))
+        while not self._over.is_set() and thread.is_alive() and deadline > monotonic():
+            thread.join(min(max(0.0, deadline - monotonic()), renewed))
             self._board.renew()
-            if self._over.is_set():
-                return ""
+        if self._over.is_set():
+            return ""
         self._over.set()
         why = f"it was not there after {seconds:g} s"
         late = [kind.not_written(kind.newest, why) for kind in tuple(self._left)]
