@@ -56,9 +56,8 @@ _FROM = {
 class Restored:
     """What `CheckpointManager.restore` has brought the state to; true if there was anything.
 
-    step: after which that state was taken; 0 if there was none.
-    source: where this rank's came from: `memory` of this node, that of a `peer`, or a `disk`;
-        empty if there was none.
+    step: after which that state was taken; 0 if there was none. source: where this rank's came
+    from: `memory` of this node, that of a `peer`, or a `disk`; empty if there was none.
     passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
 
     It is no number: whoever takes it for its step gets a TypeError that says so.

@@ -102,14 +102,14 @@ class Rays:
     def clear(self) -> None:
         """Waits until no agent or worker is left."""
         try:
-            until("the job's processes to be gone", lambda: not self.ours(), 20.0)
+            until("the job's processes to be gone", lambda: not self.ours(), 60.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.ours()}") from None
 
     def close(self) -> None:
         self._cluster.shutdown()
         del os.environ[MARK], os.environ["RAY_TMPDIR"]
-        until("the cluster to be gone", lambda: not self.processes(), 30.0)
+        until("the cluster to be gone", lambda: not self.processes(), 60.0)
 
 
 @pytest.fixture(scope="module")

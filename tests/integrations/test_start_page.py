@@ -53,7 +53,7 @@ class Terminal:
             text=True,
         )
 
-    def types(self, lines: str, seconds: float = 60.0) -> str:
+    def types(self, lines: str, seconds: float = 300.0) -> str:
         with self.begin(lines) as shell:
             try:
                 said, _ = shell.communicate(timeout=seconds)
@@ -104,13 +104,13 @@ def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None
     with terminal.begin(RUN.replace(" 600", " 80")) as job:
         try:
             pid = folder / "rank1.pid"
-            until("rank 1 to train", lambda: pid.exists() and pid.read_text(), 60.0)
+            until("rank 1 to train", lambda: pid.exists() and pid.read_text(), 120.0)
             first = pid.read_text()
             if has("status", terminal):
                 terminal.types(LOOK)
             terminal.types(KILL)
-            until("another rank 1 to train", lambda: pid.read_text() not in ("", first), 60.0)
-            said, _ = job.communicate(timeout=60)
+            until("another rank 1 to train", lambda: pid.read_text() not in ("", first), 120.0)
+            said, _ = job.communicate(timeout=120)
         finally:
             job.terminate()
     assert job.returncode == 0, said
