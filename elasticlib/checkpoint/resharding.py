@@ -25,8 +25,17 @@ from .interface import Held
 from .pack import fill, lay_out, read_meta, unpack
 from .peers import MAX_SENTENCE, Transfer, Words, kind_of, raise_any, tried
 from .put import fit
-from .sharded import boxes_of, copy_shares, local_of, narrowed, spoken, targets_of
-from .state import Way, holder_of, parameters_in, parts_of, put_shards, take_shards, values_of
+from .sharded import boxes_of, copy_shares, local_of, narrowed, targets_of
+from .state import (
+    Way,
+    holder_of,
+    parameters_in,
+    parts_of,
+    put_shards,
+    spoken,
+    take_shards,
+    values_of,
+)
 from .storages import dtype_named
 
 if TYPE_CHECKING:
@@ -223,7 +232,7 @@ class _Resharding:
             kind = dtype_named(tensors[repr(way)].dtype)
             if kind != shard.dtype and _is_bare(state, way):
                 raise StateMismatch(
-                    f"state{spoken(way)} is a sharded tensor of {shard.dtype}, and one of {kind} "
+                    f"{spoken(way)} is a sharded tensor of {shard.dtype}, and one of {kind} "
                     "was saved"
                 )
         found = put_shards(saved, live)

@@ -25,7 +25,7 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .pack import Layout, lay_out, read_meta, unpack
-from .state import Way, put_shards, take_shards
+from .state import Way, put_shards, spoken, take_shards
 from .storages import Form, MapLocation, dtype_named, moved, name_of
 
 Shards = Mapping[Way, DTensor]
@@ -216,7 +216,7 @@ def targets_of(
     known = {}
     for way in ways:
         if repr(way) not in tensors:
-            raise CheckpointCorrupt(f"state{spoken(way)} is in none of its parts")
+            raise CheckpointCorrupt(f"{spoken(way)} is in none of its parts")
         known[way] = tensors[repr(way)]
     sizes = {way: (torch.Size(t.shape), dtype_named(t.dtype)) for way, t in known.items()}
     found = _with_states(shards, sizes, parameters)
@@ -224,19 +224,14 @@ def targets_of(
         for way in missing:
             if way not in side:
                 has = "the checkpoint" if side is found else "the given state"
-                raise StateMismatch(f"state{spoken(way)} is a sharded tensor in {has} alone")
+                raise StateMismatch(f"{spoken(way)} is a sharded tensor in {has} alone")
     for way, shard in found.items():
         if known[way].shape != shard.shape:
             raise StateMismatch(
-                f"state{spoken(way)} has the shape {list(known[way].shape)} in the checkpoint, "
+                f"{spoken(way)} has the shape {list(known[way].shape)} in the checkpoint, "
                 f"and {list(shard.shape)} in the given state"
             )
     return found
-
-
-def spoken(way: Way) -> str:
-    """As a sentence names what stands there."""
-    return "".join(f"[{key!r}]" for key in way)
 
 
 def _with_states(

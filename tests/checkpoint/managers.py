@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from elasticlib import CheckpointManager
+from elasticlib.errors import CheckpointError
 
 NAMES = {
     "run": "TORCHELASTIC_RUN_ID",
@@ -26,3 +29,13 @@ def manager_at(folder: Any, place: dict[str, object], **options: Any) -> Checkpo
         manager = CheckpointManager(folder, **options)
         assert manager.writes in (True, False)  # it has looked for its place
     return manager
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The sentence of what is raised."""
+    said: list[str] = []
+    try:
+        yield said
+    except CheckpointError as error:
+        said.append(str(error))

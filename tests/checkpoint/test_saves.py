@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import until
+from managers import told
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -40,16 +39,6 @@ class Gated(LocalPlace):
         if self.fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(name, data)
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """The sentence of what is raised."""
-    said: list[str] = []
-    try:
-        yield said
-    except CheckpointError as error:
-        said.append(str(error))
 
 
 # -- the handle --------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import until
+from managers import told
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
@@ -57,16 +57,6 @@ def act(each: Sequence[Act], folder: Path) -> object:
 def play(ranks: Ranks, tmp_path: Path) -> Play:
     """What the two ranks come to, one that writes and another."""
     return lambda writer, other: ranks.run(act, 2, (writer, other), tmp_path)
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """The sentence of what is raised."""
-    said: list[str] = []
-    try:
-        yield said
-    except CheckpointError as error:
-        said.append(str(error))
 
 
 def save_gated(steps: Sequence[int], gate: str, folder: Path) -> None:
