@@ -206,20 +206,19 @@ class CheckpointManager:
     ) -> Save:
         """Copy the state, and start to write the copy, if this rank does."""
         self._wait_for_last()
-        values = values_of(state)
-        sharded = bool(take_shards(values)[1])
-        if not sharded and not self.writes:
+        plain, shards = take_shards(values_of(state))
+        if not shards and not self.writes:
             save = OthersSave(step, number, self._outcomes, self._reader)
             self._expected.append(save)
             return save
-        writers = self._all_ranks if sharded else self._this_rank
-        if sharded:
+        writers = self._all_ranks if shards else self._this_rank
+        if shards:
             # It takes its time to import, and most states are not sharded.
             from .sharded import lay_out_part
 
-            layout = lay_out_part(step, values, whole=writers.rank == 0, copies=False)
+            layout = lay_out_part(step, plain, shards, whole=writers.rank == 0, copies=False)
         else:
-            layout = lay_out(values, {"step": step})
+            layout = lay_out(plain, {"step": step})
         data = self._host.take(layout)
         if self._forget is None:
             atexit.register(self._last_words)

@@ -33,10 +33,11 @@ Parameters = Mapping[Way, Sequence[torch.Tensor]]
 """Of each optimizer in a state, by its way: in the order in which its state numbers them."""
 
 
-def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Layout:
+def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copies: bool) -> Layout:
     """This rank's part of a state: its shards, and what is not sharded.
 
     Args:
+        plain, shards: as `state.take_shards` has them.
         whole: whether what is not sharded is in it: on a disk in the first rank's alone, in memory
             in each, as any of them may be lost.
         copies: whether shards are in it that several ranks hold alike, also if this rank is not
@@ -45,7 +46,6 @@ def lay_out_part(step: int, values: object, *, whole: bool, copies: bool) -> Lay
     Raises:
         CheckpointError: something in it cannot be saved.
     """
-    plain, shards = take_shards(values)
     chunks: list[Any] = []
     tensors: list[torch.Tensor] = []
     ways: list[Way] = []

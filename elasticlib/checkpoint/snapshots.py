@@ -149,18 +149,17 @@ class SnapshotMemory(Source):
                 snapshots stay.
         """
         began = self._clock()
-        values = values_of(state)
-        shards = take_shards(values)[1].values()
-        if not self._writes and all(_is_same_on_all(shard) for shard in shards):
+        plain, shards = take_shards(values_of(state))
+        if not self._writes and all(_is_same_on_all(shard) for shard in shards.values()):
             return None
         if shards:
             # It takes its time to import, and most states are not sharded.
             from .sharded import lay_out_part
 
-            layout = lay_out_part(step, values, whole=True, copies=True)
+            layout = lay_out_part(step, plain, shards, whole=True, copies=True)
             part, parts = self._rank, self._world_size
         else:
-            layout, part, parts = lay_out(values, {"step": step}), 0, 1
+            layout, part, parts = lay_out(plain, {"step": step}), 0, 1
         made = self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
         return attrs.evolve(made, seconds=self._clock() - began)
 

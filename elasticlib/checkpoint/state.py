@@ -188,6 +188,8 @@ def changed(state: object, change: Callable[[Way, Any], Any]) -> Any:
 def take_shards(values: object) -> tuple[Any, dict[Way, Any]]:
     """The state with None in the places of its sharded tensors, and those by their ways, since
     every rank has its own part of them."""
+    if _sharded_class() is None:
+        return values, {}
     shards: dict[Way, Any] = {}
 
     def take(way: Way, value: object) -> object:
@@ -205,10 +207,14 @@ def put_shards(plain: object, tensors: Mapping[Way, torch.Tensor]) -> Any:
 
 
 def is_sharded_kind(value: object) -> bool:
-    """Whether `value` is a DTensor. Where nobody imported that class, which costs most of a
-    second, there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    """Whether `value` is a DTensor."""
+    sharded = _sharded_class()
+    return sharded is not None and isinstance(value, sharded)
+
+
+def _sharded_class() -> type | None:
+    """DTensor. Where nobody imported it, which costs most of a second, no value is of it."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:

@@ -24,7 +24,7 @@ from elasticlib.checkpoint.pack import Layout, fill, lay_out
 from elasticlib.checkpoint.peers import Peers, peers_of
 from elasticlib.checkpoint.restore import restore_from, restore_over
 from elasticlib.checkpoint.sharded import lay_out_part
-from elasticlib.checkpoint.state import values_of
+from elasticlib.checkpoint.state import take_shards, values_of
 from elasticlib.errors import CheckpointCorrupt, ConfigError
 
 
@@ -196,7 +196,7 @@ def sharded(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     job["bare"].to_local().fill_(float(rank + 1))
     job["n"] = 3
     keeper = Folder(folder / str(run["at"][rank]))
-    part = lay_out_part(3, values_of(job), whole=True, copies=True)
+    part = lay_out_part(3, *take_shards(values_of(job)), whole=True, copies=True)
     keeper.write(Held(3, "memory", "a", rank, world), part)
     losses = train(job, 3)
     dist.barrier()

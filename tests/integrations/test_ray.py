@@ -36,6 +36,8 @@ QUICK = {
     # Who is killed refuses the connection at once, and a machine with much to do is slow to answer.
     "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 5,
+    # Ray starts actors with a niceness of 15: beside other tests they hardly ran.
+    "worker_niceness": 0,
 }
 
 
