@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import secrets
 import zipfile
 import zlib
@@ -24,7 +25,7 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError
 from .interface import Unreadable
-from .names import aside_name, natural_key, target_of
+from .manifest import aside_name, target_of
 from .pack import Layout, lay_out, pieces, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
 from .state import values_of
@@ -109,7 +110,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         pattern: which names are checkpoints, as a glob.
     """
     names = [path.name for path in Path(folder).glob(pattern) if not target_of(path.name)]
-    for name in sorted(names, key=natural_key, reverse=True):
+    for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
         try:
             with open(path, "rb") as file:
@@ -122,6 +123,12 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         else:
             return path
     return None
+
+
+def _natural_key(name: str) -> tuple[list[str | int], str]:
+    """Sorts names with numbers in them as people do: step-9 before step-10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
 def _write(aside: Path, layout: Layout) -> None:

@@ -21,20 +21,15 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError
 from .interface import Unreadable
-from .state import Step, Walk, Way, is_named_tuple, spoken
+from .pack_head import MAPPINGS
+from .state import Step, Walk, Way, is_array, is_named_tuple, is_number, spoken
 from .storages import dtype_named, name_of
 
 MAX_INT_BITS = 8192
 """Python reads no integers of many more digits from text; longer ones are written in hex."""
 
 _PLAIN = (type(None), bool, float, str)
-_MAPPINGS: dict[type, str] = {
-    dict: "dict",
-    OrderedDict: "ordered",
-    Counter: "counter",
-    defaultdict: "defaultdict",
-}
-_MADE = {name: kind for kind, name in _MAPPINGS.items()}
+_MAPPINGS = {kind: name for name, kind in MAPPINGS.items()}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 _FACTORIES: dict[str, Callable[[], object] | None] = {
     "None": None,
@@ -66,16 +61,6 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 """By type: its name in JSON, and how it is written and read."""
 _READ = {name: read for name, _, read in _LEAVES.values()}
-
-
-def is_leaf(value: object) -> bool:
-    """Whether a state holds it as one thing: no tensor, nothing that holds others by keys."""
-    return (
-        type(value) in (*_PLAIN, int, *_LEAVES, *_SETS)
-        or isinstance(value, enum.Enum)
-        or is_array(value)
-        or is_number(value)
-    )
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -280,7 +265,7 @@ class _Decoder:
             if key not in self._made:
                 self._made[key] = _placed(kind, self._tensors[payload], encoded)
             return self._made[key]
-        if kind in _MADE:
+        if kind in MAPPINGS:
             return self._mapping(encoded, kind)
         if kind in ("enum", "flags"):
             return _found_member(encoded["class"], kind, payload)
@@ -303,7 +288,7 @@ class _Decoder:
         return set(items) if kind == "set" else frozenset(items)
 
     def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
-        found: Any = _MADE[kind]()
+        found: Any = MAPPINGS[kind]()
         if kind == "defaultdict":
             found.default_factory = _FACTORIES[encoded["factory"]]
         found.update({self.decode(key): self.decode(item) for key, item in encoded[kind]})
@@ -368,18 +353,6 @@ def _class_named(name: str) -> type | None:
 
 _ELEMENTS = "biufcmMSU"
 """Of dtypes whose name says all: no objects, no records."""
-
-
-def is_array(value: object) -> bool:
-    """Whether it is a plain array of NumPy's. Who has not imported that has none."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a scalar of NumPy's: a number, a date, a text."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
 
 
 def _check_elements(way: Way, value: Any) -> None:
