@@ -29,7 +29,7 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt
 from .interface import Unreadable
 from .outline import Encoder, decode
-from .pack_head import Entry, Head, read_head, up, write_head
+from .pack_head import DTYPES, Entry, Head, read_head, up, write_head
 from .pack_head import read_meta as read_meta
 from .state import Way
 from .storages import (
@@ -48,25 +48,7 @@ from .storages import (
 _ALIGN = 64
 _PIECE = 16 << 20
 
-_ENTRY_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _ENTRY_DTYPES.items()}
+_ENTRY_DTYPES = {dtype_named(name): entry for entry, name in DTYPES.items()}
 _ARRAY_DTYPES = {
     **{"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64"},
     **{"<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"},
@@ -458,7 +440,7 @@ def _tensor(row: Any, head: Head, bases: Sequence[torch.Tensor]) -> torch.Tensor
     """The tensor of one of `_rows`. Raises IndexError, ValueError, TypeError or RuntimeError."""
     if type(row) is int:
         entry = head.entries[_whole(row)]
-        base = bases[row].view(_DTYPES[entry.dtype])
+        base = bases[row].view(dtype_named(DTYPES[entry.dtype]))
         return base if len(entry.shape) == 1 else base.view(entry.shape)
     name, shape, number, *more = row
     base, dtype = bases[_whole(number)], dtype_named(name)

@@ -39,13 +39,17 @@ FORMAT = 3
 HEAD_BYTES = 128
 """The first bytes of a pack, by which its size is known."""
 
-ITEM_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4},
-    **{"F16": 2, "BF16": 2, "I16": 2, "U16": 2},
-    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool"},
+    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"},
 }
-"""The dtypes of entries, by the names that safetensors gives them: those that all its readers for
-torch know."""
+"""Of entries, by the names that safetensors gives them, what torch calls them: those that all its
+readers for torch know."""
+ITEM_BYTES = {
+    name: 1 if name == "BOOL" else int(re.findall("[0-9]+", name)[0]) // 8 for name in DTYPES
+}
 
 _PAGE = 4096
 _LENGTH = struct.Struct("<Q")
@@ -247,7 +251,7 @@ def _entry(name: str, dtype: str, shape: str, begin: str, end: str) -> Entry:
         name = json.loads(f'"{name}"')
     counts = tuple(map(int, shape.split(","))) if shape else ()
     entry = Entry(name, dtype, counts, int(begin), int(end))
-    if dtype not in ITEM_BYTES:
+    if dtype not in DTYPES:
         raise ValueError(f"{name!r:.80} has the dtype {dtype}, which no entry has")
     if math.prod(counts) * ITEM_BYTES[dtype] != entry.end - entry.begin:
         size = entry.end - entry.begin
@@ -316,9 +320,7 @@ MAPPINGS: dict[str, type] = {
     "defaultdict": defaultdict,
 }
 """What holds parts by keys, under the names that an outline has for it."""
-_SEQUENCES = ("tuple", "set", "frozenset", "deque", "namedtuple")
-_ENTRY_DTYPE = re.compile(r"(BF|F|I|U|C)([0-9]+)(?:_(E[0-9]M[0-9]))?")
-_WORDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
+_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque", "namedtuple")
 
 
 @attrs.frozen
@@ -347,72 +349,53 @@ def rows_of(heads: Sequence[Head]) -> list[Row]:
         CheckpointCorrupt: it is not what a state's outline looks like.
     """
     try:
-        return list(_Outline(heads).rows())
+        head, chunks = heads[0], dict[str, list[Sequence[Any]]]()
+        tree = head.outline["tree"]
+        if "chunks" in head.outline["meta"]:
+            for row in (row for one in heads for row in one.outline["meta"]["chunks"]):
+                chunks.setdefault(row[0], []).append(row)
+            tree = dict(dict(tree["dict"])["whole"]["dict"])["state"]
+        return list(_rows(tree, head, chunks, (), ()))
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"the state's outline cannot be read: {error!r:.200}") from error
 
 
-class _Outline:
-    def __init__(self, heads: Sequence[Head]) -> None:
-        self._head, self._sharded = heads[0], "chunks" in heads[0].outline["meta"]
-        self._chunks: dict[str, list[Sequence[Any]]] = {}
-        for head in heads if self._sharded else ():
-            for row in head.outline["meta"]["chunks"]:
-                self._chunks.setdefault(row[0], []).append(row)
+def _rows(
+    encoded: Any,
+    head: Head,
+    chunks: Mapping[str, Sequence[Sequence[Any]]],
+    path: tuple[str, ...],
+    keys: tuple[Any, ...],
+) -> Iterator[Row]:
+    """chunks: those of each sharded tensor, by how its keys are written."""
+    if found := chunks.get(repr(keys)):
+        about = f"sharded in {len(found)} piece{'s' * (len(found) > 1)}"
+        yield Row(path, "tensor", about, str(found[0][1]), tuple(found[0][2]))
+        return
+    kind = next(iter(encoded)) if isinstance(encoded, dict) else type(encoded).__name__
+    parts: list[tuple[Any, Any]]
+    if kind in MAPPINGS:
+        kind, parts = MAPPINGS[kind].__name__, [(_plain(key), item) for key, item in encoded[kind]]
+    elif kind in _SEQUENCES:
+        parts = list(enumerate(encoded if kind == "list" else encoded[kind]))
+    else:
+        yield _leaf(encoded, kind, head, path)
+        return
+    yield Row(path, kind, f"{len(parts)}")
+    for key, item in parts:
+        yield from _rows(item, head, chunks, (*path, str(key)), (*keys, key))
 
-    def rows(self) -> Iterator[Row]:
-        tree = self._head.outline["tree"]
-        if not self._sharded:
-            return self._walk(tree, (), ())
-        whole = dict(tree["dict"])["whole"]
-        return self._walk(dict(whole["dict"])["state"], (), ())
 
-    def _walk(self, encoded: Any, path: tuple[str, ...], keys: tuple[Any, ...]) -> Iterator[Row]:
-        chunks = self._chunks.get(repr(keys))
-        if chunks:
-            parts = len(chunks)
-            about = f"sharded in {parts} pieces" if parts > 1 else "sharded in 1 piece"
-            yield Row(path, "tensor", about, str(chunks[0][1]), tuple(chunks[0][2]))
-            return
-        kind = next(iter(encoded)) if isinstance(encoded, dict) else type(encoded).__name__
-        parts_of: list[tuple[Any, Any]]
-        if kind in MAPPINGS:
-            parts_of = [(_plain(key), item) for key, item in encoded[kind]]
-        elif kind in _SEQUENCES:
-            parts_of = list(enumerate(encoded[kind]))
-        elif kind == "list":
-            parts_of = list(enumerate(encoded))
-        else:
-            yield self._leaf(encoded, kind, path)
-            return
-        name = MAPPINGS[kind].__name__ if kind in MAPPINGS else kind
-        yield Row(path, name, f"{len(parts_of)}")
-        for key, item in parts_of:
-            yield from self._walk(item, (*path, str(key)), (*keys, key))
-
-    def _leaf(self, encoded: Any, kind: str, path: tuple[str, ...]) -> Row:
-        if kind in ("tensor", "parameter"):
-            dtype, shape = self._tensor(encoded[kind])
-            return Row(path, "tensor", "", dtype, shape)
-        if kind == "array":
-            return Row(path, "array", "", encoded["dtype"], tuple(encoded["shape"]))
+def _leaf(encoded: Any, kind: str, head: Head, path: tuple[str, ...]) -> Row:
+    if kind == "array":
+        return Row(path, "array", "", encoded["dtype"], tuple(encoded["shape"]))
+    if kind not in ("tensor", "parameter"):
         return Row(path, "value", _spoken(encoded, kind))
-
-    def _tensor(self, number: int) -> tuple[str, tuple[int, ...]]:
-        row = self._head.outline["tensors"][number]
-        if isinstance(row, int):
-            entry = self._head.entries[row]
-            return _dtype(entry.dtype), entry.shape
-        return str(row[0]), tuple(row[1])
-
-
-def _dtype(name: str) -> str:
-    """What torch calls a dtype of safetensors."""
-    found = _ENTRY_DTYPE.fullmatch(name)
-    if not found:
-        return name.lower()
-    ending = {"E4M3": "_e4m3fn", "E5M2": "_e5m2"}.get(found[3], "")
-    return f"{_WORDS[found[1]]}{found[2]}{ending}"
+    row = head.outline["tensors"][encoded[kind]]
+    if isinstance(row, int):
+        entry = head.entries[row]
+        return Row(path, "tensor", "", DTYPES[entry.dtype], entry.shape)
+    return Row(path, "tensor", "", str(row[0]), tuple(row[1]))
 
 
 def _plain(key: Any) -> Any:

@@ -232,7 +232,7 @@ def _convert(chosen: argparse.Namespace) -> int:
         and (not os.path.isdir(target) or os.listdir(target))
     ):
         raise CheckpointError(f"{target} is there already: name a new file or folder")
-    ours = "://" in source or (os.path.isdir(source) and not convert.is_dcp(source))
+    ours = convert.is_folder(source)
     if ours and chosen.to == "folder":
         raise ConfigError(f"{source} is a folder of checkpoints already")
     if not ours and chosen.to == "folder" and chosen.step is None:
