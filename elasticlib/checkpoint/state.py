@@ -263,17 +263,11 @@ def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
 
 def spoken(way: Way) -> str:
     """Where something stands, for messages."""
-    return "state" + "".join(key.text if isinstance(key, Step) else f"[{key!r}]" for key in way)
+    return "state" + "".join(key if isinstance(key, Step) else f"[{key!r}]" for key in way)
 
 
-@attrs.frozen
-class Step:
+class Step(str):
     """A step on a way that is no key or index: to a key itself, or to an attribute."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 # -- objects that have a state of their own --------------------------------------------------------
