@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 from ..clock import monotonic
 from ..foreign import opened
-from .names import aside_name
+from .manifest import aside_name
 from .place import CHUNK, MAX_SMALL, PIECE, NotAFile, Place, no_news
 from .summing import READERS
 

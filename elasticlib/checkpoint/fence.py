@@ -15,7 +15,7 @@ import attrs
 
 from ..errors import CheckpointCorrupt
 from ..foreign import read_fields, read_object
-from .names import target_of
+from .manifest import target_of
 
 FORMAT = 1
 NAME = "fence.json"

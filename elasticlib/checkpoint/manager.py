@@ -32,12 +32,11 @@ from .interface import Source
 from .pack import lay_out
 from .place import Place
 from .prune import Retention, Selection, best_of
-from .put import check_names
 from .remote import RemotePlace
 from .restore import restore_from
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .snapshots import SnapshotMemory, agent_memory
-from .state import take_shards, values_of
+from .state import check_names, take_shards, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")

@@ -24,10 +24,10 @@ from .cover import Box, Chunk, Share, apart, chunks_of, lacking, pieces, shares,
 from .interface import Held
 from .pack import fill, lay_out, read_meta, unpack
 from .peers import MAX_SENTENCE, Transfer, Words, kind_of, raise_any, tried
-from .put import fit
 from .sharded import boxes_of, copy_shares, local_of, narrowed, targets_of
 from .state import (
     Way,
+    fit,
     holder_of,
     parameters_in,
     parts_of,

@@ -23,7 +23,7 @@ from .choose import Leg, Plan, State, choose, legs, state_of
 from .interface import MEMORY, SHARDED_DISK, Held, Source
 from .pack import lay_out, unpack
 from .peers import CHUNK_BYTES, Peers, Words, peers_of, raise_any, tried
-from .put import fit, put
+from .state import fit, put
 from .storages import in_memory_order
 
 log = logging.getLogger("elasticlib.checkpoint")
