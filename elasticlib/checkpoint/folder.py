@@ -18,14 +18,12 @@ import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import manifest as manifests
-from .disk import LocalPlace
 from .interface import Unreadable
-from .manifest import Manifest, OtherFormat
+from .local import CHUNK, LocalPlace, NotAFile, Place
+from .manifest import Health, Manifest, OtherFormat
 from .pack_head import HEAD_BYTES, size_of
-from .place import CHUNK, NotAFile, Place, no_news
-from .prune import Health
 from .remote import RemotePlace
-from .summing import read_summed, room
+from .summing import no_news, read_summed, room
 
 if TYPE_CHECKING:
     from .storages import MapLocation

@@ -25,13 +25,12 @@ from ..errors import CheckpointError, ConfigError
 from ..workers.context import context
 from . import manifest as manifests
 from .commit import Committer, TakesNoWrites
-from .disk import LocalPlace
 from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
 from .interface import Source
+from .local import LocalPlace, Place
+from .manifest import Retention, Selection, best_of
 from .pack import lay_out
-from .place import Place
-from .prune import Retention, Selection, best_of
 from .put import check_names
 from .remote import RemotePlace
 from .restore import restore_from

@@ -31,19 +31,16 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import fence as fences
 from . import manifest as manifests
 from . import memory as memories
-from .commit import ClearedAway, Committer
+from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
 from .cover import Chunk, chunks_of
-from .fence import Writer
 from .folder import CheckpointFolder, open_place
 from .interface import Unreadable
-from .manifest import DataFile
+from .local import Place
+from .manifest import DataFile, Retention
 from .memory import Found, Record, flaw, pinned, that_count, word_sum
 from .pack_head import read_meta
-from .place import Place
-from .prune import Retention
 from .salvage import (
     CLAIM_SECONDS,
     COMMIT,
@@ -199,8 +196,8 @@ class Target:
 
     def goes_on(self) -> bool:
         """Whether a later generation of the same launch has it."""
-        data = self._folder.place.read(fences.NAME)
-        holder = None if data is None else fences.decode(data).holder
+        data = self._folder.place.read(FENCE)
+        holder = None if data is None else decode_fence(data).holder
         return (
             holder is not None
             and holder.start == self._writer.start
@@ -209,7 +206,7 @@ class Target:
 
     def write(self, step: int, kind: str, number: int, data: memoryview) -> DataFile:
         self._committer.claim()
-        name = fences.data_name(kind, self._writer.token, number)
+        name = data_name(kind, self._writer.token, number)
         try:
             return self._committer.write(step, name, data)
         except BaseException:

@@ -29,9 +29,7 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from . import fence as fences
-from .commit import Committer
-from .fence import Writer
+from .commit import Committer, Writer, data_name
 from .folder import CheckpointFolder
 from .manifest import DataFile
 from .pack import Layout, fill
@@ -61,7 +59,7 @@ own: another one of the same folder goes on counting."""
 class RankInfo:
     """A process's place among those that share the state.
 
-    run, launch, generation: see `fence.Writer`. host: its name.
+    run, launch, generation: see `commit.Writer`. host: its name.
     """
 
     rank: int = 0
@@ -143,7 +141,7 @@ class Writers:
         """
         self._count += 1
         kinds, commits = self._names, self._commits
-        names = [fences.data_name(kind, self._token, self._count) for kind in kinds]
+        names = [data_name(kind, self._token, self._count) for kind in kinds]
         mine, parts = names[self.rank], 0 if self._group is None else len(names)
         self._all_do(step, None if self.rank else commits.claim)
         try:

@@ -16,12 +16,11 @@ from typing import Any, TextIO
 
 import attrs
 
-from ..checkpoint.commit import Committer
+from ..checkpoint.commit import Committer, Writer
 from ..checkpoint.contents import Row, rows_of
-from ..checkpoint.fence import Writer
 from ..checkpoint.folder import CheckpointFolder, Found, open_place
+from ..checkpoint.manifest import Retention
 from ..checkpoint.pack_head import read_head
-from ..checkpoint.prune import Retention
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible

@@ -42,11 +42,10 @@ from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import manifest, summing
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.manifest import Retention
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.checkpoint.summing import room

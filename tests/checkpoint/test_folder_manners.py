@@ -11,11 +11,10 @@ import pytest
 from managers import manager_at
 
 from elasticlib import CheckpointManager, FileStore
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import LOCK, LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import LOCK, LocalPlace
+from elasticlib.checkpoint.manifest import Retention
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreUnavailable
 from elasticlib.hard_lock import hard_lock
 

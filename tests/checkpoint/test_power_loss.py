@@ -12,11 +12,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import Disk, LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import Disk, LocalPlace
+from elasticlib.checkpoint.manifest import Retention
 
 Image = dict[str, bytes]
 

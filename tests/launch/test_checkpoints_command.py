@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.manifest import Retention
 from elasticlib.launch.checkpoints import Progress
 from elasticlib.launch.commands import main
 
