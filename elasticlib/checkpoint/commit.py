@@ -32,7 +32,6 @@ from .summing import crc32_beside, no_news
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-
 FENCE = "fence.json"
 _FORMAT = 1
 _LOST_KEPT = 64
@@ -185,14 +184,11 @@ class Committer:
         beside: bool = False,
     ) -> None:
         self.writer = writer
-        self._beside = beside
-        self._folder = folder
-        self._place = folder.place
-        self._retention = retention
         self.committed = float("-inf")
         """When the last one became durable, on this machine's monotonic clock."""
+        self._folder, self._place = folder, folder.place
+        self._retention, self._beside = retention, beside
         self._claimed = False
-        self._count = 0
         self._warned: set[str] = set()
 
     def claim(self) -> None:
@@ -211,35 +207,9 @@ class Committer:
                 raise CheckpointRefused(f"{self._place.name} is not ours to write: {ours}")
             if ours != fence:
                 self._place.put(FENCE, encode_fence(ours))
-                with self._or_it_stays([]):
+                with self._or_it_stays():
                     self._sweep()
             self._claimed = True
-
-    def save(
-        self,
-        step: int,
-        data: memoryview,
-        *,
-        metrics: Mapping[str, float] = MappingProxyType({}),
-        world: int = 0,
-    ) -> None:
-        """Write and commit a checkpoint that is one pack, having claimed the folder.
-
-        Args:
-            metrics, world: see `Manifest`.
-
-        Raises:
-            CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
-        """
-        self.claim()
-        self._count += 1
-        name = data_name("state", self.writer.token, self._count)
-        try:
-            file = self.write(step, name, data)
-            self.commit(step, (file,), metrics=metrics, world=world)
-        except BaseException:
-            self.abandon(step, [name])
-            raise
 
     def write(self, step: int, name: str, data: memoryview) -> DataFile:
         """Write a file of a step's checkpoint, durably; it counts once a manifest names it.
@@ -280,15 +250,14 @@ class Committer:
             generation=writer.generation,
             writer=writer.token,
             saved_at=wall(),
-            metrics=manifests.check_metrics(metrics),
+            metrics=dict(metrics),
             world=world,
         )
         with self._at_work(f"could not commit {folder}"), self._place.locked():
             reason = why_not(self._fence(), writer, beside=self._beside)
             if reason:
-                raise CheckpointRefused(
-                    f"step {step} was not committed to {self._place.name}: {reason}"
-                )
+                what = f"step {step} was not committed to {self._place.name}"
+                raise CheckpointRefused(f"{what}: {reason}")
             sizes = self._place.files(folder)
             flaw = manifests.flaw(manifest, sizes)
             if flaw:
@@ -299,26 +268,28 @@ class Committer:
             self.committed = monotonic()
             self._folder.know(manifest, Health.GOOD)
             if not self._beside:
-                with self._or_it_stays([]):
+                with self._or_it_stays():
                     self._sweep(self._select(just=step).deleted)
 
-    def abandon(self, step: int, names: list[str]) -> None:
-        """Take away files that were not committed after all, as far as the disk lets us."""
+    def abandon(self, step: int, name: str) -> None:
+        """Take away a file that was not committed after all, as far as the disk lets us."""
         folder = manifests.folder_of(step)
         try:
-            # A commit may have failed once its manifest was in place: then they count.
+            # A commit may have failed once its manifest was in place: then it counts.
             named = self._named(step)
-            for name in names:
-                if named is not None and name not in named:
-                    self._place.remove(f"{folder}/{name}")
+            if named is not None and name not in named:
+                self._place.remove(f"{folder}/{name}")
             # Another's first file may be about to be made in it.
             if not self._beside and not self._place.files(folder):
                 self._place.remove_folder(folder)
         except OSError as error:
             log.warning("%s: a save that failed left files: %s", folder, error)
 
-    def prune(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
-        """Delete what the retention rule does not keep; and what crashes left.
+    def prune(
+        self, seen: Callable[[memoryview], None] = no_news, *, dry_run: bool = False
+    ) -> Selection:
+        """Delete what the retention rule does not keep, and what crashes left; or only say what of
+        the former would go.
 
         The newest checkpoint that turns out whole is read for that, so that one stays.
 
@@ -326,6 +297,8 @@ class Committer:
             CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
                 disk failed.
         """
+        if dry_run:
+            return self._select(unread=self._look_for_good(seen))
         with self._at_work("could not be pruned"):
             with self._place.locked():
                 self._live_beside()
@@ -354,21 +327,17 @@ class Committer:
             raise CheckpointRefused(f"{self._place.name} was not pruned: {answer}")
         return fence.holder.token if fence is not None and others else ""
 
-    def choose(self, seen: Callable[[memoryview], None] = no_news) -> Selection:
-        """What `prune` would keep and delete, having looked for the newest whole one."""
-        return self._select(unread=self._look_for_good(seen))
-
     def _sweep(self, doomed: Container[int] = (), live: str = "") -> list[Exception]:
         """Delete these steps, and what belongs to no checkpoint: nobody but `live` can still commit
         such files. What failed of `doomed`; all else is done all the same."""
         failed: list[Exception] = []
         for name in leftovers(self._place.files(""), (), ""):
-            with self._or_it_stays([]):
+            with self._or_it_stays():
                 self._place.remove(name)
         for folder in self._place.folders():
             step = manifests.step_of(folder)
             if step is not None and not self._place.is_linked(folder):
-                with self._or_it_stays(failed if step in doomed else []):
+                with self._or_it_stays(failed if step in doomed else None):
                     self._sweep_folder(step, live, doomed=step in doomed)
         return failed
 
@@ -378,9 +347,9 @@ class Committer:
             self._place.remove(f"{folder}/{manifests.NAME}")
         elif named is None:
             return
-        sizes = self._place.files(folder)
-        gone = leftovers(sizes, () if doomed else named or (), live)
-        if doomed and named:
+        named, sizes = named or set(), self._place.files(folder)
+        gone = leftovers(sizes, () if doomed else named, live)
+        if doomed:
             gone += [name for name in leftovers(sizes, gone, "") if name in named]
         for name in gone:
             self._place.remove(f"{folder}/{name}")
@@ -388,12 +357,13 @@ class Committer:
             self._place.remove_folder(folder)
 
     @contextlib.contextmanager
-    def _or_it_stays(self, failed: list[Exception]) -> Iterator[None]:
+    def _or_it_stays(self, failed: list[Exception] | None = None) -> Iterator[None]:
         """What cannot be deleted, as it is another user's, is in nobody's way."""
         try:
             yield
         except (CheckpointError, OSError) as error:
-            failed.append(error)
+            if failed is not None:
+                failed.append(error)
             # At each save it is tried again, and said once.
             if str(error) not in self._warned:
                 self._warned.add(str(error))

@@ -259,7 +259,9 @@ class CheckpointFolder:
             return f"{file.name} is missing"
         if count != file.size:
             return f"{file.name} has {count} of {file.size} bytes"
-        return manifests.sum_flaw(file, summed)
+        if summed != file.crc32:
+            return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {summed:08x}"
+        return None
 
     @contextlib.contextmanager
     def _reading(self, manifest: Manifest) -> Iterator[None]:

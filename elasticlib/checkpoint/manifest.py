@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -86,23 +85,6 @@ def check_step(step: object) -> int:
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise CheckpointError(f"a step is an int from 0 to {MAX_STEP}, got {step!r}")
     return step
-
-
-def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics as a manifest has them; none are {}. Raises CheckpointError."""
-    found = {}
-    for name, value in dict(metrics or {}).items():
-        try:
-            number = float(value) if hasattr(value, "__float__") else math.nan
-        except (OverflowError, RuntimeError, TypeError, ValueError):
-            number = math.nan
-        if type(name) is not str or not math.isfinite(number):
-            raise CheckpointError(
-                f"metrics[{name!r}] is {value!r:.80}: a metric is a finite number under a name, so "
-                "leave out what was not measured"
-            )
-        found[name] = number
-    return found
 
 
 def folder_of(step: int) -> str:
@@ -207,13 +189,6 @@ def flaw(manifest: Manifest, sizes: dict[str, int]) -> str | None:
     return None
 
 
-def sum_flaw(file: DataFile, crc32: int) -> str | None:
-    """What is wrong with a file whose bytes have this sum; None if nothing."""
-    if crc32 == file.crc32:
-        return None
-    return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {crc32:08x}"
-
-
 # -- which are kept --------------------------------------------------------------------------------
 
 
@@ -245,18 +220,16 @@ class Retention:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"need keep_{name} >= {least}, a whole number, got {value!r}")
-        if self.best is not None:
-            _check_best(self.best)
-
-
-def _check_best(best: object) -> None:
-    match best:
-        case (str(), "min" | "max", int(count)) if type(count) is int and count >= 1:
-            return
-    raise ConfigError(
-        f'need keep_best such as ("loss", "min", 3): a metric, "min" or "max", and how many '
-        f"(>= 1), got {best!r}"
-    )
+        match self.best:
+            case None:
+                pass
+            case (str(), "min" | "max", int(count)) if type(count) is int and count >= 1:
+                pass
+            case _:
+                raise ConfigError(
+                    f'need keep_best such as ("loss", "min", 3): a metric, "min" or "max", and how '
+                    f"many (>= 1), got {self.best!r}"
+                )
 
 
 def best_of(steps: Iterable[int], metrics: Metrics, metric: str, order: str) -> list[int]:

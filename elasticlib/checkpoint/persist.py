@@ -210,7 +210,7 @@ class Target:
         try:
             return self._committer.write(step, name, data)
         except BaseException:
-            self._committer.abandon(step, [name])
+            self._committer.abandon(step, name)
             raise
 
     def commit(self, step: int, files: Sequence[DataFile], parts: int) -> None:
@@ -221,7 +221,7 @@ class Target:
         return file.name not in self._folder.place.files(manifests.folder_of(step))
 
     def abandon(self, step: int, file: DataFile) -> None:
-        self._committer.abandon(step, [file.name])
+        self._committer.abandon(step, file.name)
 
 
 # -- one node's part in it -------------------------------------------------------------------------

@@ -167,8 +167,7 @@ def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     # It never claims the folder: a job that writes there goes on.
     committer = Committer(folder, Writer("", "", 0, ""), retention)
     with Progress("verified", 0) as progress:
-        choose = committer.choose if chosen.dry_run else committer.prune
-        selection = choose(progress.seen)
+        selection = committer.prune(progress.seen, dry_run=chosen.dry_run)
     if chosen.json:
         print(json.dumps({"kept": selection.kept, "deleted": selection.deleted}))
         return 0
