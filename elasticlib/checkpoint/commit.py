@@ -375,8 +375,11 @@ class Committer:
         unread = set()
         for found in self._folder.found():
             try:
-                if found.manifest and not self._folder.check(found.manifest, seen):
+                if found.manifest:
+                    self._folder.check(found.manifest, seen)
                     break
+            except CheckpointCorrupt:
+                continue
             except Unreadable as error:
                 log.warning("it stays: %s", error)
                 unread.add(found.step)

@@ -29,7 +29,7 @@ from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
 from .interface import Source
 from .local import LocalPlace, Place
-from .manifest import Retention, Selection, best_of
+from .manifest import Retention, Selection
 from .pack import lay_out
 from .put import check_names
 from .remote import RemotePlace
@@ -499,19 +499,7 @@ class CheckpointManager:
             raise ConfigError(
                 'best() has to be told by what: give it ("loss", "min"), or the manager keep_best'
             )
-        reader, found = self._reader, self._reader.found()
-        for one in found:
-            if one.unread:
-                raise CheckpointError(f"{reader.describe(one.step)} {one.trouble}")
-        made = {one.step: one.manifest for one in found if one.manifest}
-        metrics = {step: manifest.metrics for step, manifest in made.items()}
-        for step in best_of(made, metrics, *rule.best[:2]):
-            flaw = reader.check(made[step])
-            if not flaw:
-                return step
-            what = reader.describe(step)
-            log.warning("checkpoint passed over: %s is damaged: %s", what, flaw)
-        return None
+        return self._reader.best(*rule.best[:2])
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
@@ -527,7 +515,7 @@ class CheckpointManager:
 
     @property
     def passed_over(self) -> dict[int, str]:
-        """Why the last `latest` or `load` went past newer checkpoints, by step."""
+        """Why the last `latest`, `best` or `load` passed checkpoints over, by step."""
         return dict(self._reader.passed_over)
 
     def prune(self) -> Selection:

@@ -36,7 +36,6 @@ from . import memory as memories
 from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
 from .cover import Chunk, chunks_of
 from .folder import CheckpointFolder, open_place
-from .interface import Unreadable
 from .local import Place
 from .manifest import DataFile, Retention
 from .memory import Found, Record, flaw, pinned, that_count, word_sum
@@ -190,9 +189,10 @@ class Target:
 
     def _is_whole(self, manifest: manifests.Manifest) -> bool:
         try:
-            return not self._folder.check(manifest)
-        except Unreadable:
+            self._folder.check(manifest)
+        except CheckpointError:
             return False  # rather once too often
+        return True
 
     def goes_on(self) -> bool:
         """Whether a later generation of the same launch has it."""
