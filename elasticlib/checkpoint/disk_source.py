@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError
-from .disk import LocalPlace
 from .folder import CheckpointFolder
 from .interface import DISK, SHARDED_DISK, Held, Source, Unreadable
-from .manifest import Manifest, folder_of
-from .prune import Health
+from .local import LocalPlace
+from .manifest import Health, Manifest, folder_of
 
 
 class DiskSource(Source):

@@ -31,19 +31,15 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import fence as fences
 from . import manifest as manifests
 from . import memory as memories
-from .commit import ClearedAway, Committer
+from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
 from .cover import Chunk, chunks_of
-from .fence import Writer
 from .folder import CheckpointFolder, open_place
-from .interface import Unreadable
-from .manifest import DataFile
+from .local import Place
+from .manifest import DataFile, Retention
 from .memory import Found, Record, flaw, pinned, that_count, word_sum
 from .pack_head import read_meta
-from .place import Place
-from .prune import Retention
 from .salvage import (
     CLAIM_SECONDS,
     COMMIT,
@@ -193,14 +189,15 @@ class Target:
 
     def _is_whole(self, manifest: manifests.Manifest) -> bool:
         try:
-            return not self._folder.check(manifest)
-        except Unreadable:
+            self._folder.check(manifest)
+        except CheckpointError:
             return False  # rather once too often
+        return True
 
     def goes_on(self) -> bool:
         """Whether a later generation of the same launch has it."""
-        data = self._folder.place.read(fences.NAME)
-        holder = None if data is None else fences.decode(data).holder
+        data = self._folder.place.read(FENCE)
+        holder = None if data is None else decode_fence(data).holder
         return (
             holder is not None
             and holder.start == self._writer.start
@@ -209,11 +206,11 @@ class Target:
 
     def write(self, step: int, kind: str, number: int, data: memoryview) -> DataFile:
         self._committer.claim()
-        name = fences.data_name(kind, self._writer.token, number)
+        name = data_name(kind, self._writer.token, number)
         try:
             return self._committer.write(step, name, data)
         except BaseException:
-            self._committer.abandon(step, [name])
+            self._committer.abandon(step, name)
             raise
 
     def commit(self, step: int, files: Sequence[DataFile], parts: int) -> None:
@@ -224,7 +221,7 @@ class Target:
         return file.name not in self._folder.place.files(manifests.folder_of(step))
 
     def abandon(self, step: int, file: DataFile) -> None:
-        self._committer.abandon(step, [file.name])
+        self._committer.abandon(step, file.name)
 
 
 # -- one node's part in it -------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
 from elasticlib.checkpoint.disk_source import DiskSource
 from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
