@@ -12,7 +12,35 @@ from collections.abc import Set as AbstractSet
 
 import attrs
 
-from .interface import DISK, MEMORY, SHARDED_DISK, Held
+MEMORY, DISK, SHARDED_DISK = "memory", "disk", "sharded disk"
+"""What holds a state. Who reaches a `sharded disk` reaches all of its parts."""
+
+
+@attrs.frozen
+class Held:
+    """A state, or one rank's part of it, as somebody here holds it.
+
+    step: after which the state was taken. kind: what holds it, such as `memory` or `disk`. name:
+    for the one who holds it to find it again, and for people. parts: over how many ranks it is
+    sharded, and part, which rank's part this is; 0 of 0 is a state that is the same on all ranks.
+    run, generation: by which launch of the job, and in which of its generations, it was made. A
+    step that was trained twice, before a loss and after it, is two states, and their parts do not
+    fit together.
+    """
+
+    step: int
+    kind: str
+    name: str
+    part: int = 0
+    parts: int = 0
+    run: str = ""
+    generation: int = 0
+
+    @property
+    def has(self) -> range:
+        """The numbers of the parts that this is; of a state that is the same on all ranks, 0."""
+        return range(self.parts) if self.kind == SHARDED_DISK else range(self.part, self.part + 1)
+
 
 _ORDER = {MEMORY: 0, DISK: 1, SHARDED_DISK: 2}
 _IN_ONE_CHAIN = 8

@@ -13,12 +13,11 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from types import MappingProxyType
 
 from ..clock import monotonic, wall
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused, Unreadable
 from . import fence as fences
 from . import manifest as manifests
 from .fence import Fence, Writer
 from .folder import CheckpointFolder
-from .interface import Unreadable
 from .manifest import DataFile, Manifest
 from .place import NotAFile, no_news
 from .prune import Health, Retention, Selection, select

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorrupt, CheckpointError
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from . import manifest as manifests
 from .disk import LocalPlace
-from .interface import Unreadable
 from .manifest import Manifest, OtherFormat
 from .pack_head import HEAD_BYTES, size_of
 from .place import CHUNK, NotAFile, Place, no_news

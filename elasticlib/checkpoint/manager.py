@@ -26,15 +26,13 @@ from ..workers.context import context
 from . import manifest as manifests
 from .commit import Committer, TakesNoWrites
 from .disk import LocalPlace
-from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
-from .interface import Source
 from .pack import lay_out
 from .place import Place
 from .prune import Retention, Selection, best_of
 from .put import check_names
 from .remote import RemotePlace
-from .restore import restore_from
+from .restore import DiskSource, Source, restore_from
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .snapshots import SnapshotMemory, agent_memory
 from .state import take_shards, values_of

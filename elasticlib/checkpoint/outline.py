@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .state import Step, Walk, Way, is_named_tuple, spoken
 from .storages import dtype_named, name_of
 

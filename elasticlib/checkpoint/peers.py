@@ -18,8 +18,14 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, StateMismatch, describe
-from .interface import Unreadable
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    ConfigError,
+    StateMismatch,
+    Unreadable,
+    describe,
+)
 
 CHUNK_BYTES = 16 << 20
 _IN_FLIGHT = 4

@@ -26,7 +26,7 @@ from urllib.parse import quote
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointError, CheckpointRefused, StoreError, describe, present
+from ..errors import CheckpointError, CheckpointRefused, StoreError, Unreadable, describe, present
 from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
@@ -38,7 +38,6 @@ from .commit import ClearedAway, Committer
 from .cover import Chunk, chunks_of
 from .fence import Writer
 from .folder import CheckpointFolder, open_place
-from .interface import Unreadable
 from .manifest import DataFile
 from .memory import Found, Record, flaw, pinned, that_count, word_sum
 from .pack_head import read_meta

@@ -19,9 +19,8 @@ import attrs
 import torch
 
 from ..errors import CheckpointCorrupt, StateMismatch, describe
-from .choose import Plan
+from .choose import Held, Plan
 from .cover import Box, Chunk, Share, apart, chunks_of, lacking, pieces, shares, tensors_of
-from .interface import Held
 from .pack import fill, lay_out, read_meta, unpack
 from .peers import MAX_SENTENCE, Transfer, Words, kind_of, raise_any, tried
 from .put import fit

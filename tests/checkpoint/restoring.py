@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from elasticlib.checkpoint.interface import Held, Source
+from elasticlib.checkpoint.choose import Held
 from elasticlib.checkpoint.pack import Layout, fill, lay_out
 from elasticlib.checkpoint.peers import Peers, peers_of
-from elasticlib.checkpoint.restore import restore_from, restore_over
+from elasticlib.checkpoint.restore import Source, restore_from, restore_over
 from elasticlib.checkpoint.sharded import lay_out_part
 from elasticlib.checkpoint.state import take_shards, values_of
 from elasticlib.errors import CheckpointCorrupt, ConfigError

@@ -9,8 +9,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint.choose import Leg, choose, legs, state_of
-from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.choose import Held, Leg, choose, legs, state_of
 
 Inventories = list[list[Held]]
 
