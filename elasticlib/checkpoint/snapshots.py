@@ -20,7 +20,7 @@ from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from ..workers.spec import SNAPSHOTS
 from . import memory
-from .interface import MEMORY, Held, Source
+from .choose import MEMORY, Agreed, Held, Source
 from .memory import (
     NEWS,
     Found,
@@ -33,7 +33,6 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
-from .restore import Agreed
 from .sealing import Sealing
 from .state import take_shards, values_of
 

@@ -19,10 +19,9 @@ import torch
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.interface import Unreadable
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
-from elasticlib.errors import CheckpointError, StateMismatch
+from elasticlib.errors import CheckpointError, StateMismatch, Unreadable
 
 
 class Phase(enum.Enum):
