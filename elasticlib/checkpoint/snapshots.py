@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ import torch
 
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
+from ..threads import helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
 from .interface import MEMORY, Held, Source
 from .memory import (
+    CHUNK,
     NEWS,
+    SUMS,
     Found,
     Record,
     Slots,
@@ -30,11 +34,11 @@ from .memory import (
     outlived,
     that_count,
     torch_sum,
+    word_sum,
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
 from .restore import Agreed
-from .sealing import Sealing
 from .state import take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -312,3 +316,85 @@ def _held(found: Found) -> Held:
 
 def _is_same_on_all(shard: Any) -> bool:
     return all(placement.is_replicate() for placement in shard.placements)
+
+
+class Sealing:
+    """What is done with a worker's slots behind the training: memory is made for the next snapshot
+    before that is due, and the last one is summed.
+
+    It is one thread, which stands still during a copy. No step waits for it: the record that makes
+    a snapshot count is written before.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._changed = threading.Condition()
+        self._next: Record | None = None
+        self._like: Record | None = None
+        self._copying = self._over = False
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is done meanwhile."""
+        self._copying = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._copying = False
+                self._changed.notify()
+
+    def prepare(self, like: Record) -> None:
+        """Make memory for a snapshot of this size, when there is time."""
+        self._begin(None, like)
+
+    def seal(self, record: Record) -> None:
+        """Sum this snapshot, when there is time, and make memory for another one like it."""
+        self._begin(record, record)
+
+    def close(self) -> None:
+        """Do no more."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self, record: Record | None, like: Record) -> None:
+        with self._changed:
+            self._next, self._like = record or self._next, like
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = helper(self._run, "elasticlib-seal")
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._next or self._like)
+                record, self._next = self._next, None
+                like, self._like = self._like, None
+            if self._over:
+                return
+            if like is not None:
+                self._slots.prepare(like, self._may_go_on)
+            if record is not None and (summed := self._sum(record)) is not None:
+                self._slots.seal(record, summed)
+
+    def _may_go_on(self) -> bool:
+        if self._copying:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or not self._copying)
+        return not self._over
+
+    def _sum(self, record: Record) -> int | None:
+        summed = 0
+        for at in range(0, record.size, CHUNK):
+            # Looked for anew each time: the slot may have been given to a later snapshot.
+            view = self._slots.view_of(record) if self._may_go_on() else None
+            if view is None:
+                return None
+            with view, view[at : at + CHUNK] as chunk:
+                summed += word_sum(chunk)
+        return summed % SUMS
