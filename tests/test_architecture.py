@@ -46,7 +46,6 @@ PURE = (
     "checkpoint/fence.py",
     "checkpoint/manifest.py",
     "checkpoint/prune.py",
-    "checkpoint/salvage.py",
     "data/deal.py",
     "launch/slurm.py",
     "logical/shares.py",
