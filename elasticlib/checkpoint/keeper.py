@@ -23,7 +23,7 @@ from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
 from ..workers.spec import WorkerGroup
 from . import memory
-from .memory import NEWS, Found, newest_of_each, outlived
+from .memory import NEWS, Found, outlived
 from .persist import LastWrites
 from .replicas import (
     RETRY_SECONDS,
@@ -270,7 +270,9 @@ class Replicating:
         return found.era == self._era and not found.owner
 
     def _newest(self) -> Iterable[Found]:
-        return newest_of_each(filter(self._is_own, self._look()))
+        """The last one that each worker here has made."""
+        own = sorted(filter(self._is_own, self._look()), key=lambda one: one.order)
+        return {one.line: one for one in own}.values()
 
     def _clear_up(self) -> None:
         """Drop what earlier eras left, once this one's stand on their own.

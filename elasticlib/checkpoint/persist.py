@@ -44,7 +44,7 @@ from .fence import Writer
 from .folder import CheckpointFolder, open_place
 from .interface import Unreadable
 from .manifest import DataFile
-from .memory import Found, Record, flaw, pinned, that_count, word_sum
+from .memory import Found, Record, flaw, pinned, that_count
 from .pack_head import read_meta
 from .place import Place
 from .prune import Retention
@@ -564,7 +564,7 @@ class Persisting:
         with pinned(self._memory, found) as view:
             if view is None:
                 raise _Damaged("it is not there any more")
-            if damage := flaw(self._memory, found, lambda: word_sum(view)):
+            if damage := flaw(self._memory, found, view):
                 raise _Damaged(damage)
             part = f"part-{plan.shares.index(share):05d}" if plan.state.sharded else "state"
             name = fences.data_name(part, self._committer.writer.token, number)

@@ -16,7 +16,6 @@ from elasticlib.checkpoint.memory import (
     decode,
     encode,
     given_up,
-    newest_of_each,
     outlived,
     that_count,
 )
@@ -54,24 +53,23 @@ def test_a_record_that_does_not_fit_its_page_is_refused() -> None:
 def test_the_newest_whole_ones_are_never_written_whatever_is_pinned_or_fails(
     keep: int, history: list[tuple[int, int]]
 ) -> None:
-    slots: dict[str, Slot] = {}
+    slots: list[Slot] = []
     whole: list[int] = []
     parts = 2 if keep > 1 else 1
     for sequence, (size, pins) in enumerate(history, 1):
-        choice = choose(slots.values(), size, keep)
-        for name in choice.drop:
-            del slots[name]
-        free = choice.use[pins:]
-        name = free[0] if free else f"new {sequence}"
-        slots[name] = Slot(name, slots[name].capacity if free else size)
-        held = [s.record.sequence for s in slots.values() if s.record]
+        use, drop = choose(slots, size, keep)
+        slots = [slot for slot in slots if slot not in drop]
+        slot = use[pins] if pins < len(use) else Slot(size)
+        slot.record = None
+        if slot not in slots:
+            slots.append(slot)
+        held = [s.record.sequence for s in slots if s.record]
         # In the middle of writing: killed now, the last whole ones are there.
         assert set(whole[-keep:]) <= set(held)
         if pins < 2:  # else it fails
-            record = Record("state", sequence, sequence, size, "run", 1, parts=parts)
-            slots[name] = attrs.evolve(slots[name], record=record)
+            slot.record = Record("state", sequence, sequence, size, "run", 1, parts=parts)
             whole.append(sequence)
-        assert size <= slots[name].capacity
+        assert size <= slot.capacity
         assert len(slots) <= keep + 3
 
 
@@ -122,11 +120,6 @@ def test_of_what_was_made_before_it_as_many_stay_as_are_kept_while_another_is_ma
     # Of each node that gave replicas as many.
     replicas = [found(1, n, n, owner="1") for n in (4, 5)]
     assert set(given_up([*whole, *replicas], 2, "state", 5)) == {*whole[:2], replicas[0]}
-
-
-def test_of_each_worker_the_newest_is_given_away() -> None:
-    mine = [found(3, n, n, part=part, parts=2) for n in (1, 2) for part in (0, 1)]
-    assert {(one.record.part, one.record.step) for one in newest_of_each(mine)} == {(0, 2), (1, 2)}
 
 
 @given(st.integers(1, 9), st.integers(0, 9))
