@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from ..agent.interface import Memory
@@ -23,7 +23,7 @@ from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
 from ..workers.spec import WorkerGroup
 from . import memory
-from .memory import NEWS, Found, outlived
+from .memory import NEWS, newest_in, tell
 from .persist import LastWrites
 from .replicas import (
     RETRY_SECONDS,
@@ -33,6 +33,7 @@ from .replicas import (
     Stores,
     encode_place,
     givers,
+    place_key,
     serve,
     takers,
 )
@@ -42,7 +43,7 @@ log = logging.getLogger("elasticlib.checkpoint")
 FLUSH_SECONDS = 5.0
 """For which a node that leaves waits until the others have its last replicas."""
 LOOK_SECONDS = 2.0
-"""Between two looks for what workers have made anew after others had removed it."""
+"""After which is looked without news, as workers may have made anew what others had removed."""
 
 
 class SnapshotKeeper(Memory):
@@ -150,17 +151,12 @@ class Replicating:
         secret: bytes | None,
         address: str,
     ) -> None:
-        self._info = info
-        self._folder = folder
-        self._workers = workers
-        self._era = int(folder.name)
+        self._info, self._folder, self._workers = info, folder, workers
         self._over = threading.Event()
-        self._lock = threading.Lock()
         self._safe = self._cleared = False
-        self._prefix = f"{info.board}snapshots/"
-        self._pipe = self._made_pipe()
         rank, nodes = info.rank, info.world_size
-        self._mailbox = Mailbox(folder, givers(rank, nodes, replicas), self._wake)
+        self._pipe = self._made_pipe()
+        self._mailbox = Mailbox(folder, givers(rank, nodes, replicas))
         try:
             self._server, self._place = serve(
                 self._mailbox, address, info.board, stores=stores, secret=secret
@@ -169,17 +165,7 @@ class Replicating:
             os.close(self._pipe)
             raise
         self._givers = [
-            Giver(
-                info,
-                to,
-                f"{self._prefix}place/{to}",
-                stores=stores,
-                secret=secret,
-                memory=folder.parent,
-                newest=self._newest,
-                kept=self._wake,
-            )
-            for to in takers(rank, nodes, replicas)
+            Giver(info, to, folder, stores, secret) for to in takers(rank, nodes, replicas)
         ]
         self._thread = helper(self._watch, "agent-snapshots")
         self._thread.start()
@@ -188,91 +174,55 @@ class Replicating:
         """Until the others have the last snapshots, or `seconds` have passed."""
         deadline = monotonic() + seconds
         for giver in self._givers:
-            if giver.lacking():
-                giver.flush(max(0.0, deadline - monotonic()))
+            giver.flush(max(0.0, deadline - monotonic()))
 
     def close(self) -> None:
         self._over.set()
-        self._wake()
+        tell(self._folder)
         for giver in self._givers:
             giver.stop()
         self._server.close()
         self._mailbox.close()
-        for giver in self._givers:
-            giver.close()
-        self._thread.join(1.0)
-        with self._lock:
-            os.close(self._pipe)
-            self._pipe = -1
-        (self._folder / NEWS).unlink(missing_ok=True)
-
-    # -- news of the workers ------------------------------------------------------------------
+        for thread in (*self._givers, self._thread):
+            thread.join(1.0)
 
     def _made_pipe(self) -> int:
         os.mkfifo(self._folder / NEWS, 0o600)
         # Read and write: a pipe that no worker has open would have come to its end.
         return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def _make_anew(self) -> bool:
-        """Whether the pipe was removed, with its folder, and now is there again: as soon as a
-        worker has made the folder anew."""
-        with self._lock:
-            if self._pipe < 0 or self._over.is_set() or (self._folder / NEWS).exists():
-                return False
-            try:
-                pipe = self._made_pipe()
-            except OSError:
-                return False
-            os.dup2(pipe, self._pipe, inheritable=False)
-            os.close(pipe)
-            return True
-
-    def _wake(self) -> None:
-        # Under the lock: a number that was closed may be another file's by now.
-        with self._lock, contextlib.suppress(OSError):  # full: it has enough to wake of
-            os.write(self._pipe, b"\n")
-
     def _watch(self) -> None:
         self._announce()
-        poll = select.poll()
-        poll.register(self._pipe, select.POLLIN)
         while not self._over.is_set():
-            news = poll.poll(LOOK_SECONDS * 1000)
-            if not self._make_anew() and not news:
-                continue
-            with self._lock, contextlib.suppress(OSError):
+            poll = select.poll()
+            poll.register(self._pipe, select.POLLIN)
+            if poll.poll(LOOK_SECONDS * 1000):
                 os.read(self._pipe, 65536)
+            # Removed with its folder, it is made anew as soon as a worker has made that.
+            if not (self._folder / NEWS).exists():
+                with contextlib.suppress(OSError):
+                    anew = self._made_pipe()
+                    os.close(self._pipe)
+                    self._pipe = anew
             for giver in self._givers:
                 giver.wake()
             try:
                 self._clear_up()
             except (ElasticError, OSError) as error:
                 log.info("earlier snapshots stay for now: %s", error)
+        os.close(self._pipe)
+        (self._folder / NEWS).unlink(missing_ok=True)
 
     def _announce(self) -> None:
         """Say where this node takes replicas."""
         store = present(self._info.store, "the store")
-        place = encode_place(self._place)
         while not self._over.is_set():
             try:
-                store.set(f"{self._prefix}place/{self._info.rank}", place)
+                store.set(place_key(self._info, self._info.rank), encode_place(self._place))
                 return
             except ElasticError as error:
                 log.info("the other nodes are not told where to leave replicas: %s", error)
                 self._over.wait(RETRY_SECONDS)
-
-    # -- what is there ------------------------------------------------------------------------
-
-    def _look(self) -> list[Found]:
-        return memory.look(self._folder.parent)
-
-    def _is_own(self, found: Found) -> bool:
-        return found.era == self._era and not found.owner
-
-    def _newest(self) -> Iterable[Found]:
-        """The last one that each worker here has made."""
-        own = sorted(filter(self._is_own, self._look()), key=lambda one: one.order)
-        return {one.line: one for one in own}.values()
 
     def _clear_up(self) -> None:
         """Drop what earlier eras left, once this one's stand on their own.
@@ -282,25 +232,20 @@ class Replicating:
         """
         if self._cleared:
             return
-        found = self._look()
-        earlier = {one.record.name for one in found if one.era < self._era}
-        useless = [one for name in earlier for one in outlived(found, self._era, name)]
-        own = [one.record for one in found if self._is_own(one)]
+        own = [one.record for one in newest_in(self._folder)]
         in_parts = any(record.parts > 1 for record in own)
-        if in_parts and not self._all_are_safe({(r.name, r.part) for r in own}):
-            return
-        memory.remove(self._folder.parent, useless)
-        self._cleared = bool(own) and len(useless) == sum(one.era < self._era for one in found)
+        if own and (not in_parts or self._all_are_safe({(r.name, r.part) for r in own})):
+            found, era = memory.look(self._folder.parent), int(self._folder.name)
+            self._cleared = memory.clear_up(self._folder.parent, found, era)
 
     def _all_are_safe(self, own: set[Sort]) -> bool:
-        store = present(self._info.store, "the store")
+        store, safe = present(self._info.store, "the store"), f"{self._info.board}snapshots/safe/"
         if not self._safe:
-            given = all(own <= giver.given for giver in self._givers)
-            if len(own) < self._workers or not given:
+            if len(own) < self._workers or not all(own <= giver.given for giver in self._givers):
                 return False
-            store.set(f"{self._prefix}safe/{self._info.rank}", b"")
+            store.set(f"{safe}{self._info.rank}", b"")
             self._safe = True
-        return len(store.list(f"{self._prefix}safe/").entries) == self._info.world_size
+        return len(store.list(safe).entries) == self._info.world_size
 
 
 def own_address(info: RendezvousInfo) -> str:

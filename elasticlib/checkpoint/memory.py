@@ -27,7 +27,7 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,33 +226,32 @@ def that_count(found: Iterable[Found]) -> tuple[Found, ...]:
     return tuple(sorted(counts, key=lambda one: (-one.record.step, one.owner != "", one.file)))
 
 
-def outlived(found: Iterable[Found], era: int, name: str) -> tuple[Found, ...]:
+def outlived(found: Iterable[Found], era: int) -> tuple[Found, ...]:
     """The snapshots of earlier eras that are of no more use once this one's stand on their own.
 
-    They do once a worker here has made as many in this era as are kept: then all ranks have one.
-    Replicas count as what they are replicas of. Of a state in parts a step that earlier eras have
-    here is the one that was restored: a copy of a part that this node was sent says nothing of
-    where the other ranks are, which may have to go back to that step.
+    They do, of each name, once a worker here has made as many in this era as are kept: then all
+    ranks have one. Replicas count as what they are replicas of. Of a state in parts a step that
+    earlier eras have here is the one that was restored: a copy of a part that this node was sent
+    says nothing of where the other ranks are, which may have to go back to that step.
     """
-    found = tuple(one for one in found if one.record.name == name)
-    before = {one.record.step for one in found if one.era < era}
-    made: dict[int, list[Record]] = {}
+    found = tuple(found)
+    before = {(one.record.name, one.record.step) for one in found if one.era < era}
+    made: dict[tuple[str, int], list[Record]] = {}
     for one in found:
-        restored = one.record.parts > 1 and one.record.step in before
+        restored = one.record.parts > 1 and (one.record.name, one.record.step) in before
         if one.era == era and not one.owner and not restored:
-            made.setdefault(one.record.part, []).append(one.record)
-    if not any(len(records) >= records[0].keep for records in made.values()):
-        return ()
-    return tuple(one for one in found if one.era < era)
+            made.setdefault((one.record.name, one.record.part), []).append(one.record)
+    stand = {name for (name, _), records in made.items() if len(records) >= records[0].keep}
+    return tuple(one for one in found if one.era < era and one.record.name in stand)
 
 
-def given_up(found: Iterable[Found], era: int, name: str, step: int) -> tuple[Found, ...]:
+def given_up(found: Iterable[Found], era: int, step: int) -> tuple[Found, ...]:
     """The snapshots of earlier eras that are of no more use, as this one goes on from `step`.
 
     Those that were made after it; and those before the last ones that are kept while another is
     written: so there is room for the new era's first beside what it can go back to.
     """
-    earlier = tuple(one for one in found if one.era < era and one.record.name == name)
+    earlier = tuple(one for one in found if one.era < era)
     kept: dict[Line, list[Found]] = {}
     for one in that_count(earlier):
         last = kept.setdefault(one.line, [])
@@ -443,6 +442,18 @@ def _locks(handle: int, how: int) -> bool:
     return True
 
 
+def tell(folder: str | os.PathLike[str]) -> bool:
+    """Wake the agent that looks after the snapshots in an era's folder; False if none does."""
+    try:
+        handle = os.open(Path(folder, NEWS), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # full: it has not heard of the last ones yet either
+        os.write(handle, b"\n")
+    os.close(handle)
+    return True
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 
@@ -535,11 +546,24 @@ def pieces(handle: int, size: int, piece: int) -> Iterator[bytes]:
         at += len(data)
 
 
+def newest_in(folder: Path) -> list[Found]:
+    """The last snapshot that each worker here has made in this era, of each name and part."""
+    own = [one for one in look(folder.parent) if one.era == int(folder.name) and not one.owner]
+    return list({one.line: one for one in sorted(own, key=lambda one: one.order)}.values())
+
+
 def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:
     """Free what these take. Who has one pinned keeps it until it lets go."""
     for one in found:
         with contextlib.suppress(OSError):
             Path(memory, one.file).unlink()
+
+
+def clear_up(memory: str | os.PathLike[str], found: Sequence[Found], era: int) -> bool:
+    """Free those of them that are `outlived`; whether nothing of earlier eras is left then."""
+    useless = outlived(found, era)
+    remove(memory, useless)
+    return len(useless) == sum(one.era < era for one in found)
 
 
 def remove_torn(memory: str | os.PathLike[str], era: int) -> None:

@@ -42,7 +42,7 @@ from ..stores.interface import Store
 from ..stores.keyspace import Entry, KeySpace, Lease
 from ..stores.secret import NONCE_BYTES, is_digits
 from ..threads import helper
-from .memory import Found, Record, Slots, held, pieces, read_record, sum_of
+from .memory import Found, Record, Slots, held, newest_in, pieces, read_record, sum_of, tell
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -115,6 +115,11 @@ class Place:
         return hashlib.sha256(self.token.encode() + (secret or b"")).hexdigest().encode()
 
 
+def place_key(info: RendezvousInfo, rank: int) -> str:
+    """Where in the generation's store the node of this rank says it."""
+    return f"{info.board}snapshots/place/{rank}"
+
+
 def encode_place(place: Place) -> bytes:
     return json.dumps(attrs.asdict(place)).encode()
 
@@ -145,11 +150,11 @@ class _Coming:
 
 class Mailbox(KeySpace):
     """What the nodes of these ranks write here becomes replicas in this folder of an agent's
-    memory. kept: called when one is whole, by the server's thread as all else here."""
+    memory."""
 
-    def __init__(self, folder: Path, ranks: Iterable[int], kept: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         super().__init__()
-        self._folder, self._kept = folder, kept
+        self._folder = folder
         self._slots: dict[int, dict[Sort, Slots]] = {rank: {} for rank in ranks}
         self._coming: dict[int, _Coming] = {}
 
@@ -217,7 +222,7 @@ class Mailbox(KeySpace):
         coming.open.close()
         if value:
             coming.slots.seal(coming.record, int(value, 16))
-        self._kept()
+        tell(self._folder)
 
     def _drop(self, rank: int) -> None:
         coming = self._coming.pop(rank, None)
@@ -244,27 +249,13 @@ def serve(
 
 
 class Giver:
-    """Gives one node the snapshots of this one, in one generation.
-
-    place_key: where in the generation's store the node says where it takes replicas. newest: the
-    newest snapshot of each sort that is to be given. kept: called in another thread, when one is.
-    """
+    """Gives one node what the workers here leave in `folder`, in one generation."""
 
     def __init__(
-        self,
-        info: RendezvousInfo,
-        rank: int,
-        place_key: str,
-        *,
-        stores: Stores,
-        secret: bytes | None,
-        memory: Path,
-        newest: Callable[[], Iterable[Found]],
-        kept: Callable[[], None],
+        self, info: RendezvousInfo, rank: int, folder: Path, stores: Stores, secret: bytes | None
     ) -> None:
-        self._info, self._rank, self._place_key = info, rank, place_key
+        self._info, self._rank, self._folder = info, rank, folder
         self._stores, self._secret = stores, secret
-        self._memory, self._newest, self._kept = memory, newest, kept
         self._over = threading.Event()
         self._news = threading.Event()
         self._idle = threading.Event()
@@ -281,27 +272,21 @@ class Giver:
         self._idle.clear()
         self._news.set()
 
-    def lacking(self) -> list[Found]:
-        """The snapshots that the node has not been offered."""
-        return [found for found in self._newest() if self._lacks(found.record)]
-
     def flush(self, seconds: float) -> None:
         """Until the node has all that there is, or can be given no more; for at most `seconds`."""
-        self.wake()
-        self._idle.wait(seconds)
+        if self._lacking():
+            self.wake()
+            self._idle.wait(seconds)
 
     def stop(self) -> None:
         """Give no more; its thread ends with the call of a store that it may be in."""
         self._over.set()
         self._news.set()
-        store = self._store
-        if store is not None:
+        if (store := self._store) is not None:
             store.close()
 
-    def close(self) -> None:
-        """The same, and wait for it within bounds."""
-        self.stop()
-        self._thread.join(1.0)
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -337,7 +322,7 @@ class Giver:
                 self._news.clear()
                 if self._over.is_set():
                     return
-                lacking = self.lacking()
+                lacking = self._lacking()
                 for found in lacking:
                     self._give(store, found)
                 if not lacking and not self._news.is_set():
@@ -345,23 +330,25 @@ class Giver:
                     self._news.wait()
 
     def _place(self) -> Place | None:
-        store = present(self._info.store, "the store")
+        store, key = present(self._info.store, "the store"), place_key(self._info, self._rank)
         while not self._over.is_set():
-            listing = store.list(self._place_key)
+            listing = store.list(key)
             for entry in listing.entries:
                 place = decode_place(entry.value)
-                if entry.key == self._place_key and place is not None:
+                if entry.key == key and place is not None:
                     return place
-            store.wait(self._place_key, after=listing.version, timeout=RETRY_SECONDS)
+            store.wait(key, after=listing.version, timeout=RETRY_SECONDS)
         return None
 
-    def _lacks(self, record: Record) -> bool:
-        return self._offered.get((record.name, record.part), 0) < record.sequence
+    def _lacking(self) -> list[Found]:
+        """The snapshots that the node has not been offered."""
+        newest = [(one.record, one) for one in newest_in(self._folder)]
+        return [one for r, one in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
 
     def _give(self, store: Store, found: Found) -> None:
         record = found.record
         offer = f"{self._info.rank}/{secrets.token_hex(8)}"
-        with held(self._memory, found) as handle:
+        with held(self._folder.parent, found) as handle:
             if handle is None:
                 return  # there is a newer one
             try:
@@ -369,11 +356,11 @@ class Giver:
                 for piece in pieces(handle, record.size, CHUNK_BYTES):
                     store.set(f"{offer}/{zlib.crc32(piece):08x}", piece)
                 # It takes longer to send than to sum: by now there is one, if its worker lives.
-                summed = sum_of(self._memory, found)
+                summed = sum_of(self._folder.parent, found)
                 store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)
                 self.given.add((record.name, record.part))
             except StoreRefused as error:
                 # For want of memory, say: the next one is offered again.
                 self._say(f"node {self._rank} does not keep a replica: {error}")
         self._offered[record.name, record.part] = record.sequence
-        self._kept()
+        tell(self._folder)

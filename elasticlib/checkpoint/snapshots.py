@@ -25,13 +25,13 @@ from . import memory
 from .interface import MEMORY, Held, Source
 from .memory import (
     CHUNK,
-    NEWS,
     SUMS,
     Found,
     Record,
     Slots,
     given_up,
-    outlived,
+    newest_in,
+    tell,
     that_count,
     word_sum,
 )
@@ -111,9 +111,8 @@ class SnapshotMemory(Source):
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
         self._clock = clock
-        self._era = int(Path(where.folder).name)
-        self._memory = Path(where.folder).parent
-        self._news = Path(where.folder, NEWS)
+        self._folder = Path(where.folder)
+        self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
         self._slots = Slots(where.folder)
         self._sealing = Sealing(self._slots)
@@ -135,7 +134,7 @@ class SnapshotMemory(Source):
     @property
     def folder(self) -> str:
         """Where this start of the agent's workers leaves its snapshots."""
-        return str(self._news.parent)
+        return str(self._folder)
 
     def snapshot(self, step: int, state: object) -> Snapshot | None:
         """Keep `state` as it is after `step`; None where this worker makes none.
@@ -187,8 +186,10 @@ class SnapshotMemory(Source):
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
                 copied = self._clock() - copying
             self._record = record
-            self._tell()  # what is of no more use goes before memory for the next one is made
-        self._sealing.seal(record)
+            # What is of no more use goes before memory for the next one is made.
+            if not tell(self._folder):
+                self._clear_up()
+        self._sealing.begin(record)
         return Snapshot(step, layout.size, self._clock() - began, copied)
 
     def held(self) -> Sequence[Held]:
@@ -228,16 +229,11 @@ class SnapshotMemory(Source):
         To be called by every rank once it is agreed where to go on and before the first snapshot;
         a later restart else might find parts of one step that were made by two different runs.
         """
-        name, era = self._record.name, self._era
-        memory.remove(self._memory, given_up(memory.look(self._memory), era, name, step))
-        for one in self._found():
-            if one.record.step == step and self._makes_such(one.record):
-                self._sealing.prepare(one.record)  # the first one is as large
-
-    def _makes_such(self, record: Record) -> bool:
-        if record.sharded:
-            return (record.part, record.parts) == (self._rank, self._world_size)
-        return self._writes
+        memory.remove(self._memory, given_up(self._look(), self._era, step))
+        mine = (self._rank, self._world_size)
+        for one in (one.record for one in self._found() if one.record.step == step):
+            if (one.part, one.parts) == mine if one.sharded else self._writes:
+                self._sealing.begin(one, seal=False)  # the first one is as large
 
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
@@ -261,47 +257,22 @@ class SnapshotMemory(Source):
         self._sealing.close()
         self._slots.close()
 
+    def _look(self) -> list[Found]:
+        """Those of this name."""
+        return [one for one in memory.look(self._memory) if one.record.name == self._record.name]
+
     def _found(self) -> Sequence[Found]:
-        name, run = self._record.name, self._record.run
-        found = memory.look(self._memory)
-        return that_count(one for one in found if (one.record.name, one.record.run) == (name, run))
+        return that_count(one for one in self._look() if one.record.run == self._record.run)
 
     def _made_before(self, part: int) -> int:
         """By this worker with another object of the same name."""
-        like = (self._record.name, part)
-        return max(
-            (
-                one.record.sequence
-                for one in memory.look(self._memory)
-                if (one.record.name, one.record.part) == like
-                and one.era == self._era
-                and not one.owner
-            ),
-            default=0,
-        )
-
-    def _tell(self) -> None:
-        """Wake the agent if it looks after snapshots; if not, clear up here."""
-        try:
-            handle = os.open(self._news, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            self._clear_up()
-            return
-        try:
-            os.write(handle, b"\n")
-        except OSError:
-            pass  # full: it has not heard of the last ones yet either
-        finally:
-            os.close(handle)
+        made = (one.record for one in newest_in(self._folder))
+        name = self._record.name
+        return max((r.sequence for r in made if (r.name, r.part) == (name, part)), default=0)
 
     def _clear_up(self) -> None:
-        if not self._earlier or self._record.sequence < self._record.keep:
-            return
-        name, era = self._record.name, self._era
-        found = [one for one in memory.look(self._memory) if one.record.name == name]
-        useless = outlived(found, era, name)
-        memory.remove(self._memory, useless)
-        self._earlier = len(useless) < sum(one.era < era for one in found)
+        if self._earlier and self._record.sequence >= self._record.keep:
+            self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
 
 
 def _held(found: Found) -> Held:
@@ -343,13 +314,14 @@ class Sealing:
                 self._copying = False
                 self._changed.notify()
 
-    def prepare(self, like: Record) -> None:
-        """Make memory for a snapshot of this size, when there is time."""
-        self._begin(None, like)
-
-    def seal(self, record: Record) -> None:
-        """Sum this snapshot, when there is time, and make memory for another one like it."""
-        self._begin(record, record)
+    def begin(self, record: Record, *, seal: bool = True) -> None:
+        """When there is time, make memory for another snapshot like this one, and then sum it."""
+        with self._changed:
+            self._next, self._like = record if seal else self._next, record
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = helper(self._run, "elasticlib-seal")
+            self._thread.start()
 
     def close(self) -> None:
         """Do no more."""
@@ -358,14 +330,6 @@ class Sealing:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-
-    def _begin(self, record: Record | None, like: Record) -> None:
-        with self._changed:
-            self._next, self._like = record or self._next, like
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = helper(self._run, "elasticlib-seal")
-            self._thread.start()
 
     def _run(self) -> None:
         while True:

@@ -94,11 +94,7 @@ class Host:
         with slots.writing(record) as view:
             view[:] = pack
         slots.seal(record, word_sum(memoryview(bytearray(pack))))
-        with contextlib.suppress(OSError):
-            news = self.folder / str(self.era) / memory.NEWS
-            handle = os.open(news, os.O_WRONLY | os.O_NONBLOCK)
-            os.write(handle, b"\n")
-            os.close(handle)
+        memory.tell(self._era(self.era))
 
     def found(self, owner: str = "") -> list[Found]:
         return [one for one in memory.look(self.folder) if one.owner == owner]
