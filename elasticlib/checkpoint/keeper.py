@@ -183,8 +183,9 @@ class Replicating:
             giver.stop()
         self._server.close()
         self._mailbox.close()
-        for thread in (*self._givers, self._thread):
-            thread.join(1.0)
+        for giver in self._givers:
+            giver.join(1.0)
+        self._thread.join(1.0)
 
     def _made_pipe(self) -> int:
         os.mkfifo(self._folder / NEWS, 0o600)
