@@ -298,8 +298,7 @@ class Sealing:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._changed = threading.Condition()
-        self._next: Record | None = None
-        self._like: Record | None = None
+        self._next: tuple[Record, bool] | None = None
         self._copying = self._over = False
         self._thread: threading.Thread | None = None
 
@@ -315,9 +314,10 @@ class Sealing:
                 self._changed.notify()
 
     def begin(self, record: Record, *, seal: bool = True) -> None:
-        """When there is time, make memory for another snapshot like this one, and then sum it."""
+        """When there is time, make memory for another snapshot like this one, and then sum it; of
+        two that wait, the later one."""
         with self._changed:
-            self._next, self._like = record if seal else self._next, record
+            self._next = record, seal
             self._changed.notify()
         if self._thread is None:
             self._thread = helper(self._run, "elasticlib-seal")
@@ -334,14 +334,12 @@ class Sealing:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._over or self._next or self._like)
-                record, self._next = self._next, None
-                like, self._like = self._like, None
-            if self._over:
+                self._changed.wait_for(lambda: self._over or self._next)
+                (record, seal), self._next = self._next or (None, False), None
+            if self._over or record is None:
                 return
-            if like is not None:
-                self._slots.prepare(like, self._may_go_on)
-            if record is not None and (summed := self._sum(record)) is not None:
+            self._slots.prepare(record, self._may_go_on)
+            if seal and (summed := self._sum(record)) is not None:
                 self._slots.seal(record, summed)
 
     def _may_go_on(self) -> bool:
