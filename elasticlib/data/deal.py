@@ -123,9 +123,11 @@ def share_of(size: int, *, rank: int, world_size: int) -> range:
     """This rank's run of range(size); the runs differ by at most one, the first ones are longer.
 
     Raises:
-        ConfigError: `rank` is not in the world.
+        ConfigError: `size` is negative, or `rank` is not in the world.
     """
     check_rank(rank, world_size)
+    if size < 0:
+        raise ConfigError(f"need size >= 0, got {size}")
     each, more = divmod(size, world_size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
