@@ -108,30 +108,7 @@ def plan_batches(
     return BatchPlan(**numbers)
 
 
-def linear_learning_rate(rate: float, *, of: int, to: int) -> float:
-    """The rate for a global batch of `to`, where `rate` was right for one of `of`: in proportion.
-
-    For SGD, with a warm-up: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017.
-
-    Raises:
-        ConfigError: a batch is less than 1.
-    """
-    if of < 1 or to < 1:
-        raise ConfigError(f"need batches of at least 1 sample, got of={of} and to={to}")
-    return rate * (to / of)
-
-
-def square_root_learning_rate(rate: float, *, of: int, to: int) -> float:
-    """As `linear_learning_rate`, by the square root of the proportion.
-
-    For Adam and its like: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
-    Algorithms", NeurIPS 2022.
-    """
-    return rate * math.sqrt(linear_learning_rate(1.0, of=of, to=to))
-
-
 Rule = Literal["linear", "sqrt"]
-RULES = {"linear": linear_learning_rate, "sqrt": square_root_learning_rate}
 
 
 def scale_learning_rates(
@@ -154,7 +131,10 @@ def scale_learning_rates(
         optimizer: any of torch's, with any schedulers.
         global_batch: samples a step, of all ranks together, as it is now.
         reference_batch: the samples a step for which its learning rates are right.
-        rule: "linear" as `linear_learning_rate`, "sqrt" as `square_root_learning_rate`.
+        rule: "linear", in proportion, is for SGD, with a warm-up: P. Goyal et al., "Accurate, Large
+            Minibatch SGD", 2017. "sqrt", by the square root of the proportion, is for Adam and its
+            like: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
+            Algorithms", NeurIPS 2022.
 
     Returns:
         What rates are multiplied by: log `scheduler.get_last_lr()[0]` times this.
@@ -163,7 +143,14 @@ def scale_learning_rates(
         ConfigError: a batch is less than 1, or there is no such rule.
     """
     check_one_of("rule", rule, Rule)
-    factor = RULES[rule](1.0, of=reference_batch, to=global_batch)
+    if reference_batch < 1 or global_batch < 1:
+        raise ConfigError(
+            f"need batches of at least 1 sample, got global_batch={global_batch} and"
+            f" reference_batch={reference_batch}"
+        )
+    factor = global_batch / reference_batch
+    if rule == "sqrt":
+        factor = math.sqrt(factor)
     scaled = _SCALED.get(optimizer)
     if scaled is None:
         scaled = _SCALED[optimizer] = _Scaled()
