@@ -138,7 +138,7 @@ def test_sorted_part_by_part_it_is_the_order_of_all_keys(of, seed, at_least, dat
     keys = order.keys(0, len(of)).tolist()
     expected = sorted(range(len(of)), key=lambda index: (keys[index], index))[:positive]
     start = data.draw(st.integers(0, positive - 1))
-    places = torch.arange(start, positive + start)  # its end repeats the order's start
+    places = torch.arange(start, positive + start) % positive  # an end repeats the order's start
     assert order(places).tolist() == (expected * 2)[start : positive + start]
 
 
