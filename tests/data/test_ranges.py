@@ -6,9 +6,10 @@ import itertools
 from collections import Counter
 
 import pytest
+from dealing import Stream, in_turn
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from elasticlib import ElasticDistributedSampler, Position, ShardDataset, deal_ranges
 from elasticlib.data.deal import advance
@@ -23,8 +24,7 @@ def ranges_of_rank(position, batch, workers, **rank):
         deal_ranges(position, batch=batch, worker=worker, workers=workers, **rank)
         for worker in range(workers)
     ]
-    turns = itertools.zip_longest(*readers)
-    return [part for turn in turns for part in turn if part is not None]
+    return in_turn(readers)
 
 
 def steps_of(position, world, batch, workers, tail):
@@ -101,39 +101,25 @@ def test_a_shard_is_read_at_one_go():
     assert spans_of([4, 3], range(3, 8)) == [(0, 3, 4), (1, 0, 3), (0, 0, 1)]
 
 
-class Text(IterableDataset):
-    """Reads (shard, sample) pairs from where the job stands."""
-
-    sizes = (5, 9, 2, 14, 7)
-
-    def __init__(self, sampler, batch):
-        self.sampler, self.batch = sampler, batch
-
-    def __iter__(self):
-        info = get_worker_info()
-        reader = {"worker": info.id, "workers": info.num_workers} if info else {}
-        dataset = pairs_of(range(len(self.sizes)), self.sizes)
-        rank = {"rank": self.sampler.rank, "world_size": self.sampler.num_replicas}
-        for places in deal_ranges(self.sampler.position, batch=self.batch, **rank, **reader):
-            yield from dataset.samples(places)
+TEXT = pairs_of(range(5), (5, 9, 2, 14, 7))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_iterable_data_goes_on_at_another_world_size(workers):
-    total, used, state = sum(Text.sizes), Counter(), None
+    total, used, state = sum(TEXT.sizes), Counter(), None
     for world, batch, steps in ((2, 3, 3), (3, 2, 1), (1, 4, None)):
         for rank in range(world):
             sampler = ElasticDistributedSampler(range(total), world, rank, shuffle=False)
             if state:
                 sampler.load_state_dict(state)
-            loader = DataLoader(Text(sampler, batch), batch, num_workers=workers)
+            loader = DataLoader(Stream(TEXT, sampler, batch), batch, num_workers=workers)
             for shard, sample in itertools.islice(loader, steps):
                 used.update(zip(shard.tolist(), sample.tolist(), strict=True))
                 sampler.advance(batch * world)
         state = sampler.state_dict()
         assert sum(used.values()) == state["consumed"]
-    assert used == Counter((s, k) for s, size in enumerate(Text.sizes) for k in range(size))
+    assert used == Counter((s, k) for s, size in enumerate(TEXT.sizes) for k in range(size))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -141,9 +127,9 @@ def test_workers_read_an_epoch_from_where_they_were_started_so_they_must_not_per
     """As deal_ranges warns of: workers that live on know nothing of the job's later positions."""
     read = {}
     for persistent in (False, True):
-        sampler = ElasticDistributedSampler(range(sum(Text.sizes)), 1, 0, start_index=20)
+        sampler = ElasticDistributedSampler(range(sum(TEXT.sizes)), 1, 0, start_index=20)
         loader = DataLoader(
-            Text(sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
+            Stream(TEXT, sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
         )
         read[persistent] = []
         for epoch in range(2):
