@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .manifest import aside_name, target_of
 from .pack import Layout, lay_out, pieces, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .pack_head import MAPPINGS
 from .state import Step, Walk, Way, is_array, is_named_tuple, is_number, spoken
 from .storages import dtype_named, name_of

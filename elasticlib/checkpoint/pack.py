@@ -26,8 +26,7 @@ import attrs
 import torch
 from torch.serialization import location_tag
 
-from ..errors import CheckpointCorrupt
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, Unreadable
 from .outline import Encoder, decode
 from .pack_head import DTYPES, Entry, Head, read_head, up, write_head
 from .pack_head import read_meta as read_meta

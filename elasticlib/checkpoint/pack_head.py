@@ -32,8 +32,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from ..errors import CheckpointCorrupt
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, Unreadable
 
 FORMAT = 3
 HEAD_BYTES = 128

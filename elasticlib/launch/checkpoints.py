@@ -16,11 +16,10 @@ from typing import Any, TextIO
 
 import attrs
 
-from ..checkpoint.commit import Committer
-from ..checkpoint.fence import Writer
+from ..checkpoint.commit import Committer, Writer
 from ..checkpoint.folder import CheckpointFolder, Found, open_place
+from ..checkpoint.manifest import Retention
 from ..checkpoint.pack_head import Row, read_head, rows_of
-from ..checkpoint.prune import Retention
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible
@@ -167,8 +166,7 @@ def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     # It never claims the folder: a job that writes there goes on.
     committer = Committer(folder, Writer("", "", 0, ""), retention)
     with Progress("verified", 0) as progress:
-        choose = committer.choose if chosen.dry_run else committer.prune
-        selection = choose(progress.seen)
+        selection = committer.prune(progress.seen, dry_run=chosen.dry_run)
     if chosen.json:
         print(json.dumps({"kept": selection.kept, "deleted": selection.deleted}))
         return 0
