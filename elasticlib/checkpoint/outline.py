@@ -75,7 +75,7 @@ class Encoder(Walk):
         self.tensors: list[torch.Tensor] = []
         self.ways: list[Way] = []
         self.arrays: dict[int, tuple[str, tuple[int, ...], str]] = {}
-        # With the value, as an id says which one only while that one lives.
+        # With the value, as another one may get its id once it is gone.
         self._numbers: dict[int, tuple[int, object]] = {}
 
     def leaf(self, way: Way, value: Any) -> Any:
@@ -374,8 +374,7 @@ def _array_of(elements: torch.Tensor, dtype: str, shape: list[int], order: str) 
 
 
 def _number_of(data: bytes, dtype: str) -> Any:
-    kind = _numpy_dtype(dtype)
-    return _numpy().frombuffer(data, kind)[0] if kind.itemsize else kind.type()
+    return _numpy().ndarray((), _numpy_dtype(dtype), data)[()]
 
 
 def _numpy_dtype(name: str) -> Any:

@@ -78,7 +78,7 @@ def lay_out(
     state: object,
     meta: Mapping[str, Any] | None = None,
     *,
-    told: Callable[[Way], Way] = lambda way: way,
+    shown_as: Callable[[Way], Way] = lambda way: way,
 ) -> Layout:
     """How to pack `state`, which is not copied yet.
 
@@ -86,14 +86,14 @@ def lay_out(
         state: nested containers of tensors, arrays and plain values, as `outline.Encoder` knows
             them. Dense tensors of any dtype, on any device.
         meta: what `read_meta` gives back without the tensors: plain JSON, such as the step.
-        told: under which keys a tensor is shown to other tools, by those under which it stands.
+        shown_as: the keys by which other tools find a tensor, for those by which it stands here.
 
     Raises:
         CheckpointError: the state cannot be saved; the message says what, and where it stands.
     """
     encoder = Encoder()
     tree = encoder.walk(state)
-    made = _Blocks(encoder, told)
+    made = _Blocks(encoder, shown_as)
     names = _names(made.blocks)
     order = sorted(range(len(names)), key=lambda at: -_alignment(made.blocks[at].size))
     blocks = [made.blocks[at] for at in order]
@@ -197,7 +197,7 @@ class _Block(NamedTuple):
     lies in memory: 0 if it lies on the CPU as it does in the entry; or a row of the device, as
     torch names it ("" for memory that is no tensor's, and stays on the CPU), its bytes there, if
     these are not the entry's, and, if elements have gaps between them there, how they lie.
-    like: the entry's dtype and shape, if these are the ones of the tensor at `path`; else it has
+    like: the dtype and shape of the tensor at `path`, if that is what the entry is; else it is
     bytes.
     """
 
@@ -237,9 +237,9 @@ class _Blocks:
     and whether it is a conjugate and a negative.
     """
 
-    def __init__(self, encoder: Encoder, told: Callable[[Way], Way]) -> None:
+    def __init__(self, encoder: Encoder, shown_as: Callable[[Way], Way]) -> None:
         self._tensors, self._arrays = encoder.tensors, encoder.arrays
-        self._paths = [".".join(map(str, told(way))) or "state" for way in encoder.ways]
+        self._paths = [".".join(map(str, shown_as(way))) or "state" for way in encoder.ways]
         self.blocks: list[_Block] = []
         self.rows: list[Any] = [None] * len(self._tensors)
         storages: dict[tuple[object, ...], list[int]] = {}

@@ -89,7 +89,7 @@ class Head:
 
     size: of the whole, in bytes. start: where its data begin. outline: as `write_head` was given
     it. entries: in the order of their bytes, all of the data; those of the formats 1 and 2 have
-    none. summed: the CRC-32 of the data, if it is told here.
+    none. summed: the CRC-32 of the data, if the head has it.
     """
 
     format: int
@@ -123,7 +123,7 @@ def write_head(entries: Iterable[Entry], outline: Mapping[str, Any], size: int) 
 
 
 def with_sum(head: bytes, crc32: int) -> bytes:
-    """A head that `write_head` made, which tells the CRC-32 of the data behind it, too."""
+    """A head that `write_head` made, with the CRC-32 of its data."""
     begin, end = _span(head, 4)
     return _sealed(head[:begin] + b"%08x" % crc32 + head[end:])
 
@@ -178,7 +178,7 @@ def read_head(pack: bytes | memoryview) -> Head:
 
 
 def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
-    """What `pack.lay_out` was told beside the state; needs the pack's head only.
+    """What `pack.lay_out` was given as `meta`; needs the pack's head only.
 
     Raises:
         As `read_head`.

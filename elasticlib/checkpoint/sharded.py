@@ -63,7 +63,7 @@ def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copie
     def in_the_state(way: Way) -> Way:
         return ways[way[1]] if way[0] == "shards" else way[2:]
 
-    return lay_out({"whole": rest, "shards": tensors}, meta, told=in_the_state)
+    return lay_out({"whole": rest, "shards": tensors}, meta, shown_as=in_the_state)
 
 
 def boxes_of(shards: Shards) -> dict[Way, Box]:

@@ -90,7 +90,7 @@ def _is_leaf(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is a plain array of NumPy's. Who has not imported that has none."""
+    """Whether it is a plain array of NumPy's; where nobody imported that there is none."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
 
@@ -115,7 +115,7 @@ class Walk:
 
     def __init__(self) -> None:
         self._above: set[int] = set()
-        # With the container, as a number says which one only while that one lives.
+        # With the container, as another one may get its id once it is gone.
         self._done: dict[int, tuple[object, Any, int]] = {}
         self._count = 0
 
@@ -125,8 +125,10 @@ class Walk:
         return value
 
     def node(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> Any:
-        """What becomes of a container of whose parts this has become, by keys or indices: itself
-        if they are the same."""
+        """What becomes of a container: itself if its parts are still the same.
+
+        parts: what has become of its parts, by keys or indices.
+        """
         del way
         before = parts_of(value)
         same = all(part is before[key] for key, part in parts.items())
@@ -330,13 +332,14 @@ def fit(
         missing = [name for name in state if name not in found]
         surplus = [name for name in found if name not in state]
         if missing or surplus:
-            told = []
+            sentences = []
             if missing:
-                told.append(f"nothing was saved under {', '.join(map(repr, missing))}")
+                sentences.append(f"nothing was saved under {', '.join(map(repr, missing))}")
             if surplus:
-                told.append(f"the state has no {', '.join(map(repr, surplus))}, which was saved")
+                names = ", ".join(map(repr, surplus))
+                sentences.append(f"the state has no {names}, which was saved")
             advice = "give the same names, or strict=False to restore those in both"
-            raise StateMismatch(f"{'; '.join(told)}: {advice}")
+            raise StateMismatch(f"{'; '.join(sentences)}: {advice}")
     plan = _Plan()
     both = [name for name in state if name in found]
     steps = {name: plan.make(state[name], found[name], (name,)) for name in both}

@@ -64,7 +64,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
-        # With what they are copies of, as a number says which one only while that one lives.
+        # With their originals, as another tensor may get the id of one that is gone.
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is as its shape and dtype alone say, and as `view` makes it of bytes."""
     step, strides = 1, tensor.stride()
-    # Not is_contiguous, which does not ask for the strides of what there is one of.
+    # Not is_contiguous, which ignores the strides of axes of length 1.
     for axis, n in enumerate(reversed(tensor.shape), 1):
         if strides[-axis] != step:
             return False
