@@ -161,14 +161,12 @@ def _joined(found: list[tuple[int, int]]) -> tuple[int, int]:
 
 @functools.lru_cache(256)
 def _power(exponent: int) -> int:
-    """x^exponent modulo the CRC's polynomial, by squaring."""
-    found, square = _ONE, _X
-    while exponent:
-        if exponent & 1:
-            found = _product(found, square)
-        square = _product(square, square)
-        exponent >>= 1
-    return found
+    """x^exponent modulo the CRC's polynomial."""
+    if exponent < 2:
+        return (_ONE, _X)[exponent]
+    half = _power(exponent // 2)
+    square = _product(half, half)
+    return _product(square, _X) if exponent & 1 else square
 
 
 def _product(one: int, other: int) -> int:
