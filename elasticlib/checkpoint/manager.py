@@ -147,11 +147,9 @@ class CheckpointManager:
             )
         self.stall = 0.0
         self.durable: float | None = None
-        self._folder = folder
+        self._folder, self._shared, self._group = folder, shared, group
         self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every, _with_count(keep_best))
-        self._shared = shared
-        self._group = group
         self._host = HostBuffer()
         self._last: OwnSave | None = None
         self._expected: deque[OthersSave] = deque(maxlen=REMEMBERED)
@@ -194,8 +192,7 @@ class CheckpointManager:
         try:
             return self._begin(step, state, self._measured(step, metrics), number, began)
         except BaseException as error:
-            if self.writes:
-                self._outcomes.tell(number, step, error)
+            self._outcomes.tell(number, step, error)
             raise
         finally:
             self.stall = monotonic() - began
@@ -222,31 +219,18 @@ class CheckpointManager:
         if self._forget is None:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
-        write = partial(self._write, step, data, writers)
-        write = partial(write, metrics=metrics, number=number, began=began)
-        self._last = OwnSave(step, write)
+        write = partial(writers.write, step, data, metrics, self._rank_info.world_size)
+        self._last = OwnSave(step, partial(self._write, step, write, number, began))
         return self._last
 
-    def _write(
-        self,
-        step: int,
-        data: memoryview,
-        writers: Writers,
-        *,
-        metrics: Mapping[str, float],
-        number: int,
-        began: float,
-    ) -> None:
+    def _write(self, step: int, write: Callable[[], None], number: int, began: float) -> None:
         """Behind the training step."""
-        error: BaseException | None = None
         try:
-            writers.write(step, data, metrics, self._rank_info.world_size)
-        except BaseException as failure:
-            error = failure
+            write()
+        except BaseException as error:
+            self._outcomes.tell(number, step, error)
             raise
-        finally:
-            if self.writes:
-                self._outcomes.tell(number, step, error)
+        self._outcomes.tell(number, step)
         committed = self._committer.committed
         # Where another rank commits, it has when this one hears of it.
         self.durable = (committed if committed > began else monotonic()) - began
@@ -305,8 +289,8 @@ class CheckpointManager:
         return not (self._rank_info.rank if self._shared else self._rank_info.local_rank)
 
     def claim(self) -> None:
-        """Take the folder for this generation, if this rank writes: older ones cannot commit
-        from now on. `save` does so, too, if nobody did before.
+        """Take the folder for this generation, if this rank writes: older ones cannot commit from
+        now on. `restore` does so, too, and `save`, if nobody did before.
 
         Raises:
             CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
@@ -389,8 +373,8 @@ class CheckpointManager:
 
         Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
         others, in chunks. What is damaged is passed over by all; the result says why. From then
-        on no earlier generation can commit to the folder. (Where it takes no writes, as it is full
-        or may only be read, this is not said there: a warning tells so, and `save` says it first.)
+        on no earlier generation can commit to the folder, unless it takes no writes, which is said
+        in a warning.
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
@@ -463,9 +447,7 @@ class CheckpointManager:
             like: for sharded states: a state with sharded tensors in the same places (or objects
                 with such), which say how those of the result are sharded, on however many ranks.
                 It is not changed. Without it, sharded tensors are put together whole.
-            map_location: where tensors go that are not sharded, as `torch.load` takes it: a
-                device; a dict from the device that they were saved from to another; a function of
-                a storage and that device; or None for that device.
+            map_location: where tensors go that are not sharded, as `torch.load` takes it.
 
         Raises:
             FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
@@ -569,9 +551,9 @@ class CheckpointManager:
 
     @cached_property
     def _outcomes(self) -> Outcomes:
-        place = self._rank_info
-        writer = 0 if self._shared else place.rank - place.local_rank
-        return Outcomes(self._group, self._name, writer)
+        info = self._rank_info
+        writer = 0 if self._shared else info.rank - info.local_rank
+        return Outcomes(self._group, self._name, writer, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:

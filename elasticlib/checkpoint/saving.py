@@ -353,17 +353,20 @@ class Outcomes:
 
     Args:
         name, writer: the folder, and the rank that writes: the same on all ranks.
+        mine: whether that is this one, which tells the others.
 
     Attributes:
         told: whether there is such a store, as far as is known by now.
         newest: the step of the last save that another rank was to make.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, name: str, writer: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, name: str, writer: int, *, mine: bool
+    ) -> None:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         named = zlib.crc32(f"{name}\0{ranks}\0{writer}".encode())
         self._prefix = f"elasticlib/saves/{named:08x}"
-        self.writer, self.newest = writer, 0
+        self.writer, self.newest, self._mine = writer, 0, mine
         self.told = dist.is_available() and dist.is_initialized()
         # torch has no public name for the store that a process group met in.
         self._store: Any = dist.distributed_c10d._get_default_store() if self.told else None
@@ -374,8 +377,8 @@ class Outcomes:
         return _saves[self._prefix]
 
     def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
-        """How a save of this rank came out."""
-        if not self.told:
+        """Say how a save came out, if this rank is the one to say it."""
+        if not (self.told and self._mine):
             return
         why = "" if error is None else str(error)[:4000]
         try:
