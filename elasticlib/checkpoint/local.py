@@ -229,20 +229,16 @@ class LocalPlace(Place):
         folder = os.path.dirname(path)
         if folder != self.name and os.path.islink(folder):
             self._unlink_folder(folder)
-        self._write(path, data, make=folder)
+        self._write(self._created(path, folder), path, data)
         self._sync_folder(folder)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         folder, base = os.path.split(path)
         aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
-        self._write(aside, memoryview(data))
-        try:
+        self._write(self._disk.create(aside), aside, memoryview(data))
+        with self._or_removed(aside):
             self._disk.rename(aside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._disk.remove(aside)
-            raise
         self._sync_folder(folder)
 
     def remove(self, name: str) -> None:
@@ -287,19 +283,24 @@ class LocalPlace(Place):
                 return self._disk.create(path)
         raise FileNotFoundError(errno.ENOENT, f"it was taken away {MAKES} times", folder)
 
-    def _write(self, path: str, data: memoryview, *, make: str = "") -> None:
-        handle = self._created(path, make) if make else self._disk.create(path)
-        try:
+    def _write(self, handle: int, path: str, data: memoryview) -> None:
+        with self._or_removed(path):
             try:
                 done = 0
                 while done < len(data):
                     count = self._disk.write(handle, data[done : done + CHUNK])
                     if not count:
-                        raise OSError(errno.EIO, "the disk took no byte of what was written", path)
+                        raise OSError(errno.EIO, "write() returned 0 bytes", path)
                     done += count
                 self._disk.sync(handle)
             finally:
                 os.close(handle)
+
+    @contextlib.contextmanager
+    def _or_removed(self, path: str) -> Iterator[None]:
+        """Whatever fails, nothing is left of this file."""
+        try:
+            yield
         except BaseException:
             with contextlib.suppress(OSError):
                 self._disk.remove(path)

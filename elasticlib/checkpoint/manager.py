@@ -398,20 +398,20 @@ class CheckpointManager:
             manifests.check_step(step)
         began = monotonic()
         context().starting()
-        memory, place = self._memory, self._rank_info
-        if place.world_size > 1 and not dist.is_initialized():
+        memory, rank_info = self._memory, self._rank_info
+        if rank_info.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
-                f"restore is agreed by all {place.world_size} ranks, and there is no process "
+                f"restore is agreed by all {rank_info.world_size} ranks, and there is no process "
                 "group yet: call torch.distributed.init_process_group before"
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(self._reader, self._claim_to_go_on)
         sources = [disk] if memory is None else [memory, disk]
         # Whoever shares an agent's memory is on one node.
-        node = place.host if memory is None else f"{place.host}:{memory.folder}"
+        node = rank_info.host if memory is None else f"{rank_info.host}:{memory.folder}"
         names = check_names(state)
         agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
-        found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
+        found = Restored(agreed.step, agreed.source_for(rank_info.rank), agreed.passed_over)
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
         if memory is not None:
@@ -485,7 +485,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
-        return self._reader.steps()
+        return sorted(found.step for found in self._reader.found() if found.manifest)
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
@@ -551,24 +551,24 @@ class CheckpointManager:
 
     @cached_property
     def _outcomes(self) -> Outcomes:
-        info = self._rank_info
-        writer = 0 if self._shared else info.rank - info.local_rank
+        rank_info = self._rank_info
+        writer = 0 if self._shared else rank_info.rank - rank_info.local_rank
         return Outcomes(self._group, self._name, writer, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:
         """What is kept in the agent's memory. Where no agent keeps any there is no memory that
         outlives this process."""
-        where, rank, place = agent_memory(), self._rank_info, self._reader.place
-        if where is None:
+        memory, rank_info, place = agent_memory(), self._rank_info, self._reader.place
+        if memory is None:
             return None
         return SnapshotMemory(
-            where,
+            memory,
             # Two managers in one program must not take each other's for theirs.
             name=f"state-{zlib.crc32(self._name.encode()):08x}",
-            rank=rank.rank,
-            world_size=rank.world_size,
-            writes=self._group is not None or rank.local_rank == 0,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            writes=self._group is not None or rank_info.local_rank == 0,
             # Of a place of the caller's own an agent knows nothing.
             folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
             shared=self._shared,

@@ -138,8 +138,8 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if found < 3:
         surplus |= fields.keys() & {"metrics", "world"}
     if found > FORMAT or surplus:
-        told = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
-        raise OtherFormat(f"its manifest has {told}, this version reads formats 1 to {FORMAT}")
+        newer = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
+        raise OtherFormat(f"its manifest has {newer}, this version reads formats 1 to {FORMAT}")
     rows = fields.pop("files", None)
     if type(rows) is not list:
         raise ValueError(f"files is {rows!r:.80}, must be a list")

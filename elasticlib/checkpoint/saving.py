@@ -34,7 +34,7 @@ from .commit import Committer, Writer, data_name
 from .folder import CheckpointFolder
 from .manifest import DataFile
 from .pack import Layout, fill
-from .summing import room
+from .summing import new_memory
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -190,7 +190,7 @@ class HostBuffer:
         """Copy a state here, and wait until it is; its bytes."""
         if self._memory is None or len(self._memory) < layout.size:
             self.close()
-            self._memory = room(layout.size)
+            self._memory = new_memory(layout.size)
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         if not self._locked and any(tensor.is_cuda for tensor in layout.tensors):
             # Where the machine allows no more locked memory, copies are slower, and no less right.
@@ -315,8 +315,8 @@ class OthersSave(Save):
         # Asked again and again: who waits in the store keeps it from this process's other threads.
         while not (self._over or self._ask()):
             if monotonic() < deadline:
-                pause.wait(STORE_SECONDS if outcomes.told else FOLDER_SECONDS)
-            elif outcomes.told:
+                pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
+            elif outcomes.reachable:
                 return (
                     f"nothing was heard of the save of step {step}, which rank {outcomes.writer} "
                     "makes: it has died, is still at it, or was not asked to save"
@@ -329,7 +329,7 @@ class OthersSave(Save):
     def _ask(self) -> bool:
         """Whether it is over, and keep why it failed."""
         outcomes, step = self._outcomes, self.step
-        if not outcomes.told:
+        if not outcomes.reachable:
             # Older ones may have made room for the newest, which began when they were over.
             looked = map(self._folder.look, {step, outcomes.newest})
             return any(found is not None and found.manifest for found in looked)
@@ -356,7 +356,7 @@ class Outcomes:
         mine: whether that is this one, which tells the others.
 
     Attributes:
-        told: whether there is such a store, as far as is known by now.
+        reachable: whether there is such a store, as far as is known by now.
         newest: the step of the last save that another rank was to make.
     """
 
@@ -367,9 +367,9 @@ class Outcomes:
         named = zlib.crc32(f"{name}\0{ranks}\0{writer}".encode())
         self._prefix = f"elasticlib/saves/{named:08x}"
         self.writer, self.newest, self._mine = writer, 0, mine
-        self.told = dist.is_available() and dist.is_initialized()
+        self.reachable = dist.is_available() and dist.is_initialized()
         # torch has no public name for the store that a process group met in.
-        self._store: Any = dist.distributed_c10d._get_default_store() if self.told else None
+        self._store: Any = dist.distributed_c10d._get_default_store() if self.reachable else None
 
     def begin(self) -> int:
         """The number of a save that begins here, or on the rank that writes."""
@@ -378,7 +378,7 @@ class Outcomes:
 
     def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
         """Say how a save came out, if this rank is the one to say it."""
-        if not (self.told and self._mine):
+        if not (self.reachable and self._mine):
             return
         why = "" if error is None else str(error)[:4000]
         try:
@@ -397,7 +397,7 @@ class Outcomes:
         except RuntimeError as lost:
             # Its host may have ended once it had saved.
             log.info("the ranks' store does not say how save %d came out: %s", number, lost)
-            self.told = False
+            self.reachable = False
             return None
         return said
 

@@ -40,7 +40,7 @@ def no_news(_chunk: memoryview) -> None:
     """Nobody wants to see the bytes as they come."""
 
 
-def room(size: int) -> mmap.mmap:
+def new_memory(size: int) -> mmap.mmap:
     """So many bytes, all zero, that go when nobody refers to them any more."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -69,7 +69,7 @@ def read_summed(
 
     def spare() -> memoryview:
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(room(min(size, SEGMENT)))
+            own.buffer = memoryview(new_memory(min(size, SEGMENT)))
         return own.buffer  # type: ignore[no-any-return]
 
     def segment(number: int) -> tuple[int, int]:
