@@ -44,7 +44,6 @@ PURE = (
     "checkpoint/choose.py",
     "checkpoint/cover.py",
     "checkpoint/manifest.py",
-    "checkpoint/salvage.py",
     "data/deal.py",
     "launch/slurm.py",
     "logical/shares.py",

@@ -19,14 +19,12 @@ from types import MappingProxyType
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused, Unreadable
 from ..foreign import read_fields, read_object
 from . import manifest as manifests
 from .folder import CheckpointFolder
-from .interface import Unreadable
 from .local import NotAFile
-from .manifest import DataFile, Health, Manifest, Retention, Selection, select
-from .names import target_of
+from .manifest import DataFile, Health, Manifest, Retention, Selection, select, target_of
 from .summing import crc32_beside, no_news
 
 log = logging.getLogger("elasticlib.checkpoint")

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorrupt, CheckpointError
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from . import manifest as manifests
-from .interface import Unreadable
 from .local import CHUNK, LocalPlace, NotAFile, Place
 from .manifest import Health, Manifest, OtherFormat, best_of
 from .pack_head import HEAD_BYTES, size_of
@@ -348,16 +347,15 @@ class CheckpointFolder:
         return state
 
     def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
-        from .sharded import Parts, load_parts
-        from .state import parameters_in, values_of
+        from .sharded import load_parts
 
-        parts = Parts(
-            manifest.parts,
-            partial(self.head, manifest),
+        heads = [self.head(manifest, number) for number in range(manifest.parts)]
+        return load_parts(
+            heads,
             lambda number: memoryview(self.read(manifest, number)),
+            like,
+            map_location=map_location,
         )
-        values = None if like is None else values_of(like)
-        return load_parts(parts, values, parameters=parameters_in(like), map_location=map_location)
 
 
 def _path(manifest: Manifest, number: int) -> str:

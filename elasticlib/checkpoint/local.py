@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 
 from ..clock import monotonic
 from ..foreign import opened
-from .names import aside_name
+from .manifest import aside_name
 from .summing import READERS, no_news
 
 log = logging.getLogger("elasticlib.checkpoint")

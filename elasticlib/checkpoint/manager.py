@@ -24,19 +24,17 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from ..workers.context import context
 from . import manifest as manifests
+from .choose import Source
 from .commit import Committer, TakesNoWrites
-from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
-from .interface import Source
 from .local import LocalPlace, Place
 from .manifest import Retention, Selection
 from .pack import lay_out
-from .put import check_names
 from .remote import RemotePlace
-from .restore import restore_from
+from .restore import DiskSource, restore_from
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .snapshots import SnapshotMemory, agent_memory
-from .state import take_shards, values_of
+from .state import check_names, take_shards, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -411,7 +409,7 @@ class CheckpointManager:
         node = rank_info.host if memory is None else f"{rank_info.host}:{memory.folder}"
         names = check_names(state)
         agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
-        found = Restored(agreed.step, agreed.source_for(rank_info.rank), agreed.passed_over)
+        found = Restored(agreed.step, agreed.source, agreed.passed_over)
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
         if memory is not None:

@@ -33,6 +33,7 @@ MAX_STEP = MAX_BYTES = 2**63 - 1
 
 _FOLDER = re.compile(r"step-([0-9]{10,19})")
 _FILE = re.compile(r"[^/\0]+")
+_ASIDE = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
 _YEAR_10000 = 253402300800
 """In seconds since 1970, the first that no calendar here can show."""
 
@@ -95,6 +96,18 @@ def step_of(folder: str) -> int | None:
     match = _FOLDER.fullmatch(folder)
     step = int(match[1]) if match else -1
     return step if 0 <= step <= MAX_STEP and folder_of(step) == folder else None
+
+
+def aside_name(target: str, token: int) -> str:
+    """A hidden name that no checkpoint has, under which `target` is written before it is whole;
+    `token` tells apart those who write it."""
+    return f".{target}.{token % 2**32:08x}.partial"
+
+
+def target_of(name: str) -> str | None:
+    """The name that the file `name` was being written for; None if it is no such file."""
+    match = _ASIDE.fullmatch(name)
+    return match["target"] if match else None
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -17,10 +17,9 @@ from typing import Any, TextIO
 import attrs
 
 from ..checkpoint.commit import Committer, Writer
-from ..checkpoint.contents import Row, rows_of
 from ..checkpoint.folder import CheckpointFolder, Found, open_place
 from ..checkpoint.manifest import Retention
-from ..checkpoint.pack_head import read_head
+from ..checkpoint.pack_head import Row, read_head, rows_of
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible
@@ -231,7 +230,7 @@ def _convert(chosen: argparse.Namespace) -> int:
         and (not os.path.isdir(target) or os.listdir(target))
     ):
         raise CheckpointError(f"{target} is there already: name a new file or folder")
-    ours = "://" in source or (os.path.isdir(source) and not convert.is_dcp(source))
+    ours = convert.is_folder(source)
     if ours and chosen.to == "folder":
         raise ConfigError(f"{source} is a folder of checkpoints already")
     if not ours and chosen.to == "folder" and chosen.step is None:
