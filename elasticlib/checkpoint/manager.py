@@ -108,9 +108,9 @@ class Restored:
 class CheckpointManager:
     """The checkpoints in one folder, as one rank of a job saves and loads them.
 
-    All ranks make the same calls. A state is the same on all ranks, and then one rank writes it;
-    or it holds sharded tensors (DTensors, as FSDP2 has them), and then each rank writes its part.
-    What is kept is what any of `keep_last`, `keep_every` and `keep_best` keeps.
+    All ranks make the same calls. A state that is the same on all ranks is written by one of them;
+    of one with sharded tensors (DTensors, as FSDP2 has them) each rank writes its part. What any of
+    `keep_last`, `keep_every` and `keep_best` keeps is kept.
 
     Args:
         folder: a path, any fsspec URL, or a place of your own.
@@ -166,10 +166,8 @@ class CheckpointManager:
         before is replaced once the new one is whole.
 
         Args:
-            state: nested containers (dicts, default dicts, lists, tuples, named tuples, deques,
-                sets) of tensors, NumPy arrays and numbers, plain values, enums, random states, and
-                objects with `state_dict` and `load_state_dict`: modules, optimizers, samplers.
-                docs/checkpoints.md has them all.
+            state: nested containers of tensors, NumPy arrays, plain values, and objects with
+                `state_dict` and `load_state_dict`; docs/checkpoints.md lists all that is taken.
             metrics: what was measured of it, by name, for `best`, `keep_best` and people. Those of
                 the rank that commits are kept; one that is infinite or not a number is left out,
                 and a warning says so.
@@ -300,14 +298,14 @@ class CheckpointManager:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all that was saved is durable, on whichever rank: then `steps` shows it on
-        all. Raises what a save has failed with, once, unless somebody asked the save itself. Not
-        all ranks need to call it.
+        all. Not all ranks need to call it.
 
         Args:
             timeout: seconds, as of `Save.wait`.
 
         Raises:
-            CheckpointError: one was not saved; or that is not known by then.
+            CheckpointError: one was not saved, and nobody has asked that save about it; or it is
+                not known by then.
         """
         if self._is_fork:
             return

@@ -92,20 +92,17 @@ def read_summed(
     return _joined(found[: whole + 1])
 
 
-def crc32_of(data: memoryview, threads: int = 1) -> int:
-    """The CRC-32 of bytes in memory."""
-
-    def segment(number: int) -> tuple[int, int]:
-        part = data[number * SEGMENT : (number + 1) * SEGMENT]
-        return len(part), zlib.crc32(part)
-
-    return _joined(in_threads(segment, -(-len(data) // SEGMENT), threads))[1]
-
-
 def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
     """The CRC-32 of `data`, which must not change, summed by other threads while `act` runs."""
-    both = (act, lambda: crc32_of(data, BESIDE))
-    return in_threads(lambda which: both[which](), 2, 2)[1]  # type: ignore[return-value]
+
+    def do(number: int) -> tuple[int, int]:
+        if number == 0:
+            act()
+            return 0, 0
+        part = data[(number - 1) * SEGMENT : number * SEGMENT]
+        return len(part), zlib.crc32(part)
+
+    return _joined(in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
 
 
 def in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
