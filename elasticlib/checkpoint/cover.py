@@ -34,23 +34,23 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 def without(box: Box, hole: Box) -> list[Box]:
     """What is left of a box when another one, which lies within it, is taken out."""
-    begins, sizes = [*box[0]], [*box[1]]
-    left: list[Box] = []
-
-    def leave(axis: int, begin: int, size: int) -> None:
-        if size:
-            left.append(
-                (
-                    (*begins[:axis], begin, *begins[axis + 1 :]),
-                    (*sizes[:axis], size, *sizes[axis + 1 :]),
-                )
-            )
-
+    left = []
     for axis, (begin, size) in enumerate(zip(*hole, strict=True)):
-        leave(axis, begins[axis], begin - begins[axis])
-        leave(axis, begin + size, begins[axis] + sizes[axis] - begin - size)
-        begins[axis], sizes[axis] = begin, size
-    return left
+        first, end = box[0][axis], box[0][axis] + box[1][axis]
+        left.append(_between(box, axis, first, begin))
+        left.append(_between(box, axis, begin + size, end))
+        box = _between(box, axis, begin, begin + size)
+    return [one for one in left if all(one[1])]
+
+
+def _between(box: Box, axis: int, begin: int, end: int) -> Box:
+    """The same box, but for its indices along one axis."""
+    begins, sizes = box
+    size = end - begin
+    return (
+        (*begins[:axis], begin, *begins[axis + 1 :]),
+        (*sizes[:axis], size, *sizes[axis + 1 :]),
+    )
 
 
 def taken(need: Box, held: Iterable[tuple[_T, Box]]) -> tuple[list[tuple[_T, Box]], list[Box]]:
@@ -79,23 +79,14 @@ def pieces(box: Box, row: Sequence[int], most: int) -> Iterator[Box]:
         row: the sizes of what the box is copied from. So many elements of it lie between the first
             and the last one of each piece at most, unless a single index has more.
     """
-    begins, sizes = box
-    axis = next((at for at, n in enumerate(sizes) if n > 1), None)
+    axis = next((at for at, n in enumerate(box[1]) if n > 1), None)
     index = 0 if axis is None else math.prod(row[axis + 1 :])
-    if axis is None or sizes[axis] * index <= most:
+    if axis is None or box[1][axis] * index <= most:
         yield box
         return
-    step = max(1, most // index)
-    for at in range(0, sizes[axis], step):
-        n = min(step, sizes[axis] - at)
-        piece = (
-            (*begins[:axis], begins[axis] + at, *begins[axis + 1 :]),
-            (*sizes[:axis], n, *sizes[axis + 1 :]),
-        )
-        if n == 1:
-            yield from pieces(piece, row, most)
-        else:
-            yield piece
+    step, end = max(1, most // index), box[0][axis] + box[1][axis]
+    for begin in range(box[0][axis], end, step):
+        yield from pieces(_between(box, axis, begin, min(end, begin + step)), row, most)
 
 
 @attrs.frozen
