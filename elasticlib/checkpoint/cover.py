@@ -8,8 +8,7 @@ in any other way. What follows from these is computed here alone, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -168,18 +167,19 @@ def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
     """
     known: dict[tuple[Any, ...], int] = {}
     lacks = {}
-    boxes: dict[tuple[str, int], list[Box]] = {}
-    shapes = {name: rows[0][2].shape for name, rows in tensors_of(parts).items()}
-    for chunk in chain.from_iterable(parts.values()):
-        boxes.setdefault((chunk.name, chunk.mesh), []).append(chunk.box)
-    for (name, _), held in boxes.items():
-        # Most tensors of a shape are cut in one way.
-        shape, key = shapes[name], (shapes[name], *held)
-        if key not in known:
-            left = taken(((0,) * len(shape), shape), ((None, box) for box in held))[1]
-            known[key] = sum(math.prod(sizes) for _, sizes in left)
-        if known[key]:
-            lacks[name] = f"{known[key]} of the {math.prod(shape)} elements of {name}"
+    for name, rows in tensors_of(parts).items():
+        shape = rows[0][2].shape
+        boxes: dict[int, list[Box]] = {}
+        for _, _, chunk in rows:
+            boxes.setdefault(chunk.mesh, []).append(chunk.box)
+        for held in boxes.values():
+            # Most tensors of a shape are cut in one way.
+            key = (shape, *held)
+            if key not in known:
+                left = taken(((0,) * len(shape), shape), ((None, box) for box in held))[1]
+                known[key] = sum(math.prod(sizes) for _, sizes in left)
+            if known[key]:
+                lacks[name] = f"{known[key]} of the {math.prod(shape)} elements of {name}"
     lost = [part for part in range(count) if part not in parts]
     if not lacks and len(lost) < count:
         return ""
@@ -193,10 +193,8 @@ def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
 def apart(parts: Mapping[int, Sequence[Chunk]]) -> set[str]:
     """The names of tensors that were sharded over several meshes, as the stages of a pipeline have
     them: what has one name there may be another tensor in each."""
-    meshes: dict[str, set[int]] = {}
-    for chunk in chain.from_iterable(parts.values()):
-        meshes.setdefault(chunk.name, set()).add(chunk.mesh)
-    return {name for name, found in meshes.items() if len(found) > 1}
+    tensors = tensors_of(parts).items()
+    return {name for name, rows in tensors if len({chunk.mesh for _, _, chunk in rows}) > 1}
 
 
 def some(numbers: Sequence[int], what: str) -> str:
@@ -220,7 +218,7 @@ class Share:
 def shares(
     needs: Mapping[str, Box],
     parts: Mapping[int, Sequence[Chunk]],
-    holders: Callable[[int], Sequence[int]],
+    holders: Mapping[int, Sequence[int]],
     rank: int,
     own: int,
 ) -> list[Share]:
@@ -236,7 +234,7 @@ def shares(
     """
     order = {}
     for part in parts:
-        ranks = holders(part)
+        ranks = holders[part]
         source = rank if rank in ranks else ranks[(rank + part) % len(ranks)]
         order[part] = (part != own, source != rank, (part - rank) % (max(parts) + 1)), source
     tensors = tensors_of(parts)

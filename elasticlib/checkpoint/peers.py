@@ -101,12 +101,9 @@ class Peers:
         return cast(_T, found)
 
     def carry(
-        self,
-        step: int,
-        routes: Sequence[Mapping[int, int]],
-        packs: Sequence[memoryview | None],
-    ) -> list[memoryview | None]:
-        """Bring packs, of which this rank may have some, to the ranks that lack them.
+        self, step: int, routes: Mapping[int, Mapping[int, int]], packs: dict[int, memoryview]
+    ) -> None:
+        """Bring packs, each by its number, to the ranks that lack them: they come into `packs`.
 
         Args:
             routes: of each pack, from whom each rank has it, as of `choose.givers`.
@@ -114,32 +111,26 @@ class Peers:
         Raises:
             CheckpointError: on all ranks; one has no memory, or got other bytes.
         """
-        sizes = self.words({"sizes": [len(pack) if pack else 0 for pack in packs]})
+        sizes = self.words({"sizes": [len(packs.get(number, b"")) for number in routes]})
 
-        def room() -> list[memoryview | None]:
-            return [
-                memoryview(mmap.mmap(-1, sizes[origin(route, self.rank)]["sizes"][at]))
-                if self.rank in route
-                else pack
-                for at, (route, pack) in enumerate(zip(routes, packs, strict=True))
-            ]
+        def make_room() -> None:
+            for at, (number, route) in enumerate(routes.items()):
+                if self.rank in route:
+                    size = sizes[origin(route, self.rank)]["sizes"][at]
+                    packs[number] = memoryview(mmap.mmap(-1, size))
 
-        found = self.all_do(room, "has no memory for what it is sent")
+        self.all_do(make_room, "has no memory for what it is sent")
         sums = []
-        for route, pack in zip(routes, found, strict=True):
-            giver = route.get(self.rank)
-            takers = [taker for taker, by in route.items() if by == self.rank]
-            if pack is not None and (takers or giver is not None):
-                sums.append(self._relay(pack, giver, takers))
-            else:
-                sums.append(0)
+        for number, route in routes.items():
+            takers = [taker for taker, giver in route.items() if giver == self.rank]
+            is_in = takers or self.rank in route
+            sums.append(self._relay(packs[number], route.get(self.rank), takers) if is_in else 0)
         words = self.words({"sums": sums})
-        for at, route in enumerate(routes):
+        for at, route in enumerate(routes.values()):
             for taker, giver in route.items():
                 sender = origin(route, taker)
                 ends = (words[sender]["sums"][at], words[taker]["sums"][at])
                 _compare(step, (sender, taker), ends, f" by rank {giver}")
-        return found
 
     def _relay(self, pack: memoryview, giver: int | None, takers: Sequence[int]) -> int:
         """Send a pack to these ranks; where there is a giver, what came of it while the next chunks

@@ -19,7 +19,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointCorrupt, CheckpointError, Unreadable, present
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .choose import DISK, SHARDED_DISK, Agreed, Held, Plan, Source, Trouble, givers, origin
 from .disk import LocalPlace
 from .folder import CheckpointFolder
@@ -237,10 +237,11 @@ def _fetch_pack(
     if _differ(search, holders, {rank: said[rank][0] for rank in sorted(holders)}):
         return None
     route = givers(holders, search.nodes, range(peers.size))
-    [pack] = peers.carry(step, [route], [packs.get(0)]) if route else [packs[0]]
+    if route:
+        peers.carry(step, {0: route}, packs)
 
     def fitting() -> Any:
-        found = unpack(present(pack, "the pack"), copy=False)
+        found = unpack(packs[0], copy=False)
         fit(state, found, strict=strict)
         return found
 
