@@ -20,10 +20,10 @@ from .choose import Agreed, Held, Plan, givers, origin
 from .cover import Chunk, Share, apart, chunks_of, lacking, pieces, shares
 from .pack import fill, lay_out, read_meta, unpack
 from .peers import Search, Transfer
-from .put import fit
 from .sharded import Target, copy_shares, matched, narrowed, saved_tensors, targets_in, whole_in
 from .state import (
     Way,
+    fit,
     holder_of,
     parameters_in,
     parts_of,

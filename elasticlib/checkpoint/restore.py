@@ -21,13 +21,12 @@ import torch.distributed as dist
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .choose import DISK, SHARDED_DISK, Agreed, Held, Plan, Source, Trouble, givers, origin
-from .disk import LocalPlace
 from .folder import CheckpointFolder
-from .manifest import Manifest, folder_of
+from .local import LocalPlace
+from .manifest import Health, Manifest, folder_of
 from .pack import lay_out, unpack
 from .peers import Search, peers_of, raise_any, tried
-from .prune import Health
-from .put import fit, put
+from .state import fit, put
 from .storages import in_memory_order
 
 log = logging.getLogger("elasticlib.checkpoint")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
 from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
