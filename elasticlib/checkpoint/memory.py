@@ -71,11 +71,11 @@ _SEAL = struct.Struct("<8sQI")
 class Record:
     """What a slot holds.
 
-    name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
-    writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
-    folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. sharded: whether
-    it is a rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
+    name: of the snapshots, where a program has several kinds. sequence: counted from 1 by its
+    writer. size: of the pack behind the record, in bytes. part, parts: as `Held` has them. folder:
+    where it is written when the job ends without it; empty for nowhere. shared: whether that folder
+    is one for all nodes. run, launch, generation: see `fence.Writer`. sharded: whether it is a
+    rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
     """
 
     name: str
@@ -192,8 +192,8 @@ Line = tuple[str, str, int, int]
 class Found:
     """A whole snapshot in an agent's memory.
 
-    era: the how manieth start of the agent's workers it was put there in. owner: who put it there:
-    empty for workers here, else what names the node that sent it. file: its path in the memory.
+    era: the number of the start of the agent's workers in which it was put there. owner: empty if
+    workers here did, else what names the node that sent it. file: its path in the memory.
     """
 
     era: int
@@ -380,7 +380,12 @@ class Slots:
             self._files.clear()
 
     def _locked(self, size: int, keep: int) -> _File:
-        self._leave_what_was_removed()
+        # Nobody would find what is written from now on into what others removed, with the folder.
+        gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
+        if gone:
+            self._drop(gone)
+            what = "snapshots in %s were removed by others; those of the next steps are kept again"
+            log.warning(what, self._folder)
         use, drop = choose(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)
@@ -395,16 +400,6 @@ class Slots:
             self._files.remove(file)
             file.path.unlink(missing_ok=True)
             file.close()
-
-    def _leave_what_was_removed(self) -> None:
-        """By others, with the folder: nobody would find what is written there from now on."""
-        gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
-        self._drop(gone)
-        if gone:
-            log.warning(
-                "snapshots in %s were removed by others; those of the next steps are kept again",
-                self._folder,
-            )
 
     def _make(self, size: int) -> _File:
         self._made += 1

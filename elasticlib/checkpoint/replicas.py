@@ -298,8 +298,7 @@ class Giver:
                 self._give_all()
             except (OSError, ElasticError) as error:
                 self._say(f"replicas do not reach node {self._rank}: {error}")
-            # Nobody waits for a node that cannot be reached just now.
-            self._idle.set()
+                self._idle.set()  # nobody waits for a node that cannot be reached just now
             self._over.wait(RETRY_SECONDS)
         self._idle.set()
 
@@ -309,7 +308,9 @@ class Giver:
         self._said = text
 
     def _give_all(self) -> None:
-        place = self._place()
+        """Until this ends, or that node cannot be reached; nothing while it has no place yet."""
+        said = present(self._info.store, "the store").get(place_key(self._info, self._rank))
+        place = decode_place(said.value) if said else None
         if place is None:
             return
         self._store = store = self._stores.connect(
@@ -332,17 +333,6 @@ class Giver:
                 if not lacking and not self._news.is_set():
                     self._idle.set()
                     self._news.wait()
-
-    def _place(self) -> Place | None:
-        store, key = present(self._info.store, "the store"), place_key(self._info, self._rank)
-        while not self._over.is_set():
-            listing = store.list(key)
-            for entry in listing.entries:
-                place = decode_place(entry.value)
-                if entry.key == key and place is not None:
-                    return place
-            store.wait(key, after=listing.version, timeout=RETRY_SECONDS)
-        return None
 
     def _lacking(self) -> list[Found]:
         """The snapshots that the node has not been offered."""
@@ -395,7 +385,7 @@ class Replicating:
     ) -> None:
         self._info, self._folder, self._workers = info, folder, workers
         self._over = threading.Event()
-        self._safe = self._cleared = False
+        self._announced = self._safe = self._cleared = False
         rank, nodes = info.rank, info.world_size
         self._mailbox = Mailbox(folder, givers(rank, nodes, replicas))
         place = Place(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
@@ -438,8 +428,14 @@ class Replicating:
         return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _watch(self) -> None:
-        self._announce()
         while not self._over.is_set():
+            for giver in self._givers:
+                giver.wake()
+            try:
+                self._announce()
+                self._clear_up()
+            except (ElasticError, OSError) as error:
+                log.info("replicas wait for the job's store: %s", error)
             poll = select.poll()
             poll.register(self._pipe, select.POLLIN)
             if poll.poll(LOOK_SECONDS * 1000):
@@ -450,25 +446,15 @@ class Replicating:
                     anew = self._made_pipe()
                     os.close(self._pipe)
                     self._pipe = anew
-            for giver in self._givers:
-                giver.wake()
-            try:
-                self._clear_up()
-            except (ElasticError, OSError) as error:
-                log.info("earlier snapshots stay for now: %s", error)
         os.close(self._pipe)
         (self._folder / NEWS).unlink(missing_ok=True)
 
     def _announce(self) -> None:
         """Say where this node takes replicas."""
-        store = present(self._info.store, "the store")
-        while not self._over.is_set():
-            try:
-                store.set(place_key(self._info, self._info.rank), encode_place(self._place))
-                return
-            except ElasticError as error:
-                log.info("the other nodes are not told where to leave replicas: %s", error)
-                self._over.wait(RETRY_SECONDS)
+        if not self._announced:
+            key = place_key(self._info, self._info.rank)
+            present(self._info.store, "the store").set(key, encode_place(self._place))
+            self._announced = True
 
     def _clear_up(self) -> None:
         """Drop what earlier eras left, once this one's stand on their own.

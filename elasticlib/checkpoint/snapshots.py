@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 
-from ..clock import Clock, monotonic
+from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from ..threads import helper
 from ..workers.spec import SNAPSHOTS
@@ -105,12 +105,10 @@ class SnapshotMemory(Source):
         writes: bool = True,
         folder: str = "",
         shared: bool = True,
-        clock: Clock = monotonic,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
-        self._clock = clock
         self._folder = Path(where.folder)
         self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
@@ -150,7 +148,7 @@ class SnapshotMemory(Source):
             CheckpointError: the state cannot be saved, or there is no memory for it. The earlier
                 snapshots stay.
         """
-        began = self._clock()
+        began = monotonic()
         plain, shards = take_shards(values_of(state))
         if not self._writes and all(_is_same_on_all(shard) for shard in shards.values()):
             return None
@@ -163,7 +161,7 @@ class SnapshotMemory(Source):
         else:
             layout, part, parts = lay_out(plain, {"step": step}), 0, 1
         made = self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
-        return attrs.evolve(made, seconds=self._clock() - began)
+        return attrs.evolve(made, seconds=monotonic() - began)
 
     def keep(
         self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
@@ -179,18 +177,18 @@ class SnapshotMemory(Source):
             parts=parts,
             sharded=sharded,
         )
-        began = self._clock()
+        began = monotonic()
         with self._sealing.paused():
             with self._slots.writing(record) as view:
-                copying = self._clock()
+                copying = monotonic()
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
-                copied = self._clock() - copying
+                copied = monotonic() - copying
             self._record = record
             # What is of no more use goes before memory for the next one is made.
             if not tell(self._folder):
                 self._clear_up()
         self._sealing.begin(record)
-        return Snapshot(step, layout.size, self._clock() - began, copied)
+        return Snapshot(step, layout.size, monotonic() - began, copied)
 
     def held(self) -> Sequence[Held]:
         """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
@@ -199,14 +197,14 @@ class SnapshotMemory(Source):
     def view(self, held: Held, part: int = 0) -> memoryview:  # noqa: ARG002 - it is one part's
         """The memory itself, pinned until `release`."""
         if held.name not in self._pinned:
-            found = next((one for one in self._found() if _held(one) == held), None)
-            view = None
-            if found is not None:
+            for found in (one for one in self._found() if _held(one) == held):
                 view = self._pins.enter_context(memory.pinned(self._memory, found))
-            if found is None or view is None:
+                if view is not None:
+                    self._pinned[held.name] = found, view
+                    break
+            else:
                 what = f"the snapshot {held.name} of step {held.step}"
                 raise CheckpointError(f"{what} is not there any more")
-            self._pinned[held.name] = found, view
         return self._pinned[held.name][1]
 
     def check(self, held: Held, part: int = 0) -> None:
