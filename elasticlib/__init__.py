@@ -78,14 +78,12 @@ _HOMES = {
         "BatchPlan",
         "MicroBatch",
         "plan_batches",
-        "linear_learning_rate",
         "scale_learning_rates",
-        "square_root_learning_rate",
         "ignore_signals_worker_init",
     ),
     "data.permutation": ("Permutation", "permutation"),
     "data.deal": ("Position",),
-    "data.ranges": ("ShardDataset", "Shards", "Span", "deal_ranges"),
+    "data.ranges": ("ShardDataset", "deal_ranges"),
     "checkpoint.file": (
         "save_checkpoint",
         "load_checkpoint",
@@ -121,16 +119,12 @@ if TYPE_CHECKING:
     from .data.batches import ElasticBatchSampler as ElasticBatchSampler
     from .data.batches import MicroBatch as MicroBatch
     from .data.batches import ignore_signals_worker_init as ignore_signals_worker_init
-    from .data.batches import linear_learning_rate as linear_learning_rate
     from .data.batches import plan_batches as plan_batches
     from .data.batches import scale_learning_rates as scale_learning_rates
-    from .data.batches import square_root_learning_rate as square_root_learning_rate
     from .data.deal import Position as Position
     from .data.permutation import Permutation as Permutation
     from .data.permutation import permutation as permutation
     from .data.ranges import ShardDataset as ShardDataset
-    from .data.ranges import Shards as Shards
-    from .data.ranges import Span as Span
     from .data.ranges import deal_ranges as deal_ranges
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError

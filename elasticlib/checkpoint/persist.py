@@ -35,19 +35,15 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import fence as fences
 from . import manifest as manifests
 from . import memory as memories
-from .commit import ClearedAway, Committer
+from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
 from .cover import Chunk, chunks_of, lacking, some
-from .fence import Writer
 from .folder import CheckpointFolder, open_place
-from .interface import Unreadable
-from .manifest import DataFile
+from .local import Place
+from .manifest import DataFile, Retention
 from .memory import Found, Record, flaw, pinned, that_count
 from .pack_head import read_meta
-from .place import Place
-from .prune import Retention
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -446,8 +442,10 @@ class Persisting:
                 return False
             # Of a sharded state this only decides whether something is lost, and to read all its
             # parts on each node takes longer than a node has that is about to go.
-            with contextlib.suppress(Unreadable):  # rather once too often
-                if found.manifest and (state.sharded or not self._folder.check(found.manifest)):
+            with contextlib.suppress(CheckpointError):  # rather once too often
+                if found.manifest:
+                    if not state.sharded:
+                        self._folder.check(found.manifest)
                     return True
         return False
 
@@ -550,7 +548,7 @@ class Persisting:
             else:
                 file = self._write(plan, key, claim)
                 if not self._board.done(file=attrs.astuple(file)):
-                    self._committer.abandon(step, [file.name])  # another has taken it over
+                    self._committer.abandon(step, file.name)  # another has taken it over
         except StoreError:
             raise
         except ClearedAway as error:
@@ -567,11 +565,11 @@ class Persisting:
             if damage := flaw(self._memory, found, view):
                 raise _Damaged(damage)
             part = f"part-{plan.shares.index(share):05d}" if plan.state.sharded else "state"
-            name = fences.data_name(part, self._committer.writer.token, number)
+            name = data_name(part, self._committer.writer.token, number)
             try:
                 return self._committer.write(step, name, view)
             except BaseException:
-                self._committer.abandon(step, [name])
+                self._committer.abandon(step, name)
                 raise
 
     def _cleared_away(self, plan: Plan, said: Mapping[str, Said], error: ClearedAway) -> bool:
@@ -606,10 +604,10 @@ class Persisting:
 
     def _goes_on(self) -> bool:
         """Whether a later generation of the same launch has the folder."""
-        data = self._folder.place.read(fences.NAME)
+        data = self._folder.place.read(FENCE)
         if data is None:
             return False
-        ours, holder = self._committer.writer, fences.decode(data).holder
+        ours, holder = self._committer.writer, decode_fence(data).holder
         return holder.start == ours.start and holder.generation > ours.generation
 
 

@@ -22,7 +22,7 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from ..threads import helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
-from .interface import MEMORY, Held, Source
+from .choose import MEMORY, Agreed, Held, Source
 from .memory import (
     CHUNK,
     SUMS,
@@ -37,7 +37,6 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
-from .restore import Agreed
 from .state import take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")

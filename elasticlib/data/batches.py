@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ConfigError
-from .deal import Position, Tail, check_int, check_tail, end_of_deal, share_of
+from .deal import Position, Tail, check_int, check_one_of, end_of_deal, share_of
 from .permutation import order_of, runs_of
 from .sampler import ElasticDistributedSampler, JobIterable
 
@@ -41,11 +41,10 @@ class BatchPlan:
     Every rank runs `accumulation` micro-batches a step, so that collectives within the model's
     backward pass line up; with fewer samples than ranks times that, the last of some are empty.
 
-    **Weights.** DDP and FSDP *average* the ranks' gradients, as if all had used as many samples.
-    To end with the gradient of the mean loss over the global batch, multiply a micro-batch's
-    mean loss by its `weight`, size x world_size / global_batch, before `backward`; or its summed
-    loss by `per_sample`, which also serves an empty one, whose mean is not a number. Where
-    gradients are *summed* over the ranks, divide either by `world_size`::
+    DDP and FSDP *average* the ranks' gradients, as if all had used as many samples. To end with
+    the gradient of the mean loss over the global batch, multiply a micro-batch's mean loss by its
+    `weight`, or its summed loss by `per_sample`, which also serves an empty one, whose mean is not
+    a number. Where gradients are *summed* over the ranks, divide either by `world_size`::
 
         for k, micro in enumerate(plan.micro_batches(rank)):
             last = k == plan.accumulation - 1
@@ -100,46 +99,16 @@ def plan_batches(
     Raises:
         ConfigError: one of them is less than 1, or no integer.
     """
-    global_batch = check_int("global_batch", global_batch)
-    most = (
-        global_batch if max_micro_batch is None else check_int("max_micro_batch", max_micro_batch)
-    )
-    for name, value in (
-        ("global_batch", global_batch),
-        ("world_size", world_size),
-        ("max_micro_batch", most),
-    ):
-        if value < 1:
+    most = global_batch if max_micro_batch is None else max_micro_batch
+    numbers = {"global_batch": global_batch, "world_size": world_size, "max_micro_batch": most}
+    for name, value in numbers.items():
+        numbers[name] = check_int(name, value)
+        if numbers[name] < 1:
             raise ConfigError(f"need {name} >= 1, got {value}")
-    return BatchPlan(global_batch, world_size, most)
-
-
-def linear_learning_rate(rate: float, *, of: int, to: int) -> float:
-    """The rate for a global batch of `to`, where `rate` was right for one of `of`: in proportion.
-
-    For SGD, with a warm-up: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. Only for who
-    changes the global batch on purpose; a change of the world size alone needs no rule.
-
-    Raises:
-        ConfigError: a batch is less than 1.
-    """
-    return rate * _ratio(of, to)
-
-
-def square_root_learning_rate(rate: float, *, of: int, to: int) -> float:
-    """The rate for a global batch of `to`, by the square root of the proportion.
-
-    For Adam and its like: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
-    Algorithms", NeurIPS 2022. Only for who changes the global batch on purpose.
-
-    Raises:
-        ConfigError: a batch is less than 1.
-    """
-    return rate * math.sqrt(_ratio(of, to))
+    return BatchPlan(**numbers)
 
 
 Rule = Literal["linear", "sqrt"]
-RULES = {"linear": linear_learning_rate, "sqrt": square_root_learning_rate}
 
 
 def scale_learning_rates(
@@ -147,9 +116,10 @@ def scale_learning_rates(
 ) -> float:
     """Have every step of `optimizer` taken at the rates that suit `global_batch`.
 
-    The rates that stand in the optimizer, and those that schedulers set there, remain the ones for
+    The rates in the optimizer, and those that schedulers set there, remain the ones for
     `reference_batch`: they are multiplied as a step begins, and put back as it ends. So what is
-    saved, restored or scheduled was never scaled, and cannot be scaled twice. Call it in each
+    saved, restored or scheduled was never scaled, and cannot be scaled twice. With
+    `ElasticBatchSampler` the global batch does not change, and no rule is needed. Call it in each
     generation, before or after the restore; called again, it replaces what was asked before::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)           # right for 256 samples
@@ -161,7 +131,10 @@ def scale_learning_rates(
         optimizer: any of torch's, with any schedulers.
         global_batch: samples a step, of all ranks together, as it is now.
         reference_batch: the samples a step for which its learning rates are right.
-        rule: "linear" as `linear_learning_rate`, "sqrt" as `square_root_learning_rate`.
+        rule: "linear", in proportion, is for SGD, with a warm-up: P. Goyal et al., "Accurate, Large
+            Minibatch SGD", 2017. "sqrt", by the square root of the proportion, is for Adam and its
+            like: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
+            Algorithms", NeurIPS 2022.
 
     Returns:
         What rates are multiplied by: log `scheduler.get_last_lr()[0]` times this.
@@ -169,9 +142,15 @@ def scale_learning_rates(
     Raises:
         ConfigError: a batch is less than 1, or there is no such rule.
     """
-    if rule not in RULES:
-        raise ConfigError(f"rule is {rule!r}, must be one of {', '.join(RULES)}")
-    factor = RULES[rule](1.0, of=reference_batch, to=global_batch)
+    check_one_of("rule", rule, Rule)
+    if reference_batch < 1 or global_batch < 1:
+        raise ConfigError(
+            f"need batches of at least 1 sample, got global_batch={global_batch} and"
+            f" reference_batch={reference_batch}"
+        )
+    factor = global_batch / reference_batch
+    if rule == "sqrt":
+        factor = math.sqrt(factor)
     scaled = _SCALED.get(optimizer)
     if scaled is None:
         scaled = _SCALED[optimizer] = _Scaled()
@@ -204,20 +183,13 @@ class _Scaled:
 _SCALED: WeakKeyDictionary[Optimizer, _Scaled] = WeakKeyDictionary()
 
 
-def _ratio(of: int, to: int) -> float:
-    if of < 1 or to < 1:
-        raise ConfigError(f"need batches of at least 1 sample, got of={of} and to={to}")
-    return to / of
-
-
 class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
     """Yields this rank's share of each global batch, as a list of indices, step by step.
 
-    Batch k of an epoch holds the same samples whatever the world size: positions consumed to
-    consumed + global_batch of the sampler's order, dealt to the ranks like cards. Shares differ
-    by at most one; a rank's may be empty, in the last batch or where there are more ranks than
-    samples in a batch, and the rank takes part in the step all the same. torch's own collate
-    function cannot make a batch of no samples; `CollateOrEmpty` can. ::
+    Batch k of an epoch holds the same samples whatever the world size: the next `global_batch` of
+    the sampler's order, dealt to the ranks like cards. Shares differ by at most one; a rank's may
+    be empty, in the last batch or where there are more ranks than samples in a batch, and the rank
+    takes part in the step all the same, with what `CollateOrEmpty` makes of no samples. ::
 
         sampler = ElasticDistributedSampler(dataset, tail="exact")
         batches = ElasticBatchSampler(sampler, global_batch=256)
@@ -231,9 +203,8 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
                 batches.advance()                          # on every rank
 
     Its state is the sampler's. In torchdata's StatefulDataLoader give it as `batch_sampler`; the
-    position is then kept without `advance`, but `plan` and `samples` go by what was counted, not
-    by what was drawn: who never counts gets the weight of the first batch for all, which is wrong
-    for a smaller last one.
+    position is then kept without `advance`, but `plan` and `samples` go by what was counted: who
+    never counts gets the weight of the first batch for all, also for a smaller last one.
 
     Args:
         sampler: keeps the position, the order, this rank and the world size.
@@ -260,7 +231,7 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
     ) -> None:
         planned = plan_batches(global_batch, sampler.num_replicas, max_micro_batch)
         self.tail: Tail = sampler.tail if tail is None else tail
-        check_tail(self.tail)
+        check_one_of("tail", self.tail, Tail)
         self.sampler, self.global_batch = sampler, planned.global_batch
         self.progress = sampler.progress
         self.max_micro_batch, self.contiguous = max_micro_batch, contiguous
@@ -276,9 +247,8 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
 
     @property
     def samples(self) -> int:
-        """How many samples, of all ranks, are in the global batch that is used next.
+        """How many samples, of all ranks, are in the batch after those that `advance` counted.
 
-        That is the one after those that `advance` counted, whatever a loader has drawn.
         Less than `global_batch` in the last one if `tail` is "exact"; 0 when the epoch is over
         and the next does not begin by itself.
         """
@@ -286,9 +256,7 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
         return min(self.global_batch, self._end(start) - start.consumed)
 
     def plan(self) -> BatchPlan:
-        """How the ranks take the next step: its sizes and weights; see `BatchPlan`.
-
-        As `samples`, of the batch after those that `advance` counted.
+        """How the ranks take the step of these `samples`: its sizes and weights.
 
         Raises:
             ConfigError: the epoch is over.
@@ -379,11 +347,8 @@ def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch 
     with their loader, and within seconds of a training process that was killed. SIGTERM from the
     training process itself ends them at once: it is how Python ends them at exit, and waits.
     If you have a `worker_init_fn` of your own, call this one in it. It is for workers that are
-    forked from the training process, as they are on Linux before Python 3.14, and with
-    `multiprocessing_context="fork"`; one that is spawned is ended by SIGTERM.
-
-    Args:
-        worker_id: the worker's number in its loader; not used.
+    forked, as they are on Linux before Python 3.14, and with `multiprocessing_context="fork"`; one
+    that is spawned is ended by SIGTERM.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from typing import Any, Literal, SupportsIndex, get_args
 
 import attrs
 
-from ..errors import ConfigError, StateMismatch
+from ..errors import ConfigError, ElasticError, StateMismatch
 
 Tail = Literal["pad", "drop", "exact"]
 """How an epoch ends when its samples do not divide by the world size.
@@ -43,8 +43,6 @@ FORMATS = {
 }
 """The fields of a position's plain form, by its version. Format 1 did not name the order, which was
 torch's. Format 3 is written only for an order that is made of weights or of shards' sizes."""
-NAMES = ("shuffle", "digest")
-"""Those that are no integers."""
 
 
 @attrs.frozen
@@ -69,9 +67,7 @@ class Position:
             raise StateMismatch(
                 f"need 0 <= consumed <= length, got {self.consumed} and {self.length}"
             )
-        if self.shuffle not in get_args(Shuffle):
-            names = ", ".join(get_args(Shuffle))
-            raise StateMismatch(f"shuffle is {self.shuffle!r}, must be one of {names}")
+        check_one_of("shuffle", self.shuffle, Shuffle, StateMismatch)
 
 
 def advance(position: Position, count: int) -> Position:
@@ -111,7 +107,7 @@ def end_of_deal(position: Position, unit: int, tail: Tail) -> int:
     Raises:
         ConfigError: `tail` cannot be.
     """
-    check_tail(tail)
+    check_one_of("tail", tail, Tail)
     spare = (position.length - position.consumed) % unit
     if tail == "exact" or spare == 0:
         return position.length
@@ -123,9 +119,11 @@ def share_of(size: int, *, rank: int, world_size: int) -> range:
     """This rank's run of range(size); the runs differ by at most one, the first ones are longer.
 
     Raises:
-        ConfigError: `rank` is not in the world.
+        ConfigError: `size` is negative, or `rank` is not in the world.
     """
     check_rank(rank, world_size)
+    if size < 0:
+        raise ConfigError(f"need size >= 0, got {size}")
     each, more = divmod(size, world_size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -155,14 +153,13 @@ def decode(state: Mapping[str, Any], shuffle: Shuffle) -> Position:
     for name in fields:
         if name not in state:
             raise StateMismatch(f"{name} is missing: a sampler's state has {', '.join(fields)}")
-        if name not in NAMES and type(state[name]) is not int:
+        if name not in ("shuffle", "digest") and type(state[name]) is not int:
             raise StateMismatch(f"{name} is {state[name]!r}, must be an integer")
     for name in state:
         if name not in fields:
             raise StateMismatch(f"{name!r} is no field of a sampler's state of format {version}")
     position = Position(**{"shuffle": shuffle, **{name: state[name] for name in fields[:-1]}})
-    begun = 0 < position.consumed < position.length
-    if version == 1 and shuffle == "feistel" and begun:
+    if version == 1 and shuffle == "feistel" and 0 < position.consumed < position.length:
         return attrs.evolve(position, shuffle="randperm")
     return position
 
@@ -177,9 +174,7 @@ def resume(
             `on_mismatch` is "refuse".
         ConfigError: `on_mismatch` cannot be.
     """
-    if on_mismatch not in get_args(OnMismatch):
-        names = ", ".join(get_args(OnMismatch))
-        raise ConfigError(f"on_mismatch is {on_mismatch!r}, must be one of {names}")
+    check_one_of("on_mismatch", on_mismatch, OnMismatch)
     saved = decode(state, mine.shuffle)
     differs = mismatch(saved, mine)
     if differs and on_mismatch == "refuse":
@@ -191,8 +186,8 @@ def resume(
     return attrs.evolve(mine, epoch=saved.epoch, consumed=consumed)
 
 
-def mismatch(saved: Position, mine: Position) -> str | None:
-    """How the orders of two positions differ, as the start of a sentence; None if they do not."""
+def mismatch(saved: Position, mine: Position) -> str:
+    """How the orders of two positions differ, as the start of a sentence, or nothing."""
     if saved.length != mine.length:
         return f"length is {saved.length} in the state, this dataset has {mine.length} samples"
     if saved.seed != mine.seed:
@@ -202,7 +197,7 @@ def mismatch(saved: Position, mine: Position) -> str | None:
     if saved.digest != mine.digest:
         what = "the weights" if mine.shuffle == "weighted" else "the sizes of the shards"
         return f"{what} have the digest {saved.digest!r} in the state, and {mine.digest!r} here"
-    return None
+    return ""
 
 
 def check_int(name: str, value: SupportsIndex) -> int:
@@ -220,20 +215,13 @@ def check_int(name: str, value: SupportsIndex) -> int:
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank outside its world.
-
-    Raises:
-        ConfigError: names both and the rule.
-    """
     if not 0 <= rank < world_size:
         raise ConfigError(f"need 0 <= rank < world_size, got {rank} and {world_size}")
 
 
-def check_tail(tail: str) -> None:
-    """Refuse a tail that is none of `Tail`.
-
-    Raises:
-        ConfigError: names it and what it may be.
-    """
-    if tail not in get_args(Tail):
-        raise ConfigError(f"tail is {tail!r}, must be one of {', '.join(get_args(Tail))}")
+def check_one_of(
+    name: str, value: str, names: Any, error: type[ElasticError] = ConfigError
+) -> None:
+    """Refuse a value that is none of those of a `Literal`."""
+    if value not in get_args(names):
+        raise error(f"{name} is {value!r}, must be one of {', '.join(get_args(names))}")

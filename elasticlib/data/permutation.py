@@ -213,8 +213,7 @@ def _shuffled(length: int, words: list[int]) -> tuple[int, ...]:
 
 
 Order = Callable[[Tensor], Tensor]
-"""Places (int64, one-dimensional, not negative) to indices. A place of the epoch's length or more
-stands for a repeat, from the order's start again."""
+"""Places (int64, one-dimensional, not negative) to indices."""
 
 FIRST, AT_ONCE, LISTED = FEW, 1 << 15, 1 << 11
 """Places worked out in the first run and in the largest, which with its buffers is a MB.
@@ -224,6 +223,8 @@ Of that, so many are Python's integers at a time, which need five times the memo
 def order_of(position: Position, made_of: Tensor | None = None) -> Order:
     """The order of the epoch that `position` stands in.
 
+    A place of the epoch's length or more stands for a repeat, from the order's start again.
+
     Args:
         position: names the order.
         made_of: the weights (float, one for each sample) or the shards' sizes (int64) that an order
@@ -232,27 +233,26 @@ def order_of(position: Position, made_of: Tensor | None = None) -> Order:
     Raises:
         ConfigError: it has more than 2**62 samples, and is to be shuffled.
     """
-    length, key = position.length, {"seed": position.seed, "epoch": position.epoch}
+    length, seed, epoch = position.length, position.seed, position.epoch
+    order: Order
     if position.shuffle == "none":
-        return lambda places: within(places, length)
-    if position.shuffle == "randperm":
-        generator = torch.Generator()
-        generator.manual_seed(position.seed + position.epoch)
-        whole = torch.randperm(length, generator=generator)
-        return lambda places: whole[within(places, length)]
-    if position.shuffle == "weighted":
-        return WeightedOrder(cast(Tensor, made_of), length, **key)
-    if position.shuffle == "shards":
-        return order_of_shards(cast(Tensor, made_of), **key)
-    keyed = permutation(length, **key)
-    return lambda places: keyed.many(within(places, length))
+        order = torch.positive  # which gives the places back
+    elif position.shuffle == "randperm":
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(length, generator=generator).__getitem__
+    elif position.shuffle == "weighted":
+        order = WeightedOrder(cast(Tensor, made_of), length, seed=seed, epoch=epoch)
+    elif position.shuffle == "shards":
+        order = order_of_shards(cast(Tensor, made_of), seed=seed, epoch=epoch)
+    else:
+        order = permutation(length, seed=seed, epoch=epoch).many
 
+    def of_any(places: Tensor) -> Tensor:
+        # A remainder is slow, and only the very end repeats.
+        repeats = len(places) > 0 and int(places.max()) >= length
+        return order(places % length if repeats else places)
 
-def within(places: Tensor, length: int) -> Tensor:
-    """Places below `length`; a remainder is slow, and only the very end repeats."""
-    if len(places) and int(places.max()) >= length:
-        return places % length
-    return places
+    return of_any
 
 
 def runs_of(order: Order, places: range, share: range | None = None) -> Iterator[list[Any]]:
@@ -282,18 +282,12 @@ def order_of_shards(sizes: Tensor, *, seed: int, epoch: int) -> Order:
     order = permutation(len(sizes), seed=seed, epoch=epoch).many(torch.arange(len(sizes)))
     first, ends = (sizes.cumsum(0) - sizes)[order], sizes[order].cumsum(0)
     # What to add to a place of a shard, so that its begin in the row becomes its first index.
-    moved, length = first - (ends - sizes[order]), int(sizes.sum())
-
-    def indices(places: Tensor) -> Tensor:
-        places = within(places, length)
-        return places + moved[torch.searchsorted(ends, places, right=True)]
-
-    return indices
+    moved = first - (ends - sizes[order])
+    return lambda places: places + moved[torch.searchsorted(ends, places, right=True)]
 
 
 class WeightedOrder:
-    """Draws without replacement: each next one is chosen in proportion to its weight among those
-    that are left.
+    """Draws without replacement, each next one in proportion to its weight among those left.
 
     Sample i has the key -log(u) / weight, with u in (0, 1] from its number in a keyed shuffle of
     range(2**62), and the order is that of the keys: P. S. Efraimidis and P. G. Spirakis, "Weighted
@@ -322,7 +316,6 @@ class WeightedOrder:
         self._begin, self._sorted = 0, torch.empty(0, dtype=torch.int64)
 
     def __call__(self, places: Tensor) -> Tensor:
-        places = within(places, self._length)
         indices, missing = torch.empty_like(places), torch.arange(len(places))
         while len(missing):
             wanted = places[missing]
@@ -377,8 +370,8 @@ def minus_log(u: Tensor) -> Tensor:
     """-log(u) of float64 in (0, 1], to the last bit the same on every machine.
 
     Two ranks whose libraries' logarithms differ in a bit would disagree on an order. So it is made
-    of operations which IEEE 754 says how to round, one at a time: with u = m * 2**e and m near 1,
-    log(m) = 2 artanh((m - 1) / (m + 1)), by its power series.
+    of operations that IEEE 754 rounds: with u = m * 2**e and m near 1, log(m) = 2 artanh((m - 1) /
+    (m + 1)), by its power series.
     """
     fraction, exponent = torch.frexp(u)
     low = fraction < math.sqrt(0.5)

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import attrs
 from torch.utils.data import Dataset
 
 from ..errors import ConfigError
@@ -38,15 +37,12 @@ def deal_ranges(
     workers' batches in that order. So k steps consume k x batch x world_size samples, as counted
     by `advance`, and the loader prefetches as it likes.
 
-    Not with `persistent_workers=True`: a worker has a copy of the dataset, and so of the position,
-    from when it was started. Those that live on begin each later epoch where the first one was
-    resumed, in its order, and the samples before that place are never read. Without it each
-    epoch's workers are started anew, from the position as it is then.
+    Not with `persistent_workers=True`: a worker has a copy of the position from when it was
+    started. One that lives on begins each later epoch where the first one was resumed, and the
+    samples before that place are never read.
 
     Args:
-        position: where the job stands; a sampler over `range(samples)` keeps one
-            (`sampler.position`), and counts and saves it. To be asked for when an epoch's
-            iterator begins, in the dataset's `__iter__`.
+        position: where the job stands: `sampler.position`, asked for in the dataset's `__iter__`.
         rank, world_size: this process among the job's.
         batch: samples a rank uses in a step: the loader's batch_size.
         worker, workers: `torch.utils.data.get_worker_info()`'s id and num_workers; 0 and 1 in
@@ -68,61 +64,6 @@ def deal_ranges(
     first = position.consumed + rank * batch
     starts = range(first, end, step)[worker::workers]
     return (range(start, min(start + batch, end)) for start in starts)
-
-
-@attrs.frozen
-class Span:
-    """Samples `start` to `stop` (not included) of shard number `shard`."""
-
-    shard: int
-    start: int
-    stop: int
-
-
-class Shards:
-    """Shards of known sizes in a row, and what of which shard a range of the row is.
-
-    Args:
-        sizes: samples of each shard, by its number.
-        order: the shards' numbers as they stand in the row, each once; by default 0, 1, 2, ...
-            `permutation(len(sizes), seed=seed, epoch=epoch)` shuffles them.
-
-    Raises:
-        ConfigError: a size is negative, or `order` is not one of all shards.
-    """
-
-    def __init__(self, sizes: Sequence[int], order: Sequence[int] | None = None) -> None:
-        self._order = list(range(len(sizes)) if order is None else order)
-        if sorted(self._order) != list(range(len(sizes))):
-            raise ConfigError(f"order must hold each of the {len(sizes)} shards' numbers once")
-        if any(size < 0 for size in sizes):
-            raise ConfigError(f"need sizes >= 0, got {min(sizes)}")
-        in_row = (sizes[shard] for shard in self._order)
-        self._begins = list(itertools.accumulate(in_row, initial=0))
-
-    def __len__(self) -> int:
-        """Samples in the row."""
-        return self._begins[-1]
-
-    def spans(self, places: range) -> Iterator[Span]:
-        """What `places`, a range of steps of 1, is made of, in its order.
-
-        Places beyond the row, of a tail that is padded, are repeats from its start.
-
-        Raises:
-            ConfigError: `places` has another step, or begins before the row, or there are no
-                samples.
-        """
-        if places and (places.step != 1 or places.start < 0 or not len(self)):
-            raise ConfigError(f"need a range of the {len(self)} samples with step 1, got {places}")
-        at = places.start
-        while at < places.stop:
-            inside = at % len(self)
-            number = bisect.bisect_right(self._begins, inside) - 1
-            count = min(self._begins[number + 1] - inside, places.stop - at)
-            start = inside - self._begins[number]
-            yield Span(self._order[number], start, start + count)
-            at += count
 
 
 class ShardDataset(Dataset[T]):
@@ -151,9 +92,6 @@ class ShardDataset(Dataset[T]):
         read: called with a shard, and the numbers of a first sample and of the one after the last;
             gives the samples between them, in order. It runs in the loader's workers.
 
-    Attributes:
-        sizes: as given, as a tuple.
-
     Raises:
         ConfigError: there are not as many sizes as shards, or one is negative or no integer.
     """
@@ -168,11 +106,13 @@ class ShardDataset(Dataset[T]):
             raise ConfigError(f"need a size for each shard, got {len(sizes)} for {len(shards)}")
         self.shards, self.read = shards, read
         self.sizes = tuple(check_int("a shard's size", size) for size in sizes)
-        self._row = Shards(self.sizes)
+        if min(self.sizes, default=0) < 0:
+            raise ConfigError(f"need sizes >= 0, got {min(self.sizes)}")
+        self._begins = [0, *itertools.accumulate(self.sizes)]
 
     def __len__(self) -> int:
         """Samples of all shards."""
-        return len(self._row)
+        return self._begins[-1]
 
     def __getitem__(self, index: int) -> T:
         """One sample, by its number among those of all shards in the order given."""
@@ -191,17 +131,30 @@ class ShardDataset(Dataset[T]):
     def samples(self, places: range) -> Iterator[T]:
         """The samples of a range of the row, as `deal_ranges` gives it to a reader of streams.
 
+        Places beyond the row, of a tail that is padded, are repeats from its start.
+
         Raises:
-            ConfigError: `read` gave more or fewer than it was asked for.
+            ConfigError: `places` has another step than 1, or begins before the row, or there are
+                no samples; or `read` gave more or fewer than it was asked for.
         """
-        for span in self._row.spans(places):
-            shard, asked = self.shards[span.shard], span.stop - span.start
-            count = 0
-            for count, sample in enumerate(self.read(shard, span.start, span.stop), 1):
-                if count <= asked:
-                    yield sample
-            if count != asked:
-                raise ConfigError(
-                    f"read({shard!r}, {span.start}, {span.stop}) gave {count} samples instead of"
-                    f" {asked}: has this shard the {self.sizes[span.shard]} of `sizes`?"
-                )
+        if places and (places.step != 1 or places.start < 0 or not len(self)):
+            raise ConfigError(f"need a range of the {len(self)} samples with step 1, got {places}")
+        at = places.start
+        while at < places.stop:
+            inside = at % len(self)
+            shard = bisect.bisect_right(self._begins, inside) - 1
+            count = min(self._begins[shard + 1] - inside, places.stop - at)
+            start = inside - self._begins[shard]
+            yield from self._read(shard, start, start + count)
+            at += count
+
+    def _read(self, shard: int, start: int, stop: int) -> Iterator[T]:
+        count = 0
+        for count, sample in enumerate(self.read(self.shards[shard], start, stop), 1):
+            if count <= stop - start:
+                yield sample
+        if count != stop - start:
+            raise ConfigError(
+                f"read({self.shards[shard]!r}, {start}, {stop}) gave {count} samples instead of"
+                f" {stop - start}: has this shard the {self.sizes[shard]} of `sizes`?"
+            )

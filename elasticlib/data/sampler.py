@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from operator import length_hint
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ from .deal import (
     Tail,
     advance,
     check_int,
-    check_tail,
+    check_one_of,
     deal,
     encode,
     next_epoch,
@@ -53,7 +53,8 @@ class Progress:
         self.position = position
         self._fresh = True
         self._named: int | None = None
-        self._ran_out: Position | None = None
+        self.ran_out: Position | None = None
+        """Where an iterator began that has run out."""
         self._guessed = False
         self._account: Literal["nobody's", "advance's", "a loader's", "warned of"] = "nobody's"
         """Who counts what was trained on; "warned of": nobody does, and the user knows."""
@@ -70,7 +71,7 @@ class Progress:
     @property
     def _drawn_out(self) -> bool:
         uncounted = self._named is None and self._account != "advance's"
-        return uncounted and self._ran_out == self.position
+        return uncounted and self.ran_out == self.position
 
     def begin(self, over: Over) -> Position:
         """An iterator begins: where."""
@@ -79,10 +80,6 @@ class Progress:
         self.position, self._fresh = start, False
         return start
 
-    def ended(self, start: Position) -> None:
-        """An iterator that began at `start` has run out."""
-        self._ran_out = start
-
     def kept(self) -> None:
         """A loader keeps the position of what was drawn with its own state: nobody has to count."""
         if self._account != "advance's":
@@ -90,7 +87,7 @@ class Progress:
 
     def why_misleading(self) -> str:
         """Why the position is not where training stands, when first asked for; or nothing."""
-        drawn = self._ran_out is not None and self._ran_out.consumed < self._ran_out.length
+        drawn = self.ran_out is not None and self.ran_out.consumed < self.ran_out.length
         if not drawn or self._account != "nobody's":
             return ""
         self._account = "warned of"
@@ -103,8 +100,8 @@ class Progress:
         )
 
     def advance(self, count: int) -> None:
-        """As the sampler's; an epoch that began because the one before had been drawn is refused to
-        one who does count: which of the two is trained on?"""
+        """As the sampler's. Who counts is refused an epoch that began because the one before it had
+        been drawn: which of the two is trained on?"""
         if self._guessed and self._named is None and self._account != "advance's":
             raise ConfigError(
                 f"epoch {self.position.epoch} began by itself, as the one before it was drawn to"
@@ -115,7 +112,6 @@ class Progress:
         self._fresh, self._account = False, "advance's"
 
     def set_epoch(self, epoch: int) -> None:
-        """As the sampler's."""
         epoch = check_int("epoch", epoch)
         if epoch < 0:
             raise ConfigError(f"need epoch >= 0, got {epoch}")
@@ -156,7 +152,7 @@ class Progress:
     def _go_to(self, position: Position) -> None:
         """Stand at `position`; what was drawn before says nothing about it."""
         self.position, self._fresh = position, False
-        self._ran_out, self._guessed = None, False
+        self.ran_out, self._guessed = None, False
 
 
 class Cursor:
@@ -171,13 +167,12 @@ class Cursor:
         self._current: Iterator[Any] = iter(())
         self._runs = self._source._runs(start)
 
-    def position(self) -> Position:
-        """What is used when all that was yielded is, by all ranks alike."""
+    def state_dict(self) -> dict[str, Any]:
         self._source.progress.kept()
         yielded = self._given - length_hint(self._current)
-        return advance(self._start, yielded * self._source._stride)
+        return encode(advance(self._start, yielded * self._source._stride))
 
-    def go_to(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._ran_out:
             raise StateMismatch("an iterator that has run out cannot go on: load into a new one")
         start = self._source.progress.restore(state, self._source._over)
@@ -192,12 +187,11 @@ class Cursor:
             self._current = iter(run)
             yield self._current
         self._ran_out = True
-        self._source.progress.ended(self._start)
+        self._source.progress.ran_out = self._start
 
 
 class ElasticIterator(chain[T]):
-    """Yields as fast as a list, as nothing of ours runs between two items of a run; and knows what
-    the job has used once all that it yielded is used.
+    """Yields as fast as a list, as nothing of ours runs between two items of a run.
 
     Loaders that save their own state, as torchdata's StatefulDataLoader, ask the iterator for it
     with each batch that they draw, and keep the answer until that batch has been handed out.
@@ -206,8 +200,8 @@ class ElasticIterator(chain[T]):
     cursor: Cursor
 
     def state_dict(self) -> dict[str, Any]:
-        """A state for `load_state_dict` of the sampler or of another iterator."""
-        return encode(self.cursor.position())
+        """What the job has used once all that was yielded is; any sampler or iterator loads it."""
+        return self.cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at `state`, and the sampler with it.
@@ -216,7 +210,7 @@ class ElasticIterator(chain[T]):
             StateMismatch: the state is another sampler's, of another epoch than `set_epoch`
                 named, or this iterator has run out.
         """
-        self.cursor.go_to(state)
+        self.cursor.load_state_dict(state)
 
 
 class JobIterable:
@@ -238,14 +232,9 @@ class JobIterable:
         raise NotImplementedError
 
     def __iter__(self) -> ElasticIterator[Any]:
-        """This rank's items from the present position to the epoch's end.
-
-        The iterator has `state_dict` and `load_state_dict` of its own: the position of what it
-        has yielded, for loaders that keep it with each batch.
-        """
+        """This rank's items from the present position to the epoch's end."""
         cursor = Cursor(self, self.progress.begin(self._over))
-        made = ElasticIterator.from_iterable(cast(Iterable[Iterable[Any]], cursor.lists()))
-        iterator = cast("ElasticIterator[Any]", made)
+        iterator = cast("ElasticIterator[Any]", ElasticIterator.from_iterable(cursor.lists()))
         iterator.cursor = cursor
         return iterator
 
@@ -257,9 +246,8 @@ class JobIterable:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, or stay where we are if that is the present one.
 
-        From the first call on no epoch begins by itself. One of which nothing was drawn, counted
-        or loaded yet keeps its place, which is how a `start_index` comes to be a place in the first
-        epoch that is named.
+        From the first call on no epoch begins by itself. Before anything is drawn, counted or
+        loaded the first call keeps the place, so that a `start_index` is one in that epoch.
 
         Raises:
             ConfigError: `epoch` is negative, or no integer.
@@ -267,7 +255,7 @@ class JobIterable:
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, the same on every rank: format, seed, epoch, ...
+        """The position as plain values, the same on every rank.
 
         Warns, once, if epochs were drawn to their end and nothing was counted: then it is not where
         training stands.
@@ -276,8 +264,7 @@ class JobIterable:
         if asker == "torchdata":
             # That loader asks its iterator, too, and it is the iterator's answer that it goes by.
             self.progress.kept()
-        why = self.progress.why_misleading()
-        if why:
+        if why := self.progress.why_misleading():
             warnings.warn(why, UserWarning, stacklevel=frames)
         return encode(self.position)
 
@@ -289,13 +276,12 @@ class JobIterable:
         Args:
             state: of `state_dict`; also of the versions before, where that is certain to mean
                 the same: see `elasticlib.data.deal.decode`.
-            on_mismatch: what to do with a state of another dataset length, seed or shuffle.
-                "refuse" it; "restart" its epoch at the start, in this sampler's order; or "keep"
-                its count, so that some of the epoch's samples come twice and others not at all.
+            on_mismatch: what to do with a state of another dataset length, seed or shuffle:
+                see `elasticlib.data.deal.OnMismatch`.
 
         Raises:
-            StateMismatch: the state is not whole, of another format, or of another dataset
-                length, seed or shuffle than this sampler's; nothing has changed then.
+            StateMismatch: the state is not whole, of another format, or, with "refuse", does not
+                match this sampler; nothing has changed then.
             ConfigError: `on_mismatch` cannot be.
         """
         self.progress.load(state, on_mismatch)
@@ -328,12 +314,9 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
 
     `advance` is what moves the state. Iterating does not, because a loader with workers draws
     indices long before they are trained on. Without `set_epoch` the next epoch begins by itself:
-    when all samples of the present one are counted and a new iterator is asked for. For who does
-    not count either, it does after an iterator has run out. (`DataLoader`'s own `drop_last` leaves
-    samples that nobody counts: name the epochs then, or leave them out here, by `tail`.) So ask for
-    the next epoch's iterator only after the last step of this one was counted; who fetches a batch
-    ahead of the step under way asks earlier, gets the end of this epoch again, and has to name
-    epochs by `set_epoch`.
+    when all samples of the present one are counted and a new iterator is asked for; or, where
+    nobody counts, after an iterator has run out. Name epochs if a batch is fetched ahead of the
+    step under way, or if `DataLoader`'s own `drop_last` leaves samples that nobody counts.
 
     In torchdata's StatefulDataLoader the loader's own state holds the position of what it has
     handed out, and no `advance` is needed. Loaded on another number of ranks it goes on exactly,
@@ -342,8 +325,8 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
     `ElasticBatchSampler` each step has the same size, and the condition falls. Of torch's own
     `BatchSampler` that loader keeps only a count of batches, which holds for one world size.
 
-    The order comes from a keyed shuffle that is computed where it is needed: the first index
-    after microseconds, with the same memory for a thousand samples and for 2**62.
+    The order is computed where it is needed: the first index comes after microseconds, with the
+    same memory for a thousand samples and for 2**62.
 
     Args:
         dataset: what is sampled from; only its length is used, as it is now.
@@ -357,17 +340,15 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
             first epoch: 0, or the one that `set_epoch` names before anything is drawn.
         tail: what happens where the samples left do not divide by the world size: "pad" repeats
             some at the very end, "drop" leaves some out, "exact" deals each once, so that some
-            ranks draw one less. By default what `drop_last` says. What "drop" leaves out depends
-            on the world size: a job that ended an epoch on 4 ranks, and resumes on 2 from there,
-            may still draw two of the samples that were left out.
+            ranks draw one less. What "drop" leaves out depends on the world size: a job that
+            ended an epoch on 4 ranks, and resumes on 2 from there, may still draw two of them.
         shuffle_algorithm: "feistel" is ours; "randperm" yields just what torch's
             `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
             "shards" shuffles a `ShardDataset`'s shards, and leaves samples of a shard in order.
         weights: one for each sample, 0 or more: an epoch draws without replacement, each next
             sample in proportion to its weight among those that are left; one of weight 0 is never
             drawn. Takes 8 bytes a sample beside the weights, and some 200 ns a sample before the
-            first index. By P. S. Efraimidis and P. G. Spirakis, "Weighted random sampling with a
-            reservoir", Information Processing Letters 97 (2006).
+            first index.
         epoch_size: with `weights`, how many samples an epoch draws, of all ranks together; by
             default all whose weight is not 0, which then come once each, heavy ones sooner.
 
@@ -398,9 +379,7 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
                 " start_index as its fourth argument; give it by name, start_index=..., or resume"
                 " by load_state_dict"
             )
-        if shuffle_algorithm not in get_args(Algorithm):
-            names = ", ".join(get_args(Algorithm))
-            raise ConfigError(f"shuffle_algorithm is {shuffle_algorithm!r}, must be one of {names}")
+        check_one_of("shuffle_algorithm", shuffle_algorithm, Algorithm)
         length = len(cast(Sized, dataset))
         order: Shuffle = shuffle_algorithm if shuffle else "none"
         seed, at = check_int("seed", seed), check_int("start_index", start_index)
@@ -424,7 +403,7 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
         self.progress = Progress(Position(seed, 0, at, length, order, digest))
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
-        check_tail(self.tail)
+        check_one_of("tail", self.tail, Tail)
         if drop_last and self.tail != "drop":
             raise ConfigError(f"drop_last=True means tail='drop', got tail={self.tail!r}")
 
@@ -455,10 +434,8 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
 
     @property
     def samples_left(self) -> int:
-        """How many samples all ranks together have before them, repeats not counted.
-
-        What an evaluation's sums are to be divided by, when asked before it begins.
-        """
+        """How many samples all ranks together have before them, repeats not counted: asked before
+        an evaluation begins, what its sums are to be divided by."""
         start = self.progress.next_to_draw(self._over)
         if self.tail == "drop":
             return len(self._places(start)) * self.num_replicas
@@ -489,7 +466,6 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
 
 
 def _epoch_of(weights: Tensor, epoch_size: int | None) -> int:
-    """How many samples an epoch draws by these weights."""
     most = int((weights > 0).sum())
     size = most if epoch_size is None else check_int("epoch_size", epoch_size)
     if not 0 < size <= most:
@@ -501,7 +477,6 @@ def _epoch_of(weights: Tensor, epoch_size: int | None) -> int:
 
 
 def _sizes_of(dataset: Dataset[Any], length: int) -> Tensor:
-    """The samples of each of a dataset's shards."""
     sizes = getattr(dataset, "sizes", None)
     if sizes is None or sum(sizes) != length:
         raise ConfigError(

@@ -143,31 +143,24 @@ def worker_of(node: subprocess.Popen[str], local_rank: int) -> int:
 
 def training(folder: Path, name: str, args: argparse.Namespace, epochs: int) -> list[str]:
     """The script with its arguments."""
-    flags = {
-        "--checkpoint-dir": folder / name,
-        "--trace": folder / f"{name}.trace",
-        "--samples": args.samples,
-        "--global-batch": BATCH,
-        "--epochs": epochs,
-        "--save-every": 10,
-        "--keep-last": 10_000,
-        "--print-every": 20,
-    }
-    return [SCRIPT, *(str(word) for pair in flags.items() for word in pair)]
+    where = [f"--checkpoint-dir={folder / name}", f"--trace={folder / name}.trace"]
+    sizes = [f"--samples={args.samples}", f"--global-batch={BATCH}", f"--epochs={epochs}"]
+    return [SCRIPT, *where, *sizes, "--save-every=10", "--keep-last=10000"]
 
 
 def undisturbed(stage: Stage, args: argparse.Namespace) -> None:
     stage.disturb("1. one epoch on two workers, undisturbed: what the weights should be")
     work = training(stage.folder, "calm", args, epochs=1)
-    stage.start("calm", "--standalone", "--nproc-per-node", "2", *work)
+    stage.start("calm", "--standalone", "--nproc-per-node=2", *work)
     stage.until(end_of="calm")
     stage.generations.clear()
     stage.epoch = stage.step = 0
 
 
 def disturbed(stage: Stage, args: argparse.Namespace) -> None:
-    what = "the same epoch with a worker killed, then more with a node that comes and goes"
-    stage.disturb(f"2. {what}")
+    stage.disturb(
+        "2. the same epoch with a worker killed, then more with a node that comes and goes"
+    )
     steps = -(-args.samples // BATCH)
     with TcpStoreServer("127.0.0.1", 0, job="demo").start() as store:
         place = ("--nnodes", "1:2", "--rdzv-id", "demo", "--rdzv-endpoint", store.address)

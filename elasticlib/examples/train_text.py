@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it late: see leave_process_group
+import torch.distributed.nn  # DDP would import it late, and hold the group: see main
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -81,10 +81,9 @@ class Training:
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
         count, seed = args.logical_workers, args.seed
-        self.model = ByteTransformer()
+        self.model, self.windows = ByteTransformer(), Windows(args.samples)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
         self.logical = LogicalWorkers(self.model, count, seed=seed) if count else None
-        self.windows = Windows(args.samples)
         # Logical workers find their samples in the whole batch, of which each rank has its own.
         ranks = (1, 0) if count else (dist.get_world_size(), dist.get_rank())
         self.sampler = ElasticDistributedSampler(self.windows, *ranks, seed=seed, tail="exact")
@@ -171,8 +170,7 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
 def finish_step(
     training: Training, manager: CheckpointManager, args: argparse.Namespace, *, samples: int
 ) -> bool:
-    """Keep what has to be kept of this step; whether we are to stop after it. samples: this
-    rank's."""
+    """Keep what has to be kept of this step, of `samples` on this rank; whether we are to stop."""
     step, state, loss = training.step, training.state, training.progress["loss"]
     context().step(step, loss=loss, samples=samples)
     if step % args.snapshot_every == 0:
@@ -219,16 +217,6 @@ def join_process_group() -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def leave_process_group() -> None:
-    """End its threads, which abort the process, about once in 20 runs, if one of them still holds a
-    tensor when Python ends.
-
-    They end here if nothing else has the group any more: not DDP, which went with `train`, nor
-    torch.distributed.nn, whose functions take a group that exists at its import as a default.
-    """
-    dist.destroy_process_group()
-
-
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     join_process_group()
@@ -238,7 +226,10 @@ def main(args: argparse.Namespace) -> None:
     if done and dist.get_rank() == 0:
         progress = f"done: loss {training.progress['loss']:.4f} steps {training.step}"
         print(f"{progress} weights sha256 {sha256_of(training.model)}", flush=True)
-    leave_process_group()
+    # Its threads abort the process, about once in 20 runs, if one still holds a tensor when Python
+    # ends. So nothing else may have the group: not DDP, which went with `train`, nor
+    # torch.distributed.nn, whose functions take a group that exists at its import as a default.
+    dist.destroy_process_group()
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

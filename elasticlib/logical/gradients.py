@@ -1,7 +1,8 @@
 """Gradients of a whole model in flat tensors, added up in one order: in a rank, then by all ranks.
 
-A parameter without a gradient counts as zeros, and each sum says of each parameter how many of its
-terms had a gradient, since an optimizer tells no gradient from a gradient of zeros.
+A parameter without a gradient counts as zeros. Behind the gradients a flat tensor has one number
+for each parameter: how many of the logical workers in the sum had a gradient for it, since an
+optimizer tells no gradient from a gradient of zeros.
 
 Ranks complete the sum as in a reduce-scatter and an all-gather, but each slice of the gradient is
 added up in the tree's order, by one rank, from everyone's sums, and nothing is added on the way.
@@ -9,7 +10,7 @@ added up in the tree's order, by one rank, from everyone's sums, and nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -30,17 +31,15 @@ Gradients = list[Tensor | None]
 
 
 class Exchange:
-    """Adds up what the ranks of a process group have; the group may be None for one process.
+    """Adds up what the ranks of a process group have; None is the default one, or this process.
 
     Args:
         count: the number of logical workers.
-        group: whose ranks share them; None is the default one.
+        group: whose ranks share them.
         bucket_bytes: how much of a flat tensor is exchanged at once.
     """
 
-    def __init__(
-        self, count: int, group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, count: int, group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         self.count, self._group, self._bucket_bytes = count, group, bucket_bytes
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -55,10 +54,14 @@ class Exchange:
             mine: the sums of this rank's `pieces`, from left to right: flat, of one length, which
                 is a multiple of the world size. All of them are overwritten.
         """
+        if self.world_size == 1:
+            return
+        length, each = len(mine[0]), self._bucket_bytes // mine[0].element_size()
+        step = max(1, each // self.world_size) * self.world_size
         coming: _Bucket | None = None
         going: list[dist.Work] = []
-        for at in self._buckets(len(mine[0]), mine[0].element_size()):
-            following = self._begin(at, mine)
+        for start in range(0, length, step):
+            following = self._begin(start, min(step, length - start), mine)
             if coming:
                 _wait(going)
                 going = self._finish(coming, mine)
@@ -67,15 +70,9 @@ class Exchange:
             _wait(going)
             _wait(self._finish(coming, mine))
 
-    def _buckets(self, length: int, element_size: int) -> Iterator[range]:
-        """Runs of a flat tensor, each a multiple of the world size; none for a rank alone."""
-        step = max(1, self._bucket_bytes // element_size // self.world_size) * self.world_size
-        for start in range(0, length if self.world_size > 1 else 0, step):
-            yield range(start, min(start + step, length))
-
-    def _begin(self, at: range, mine: Sequence[Tensor]) -> _Bucket:
+    def _begin(self, start: int, length: int, mine: Sequence[Tensor]) -> _Bucket:
         """Ask for this rank's slice of everyone's sums, and send everyone theirs of its own."""
-        bucket, ops = _Bucket(at.start, len(at) // self.world_size, {}, []), []
+        bucket, ops = _Bucket(start, length // self.world_size, {}, []), []
         for rank in self._others:
             bucket.received[rank] = [mine[0].new_empty(bucket.size) for _ in self._nodes[rank]]
             ops += [self._op(dist.irecv, part, rank) for part in bucket.received[rank]]
@@ -181,17 +178,13 @@ class ModelSum:
             group.complete()
 
     def restart(self) -> None:
-        """Forget what was added; the flat tensors are used again."""
+        """Forget what was added."""
         for group in self._groups:
             group.restart()
 
 
 class GroupSum:
-    """The same for the parameters of one dtype on one device, which share flat tensors.
-
-    Behind the gradients a flat tensor has one number for each parameter: how many of the logical
-    workers in the sum had a gradient for it.
-    """
+    """The same for the parameters of one dtype on one device, which share flat tensors."""
 
     def __init__(self, parameters: list[Tensor], exchange: Exchange) -> None:
         self.parameters, self._exchange = parameters, exchange
@@ -229,12 +222,12 @@ class GroupSum:
             left.flat.add_(right.flat)
             self._spare.append(right)
         else:
-            left.add_(right)
+            left.take(right, add=True)
         return left
 
     def _keep(self, grads: Gradients) -> FlatSum:
         kept = self._spare.pop() if self._spare else FlatSum(self)
-        kept.copy_(grads)
+        kept.take(grads, add=False)
         return kept
 
 
@@ -251,36 +244,22 @@ class FlatSum:
         self.counts = self.flat[group.counts]
 
     @torch.no_grad()
-    def copy_(self, grads: Gradients) -> None:
-        """Becomes the gradient of one logical worker."""
-        there, mine, missing = self._sort(grads)
-        for view in missing:
-            view.zero_()
+    def take(self, grads: Gradients, *, add: bool) -> None:
+        """Becomes the gradient of one logical worker, or its sum with that on the right."""
+        there: list[Tensor] = []
+        mine: list[Tensor] = []
+        for view, grad in zip(self.views, grads, strict=True):
+            if grad is not None:
+                there.append(view)
+                mine.append(grad)
+            elif add:
+                view.add_(0.0)  # which makes -0.0 to 0.0, as adding a flat tensor of zeros does
+            else:
+                view.zero_()
+        had = torch.tensor([grad is not None for grad in grads]).to(self.flat)
         if there:
-            torch._foreach_copy_(there, mine)
-        self.counts.copy_(self._ones(grads))
-
-    @torch.no_grad()
-    def add_(self, grads: Gradients) -> None:
-        """Becomes its sum with the gradient of one logical worker, which stands on the right."""
-        there, mine, missing = self._sort(grads)
-        for view in missing:
-            view.add_(0.0)  # which makes -0.0 to 0.0, as adding a flat tensor of zeros does
-        if there:
-            torch._foreach_add_(there, mine)
-        self.counts.add_(self._ones(grads))
-
-    def _sort(self, grads: Gradients) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Views with a gradient to go there, those gradients, and the other views."""
-        pairs = list(zip(self.views, grads, strict=True))
-        there = [(view, grad) for view, grad in pairs if grad is not None]
-        missing = [view for view, grad in pairs if grad is None]
-        return [view for view, _ in there], [grad for _, grad in there], missing
-
-    def _ones(self, grads: Gradients) -> Tensor:
-        """One for each gradient that is there."""
-        ones = [float(grad is not None) for grad in grads]
-        return torch.tensor(ones, dtype=self.flat.dtype).to(self.flat.device)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(there, mine)
+        (self.counts.add_ if add else self.counts.copy_)(had)
 
 
 def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:

@@ -1,7 +1,5 @@
 """Who works on what, with which random numbers, and in which order what they find is added up.
 
-Shares are neighbours, cover everything, and differ by at most one; the first ones are larger.
-
 Gradients are added along a binary tree over the logical workers 0, 1, ..., count - 1. Its nodes are
 the runs [k * 2^l, (k + 1) * 2^l), cut off at `count`, and a node's value is that of its left half
 plus that of its right half. A rank adds up the nodes that lie within its own share; what is left
@@ -18,27 +16,13 @@ import operator
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
+from ..data.deal import share_of
 from ..errors import ConfigError
 
 V = TypeVar("V")
 S = TypeVar("S")
 Use = Literal["model", "data", "update"]
 """What is drawn: in the forward pass, for the samples, or after the gradients are reduced."""
-
-
-def share(total: int, parts: int, index: int) -> range:
-    """Part `index` of 0, 1, ..., total - 1 dealt into `parts` runs; empty where total is small.
-
-    The first `total % parts` runs have one more than the others.
-
-    Raises:
-        ConfigError: `total` is negative, or there is no such part.
-    """
-    if total < 0 or not 0 <= index < parts:
-        raise ConfigError(f"need total >= 0 and 0 <= index < parts, got {total}, {index}, {parts}")
-    size, more = divmod(total, parts)
-    start = index * size + min(index, more)
-    return range(start, start + size + (index < more))
 
 
 def workers_of(count: int, world_size: int, rank: int) -> range:
@@ -52,7 +36,7 @@ def workers_of(count: int, world_size: int, rank: int) -> range:
             f"need 1 <= world size <= logical workers, got {world_size} and {count}:"
             " a rank without a logical worker would have nothing to do"
         )
-    return share(count, world_size, rank)
+    return share_of(count, rank=rank, world_size=world_size)
 
 
 def seed_of(seed: int, step: int, worker: int, use: Use) -> int:
@@ -70,19 +54,6 @@ def seed_of(seed: int, step: int, worker: int, use: Use) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def are_siblings(left: range, right: range, count: int) -> bool:
-    """Whether two nodes that lie side by side are the two halves of a node of the tree."""
-    size = len(left)
-    # Only the last node of a row may be short, and only one that has its sibling on its right
-    # begins at a multiple of twice its size.
-    whole = len(right) == size or (right.stop == count and len(right) < size)
-    return whole and size & (size - 1) == 0 and left.start % (2 * size) == 0
-
-
-def same(value: Any) -> Any:
-    return value
-
-
 class TreeSum(Generic[V, S]):
     """Adds values that come in from left to right, each as soon as its sibling is there.
 
@@ -96,25 +67,30 @@ class TreeSum(Generic[V, S]):
     """
 
     def __init__(
-        self, count: int, add: Callable[[S, V | S], S], keep: Callable[[V], S] = same
+        self,
+        count: int,
+        add: Callable[[S, V | S], S],
+        keep: Callable[[Any], S] = lambda value: value,
     ) -> None:
-        self.count = count
         self.waiting: list[tuple[range, S]] = []
-        self._add, self._keep = add, keep
+        self._count, self._add, self._keep = count, add, keep
 
     def push(self, node: range, value: V) -> None:
         """The value of the next node to the right of those that are waiting."""
         total: S | None = None
-        while self.waiting and are_siblings(self.waiting[-1][0], node, self.count):
+        while self.waiting and self._are_siblings(self.waiting[-1][0], node):
             left, before = self.waiting.pop()
             node = range(left.start, node.stop)
             total = self._add(before, value if total is None else total)
         self.waiting.append((node, self._keep(value) if total is None else total))
 
-    @property
-    def nodes(self) -> list[range]:
-        """Those that wait, from left to right."""
-        return [node for node, _ in self.waiting]
+    def _are_siblings(self, left: range, right: range) -> bool:
+        """Whether two nodes that lie side by side are the two halves of a node of the tree."""
+        size = len(left)
+        # Only the last node of a row may be short, and only one that has its sibling on its right
+        # begins at a multiple of twice its size.
+        whole = len(right) == size or (right.stop == self._count and len(right) < size)
+        return whole and size & (size - 1) == 0 and left.start % (2 * size) == 0
 
 
 def pieces(count: int, world_size: int, rank: int) -> list[range]:
@@ -126,4 +102,4 @@ def pieces(count: int, world_size: int, rank: int) -> list[range]:
     total = TreeSum[int, int](count, operator.add)
     for worker in workers_of(count, world_size, rank):
         total.push(range(worker, worker + 1), 1)
-    return total.nodes
+    return [node for node, _ in total.waiting]

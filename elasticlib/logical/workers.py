@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.deal import check_int
+from ..data.deal import check_int, share_of
 from ..errors import ConfigError, NotReproducible, StateMismatch
 from .gradients import BUCKET_BYTES, Exchange, ModelSum
-from .shares import seed_of, share, workers_of
+from .shares import seed_of, workers_of
 
 FORMAT = 1
 """The version of the plain form of a state."""
@@ -57,7 +57,7 @@ class LogicalWorker:
 
         The same at any world size; empty where there are fewer samples than logical workers.
         """
-        return share(batch, self.count, self.index)
+        return share_of(batch, rank=self.index, world_size=self.count)
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -129,8 +129,8 @@ class LogicalWorkers:
 
     def samples(self, batch: int) -> range:
         """Which samples of a global batch of `batch` this rank needs: its workers', in order."""
-        mine = self.workers
-        first, last = (share(batch, self.count, at) for at in (mine[0], mine[-1]))
+        mine, count = self.workers, self.count
+        first, last = (share_of(batch, rank=at, world_size=count) for at in (mine[0], mine[-1]))
         return range(first.start, last.stop)
 
     def step(self, step: int) -> Iterator[LogicalWorker]:
@@ -157,7 +157,7 @@ class LogicalWorkers:
             worker = LogicalWorker(index, self.count, step, self.seed)
             seed_all(worker.seed, total.parameters.values())
             yield worker
-            buffers = check_buffers(self.model, buffers, index)
+            check_buffers(self.model, buffers, index)
             total.take(index)
             self._done += 1
 
@@ -201,12 +201,11 @@ class LogicalWorkers:
         Raises:
             StateMismatch: names what differs.
         """
-        mine = self.state_dict()
-        own = {name: value for name, value in mine.items() if name != "conditions"}
-        saved = {name: value for name, value in state.items() if name != "conditions"}
-        found = differences(own, saved)
-        if found is None and not accept_other_conditions:
-            found = differences(mine["conditions"], state.get("conditions", {}))
+        mine, saved = self.state_dict(), dict(state)
+        conditions_here, conditions_then = (one.pop("conditions", {}) for one in (mine, saved))
+        found = differences(mine, saved)
+        if not found and not accept_other_conditions:
+            found = differences(conditions_here, conditions_then)
         if found:
             raise StateMismatch(f"here and in the state, {found}: other weights would follow")
 
@@ -250,11 +249,9 @@ def conditions(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The names and values that differ, the first one's first, and what to do; None if none do."""
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The names and values that differ, the first one's first, and what to do; or nothing."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    if not names:
-        return None
     found = ", ".join(f"{name} is {one.get(name)} and {other.get(name)}" for name in names)
     advice = "; ".join(ADVICE[name] for name in names if name in ADVICE)
     return f"{found} ({advice})" if advice else found
@@ -284,10 +281,19 @@ def check_ranks_agree(mine: Mapping[str, Any], group: dist.ProcessGroup | None) 
     """
     if not dist.is_initialized():
         return
-    everyone = gather_plain(dict(mine), group)
-    for rank, theirs in enumerate(everyone):
-        found = differences(everyone[0], theirs)
-        if found:
+    group = dist.group.WORLD if group is None else group
+    on_cpu = group is not None and "cpu:" in dist.get_backend_config(group)
+    device = None if on_cpu else torch.accelerator.current_accelerator()
+    # JSON, filled up with blanks: torch's all_gather_object needs NumPy.
+    text = json.dumps(dict(mine)).encode()
+    longest = torch.tensor([len(text)], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    said = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, said, group=group)
+    first, *others = (json.loads(bytes(each.tolist())) for each in every)
+    for rank, theirs in enumerate(others, 1):
+        if found := differences(first, theirs):
             raise NotReproducible(f"ranks 0 and {rank} differ: {found}")
 
 
@@ -307,12 +313,11 @@ Buffers = dict[str, tuple[int, int]]
 
 
 def buffers_of(model: nn.Module) -> Buffers:
-    """What would show a change of a buffer."""
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
-def check_buffers(model: nn.Module, before: Buffers, worker: int) -> Buffers:
-    """What they are now, or a refusal where a logical worker changed one: no other rank sees that.
+def check_buffers(model: nn.Module, before: Buffers, worker: int) -> None:
+    """Refuse a buffer that a logical worker changed, as no other rank sees that.
 
     Raises:
         NotReproducible: names the buffer and its module.
@@ -320,15 +325,13 @@ def check_buffers(model: nn.Module, before: Buffers, worker: int) -> Buffers:
     after = buffers_of(model)
     for name in after.keys() | before.keys():
         if after.get(name) != before.get(name):
-            place = name.rpartition(".")[0]
-            kind = type(model.get_submodule(place)).__name__
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise NotReproducible(
                 f"logical worker {worker} changed the buffer {name} of a {kind}: it would come to"
                 " depend on which logical workers this rank computes. Use a module without"
                 " running statistics (track_running_stats=False, GroupNorm, LayerNorm), or put it"
                 " into eval mode"
             )
-    return after
 
 
 def seed_all(seed: int, parameters: Iterable[Tensor]) -> None:
@@ -340,25 +343,3 @@ def seed_all(seed: int, parameters: Iterable[Tensor]) -> None:
     for kind in {parameter.device.type for parameter in parameters} - {"cpu"}:
         module = torch.get_device_module(kind)
         getattr(module, "manual_seed_all", module.manual_seed)(seed)
-
-
-def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank says, by rank; called by all. (torch's all_gather_object needs NumPy.)
-
-    Args:
-        value: what JSON can hold.
-    """
-    group = dist.group.WORLD if group is None else group
-    on_cpu = group is not None and "cpu:" in dist.get_backend_config(group)
-    place = None if on_cpu else torch.accelerator.current_accelerator()
-    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(place)
-    size = torch.tensor([len(said)], device=place)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(each) for each in sizes]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8, device=place)
-    mine[: len(said)] = said
-    every = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(every, mine, group=group)
-    texts = zip(every, lengths, strict=True)
-    return [json.loads(bytes(text[:length].tolist())) for text, length in texts]

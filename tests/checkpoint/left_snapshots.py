@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_resume import bits
+from sharding import bits, sharded_layers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from elasticlib import CheckpointManager
 
@@ -22,10 +21,7 @@ def made(copies: int) -> dict[str, Any]:
     shape, names = (copies, dist.get_world_size() // copies), ("replicate", "shard")
     axes = slice(None) if copies > 1 else slice(1, None)
     mesh = init_device_mesh("cpu", shape[axes], mesh_dim_names=names[axes])
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded_layers(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return {"model": model, "optimizer": optimizer, "step": 0}
 

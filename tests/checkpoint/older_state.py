@@ -25,6 +25,7 @@ from elasticlib import CheckpointManager, save_checkpoint
 
 class Phase(enum.Enum):
     WARM = "warm"
+    COLD = ("anything", 1)
 
 
 class Parts(enum.Flag):

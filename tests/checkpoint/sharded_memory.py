@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_resume import bits
+from sharding import bits, sharded_layers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk_source import DiskSource
-from elasticlib.checkpoint.restore import restore_from
+from elasticlib.checkpoint.restore import DiskSource, restore_from
 
 Mesh = tuple[int, ...]
 """Its sizes: of two, the first holds copies and the second shards."""
@@ -29,10 +27,7 @@ def job(sizes: Mesh, *, fresh: bool) -> dict[str, Any]:
     torch.manual_seed(5 if fresh else 3)
     names = ("copies", "shards")[-len(sizes) :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded_layers(mesh, bias=False)
     copies = [Replicate()] * (len(sizes) - 1)
     full = torch.zeros(3, 5) if fresh else torch.arange(15.0).view(3, 5)
     state = {

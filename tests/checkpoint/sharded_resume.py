@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sharding import bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -59,19 +60,6 @@ def train(model: Model, optimizer: torch.optim.Optimizer, steps: Iterable[int]) 
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def bits(value: Any) -> Any:
-    """All of it, put together from all ranks, so that equal means equal bits."""
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-        return bits(value.state_dict())
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if isinstance(value, torch.Tensor):
-        return value.view(torch.int32).tolist() if value.dtype is torch.float32 else value.tolist()
-    if isinstance(value, dict):
-        return {key: bits(part) for key, part in value.items()}
-    return [bits(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def save(folder: Path, kind: str) -> None:

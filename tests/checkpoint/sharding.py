@@ -5,26 +5,33 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.errors import CheckpointError
 
 
-def trained() -> dict[str, object]:
-    """An FSDP2 model with its optimizer, both after a step, and tensors sharded in other ways."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+def sharded_layers(mesh: DeviceMesh, *, bias: bool = True) -> torch.nn.Module:
+    """FSDP2, or HSDP, of two layers that no number of ranks divides."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=bias))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def trained() -> dict[str, Any]:
+    """An FSDP2 model with its optimizer, both after a step, and tensors sharded in other ways."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = sharded_layers(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -33,35 +40,35 @@ def trained() -> dict[str, object]:
     return {"model": model, "optimizer": optimizer, "more": [columns, (same, "text")]}
 
 
-def whole(value: object) -> object:
-    """The state with every sharded tensor put together, by all ranks."""
+def bits(value: Any) -> Any:
+    """All of it, put together from all ranks, so that equal means equal bits."""
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return bits(value.state_dict())
     if isinstance(value, DTensor):
-        return value.full_tensor().tolist()
+        value = value.full_tensor()
     if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if hasattr(value, "state_dict"):
-        return whole(value.state_dict())
+        return value.view(torch.int32).tolist() if value.dtype is torch.float32 else value.tolist()
     if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: bits(part) for key, part in value.items()}
+    return [bits(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def load(manager: CheckpointManager, state: dict[str, object]) -> None:
+def load(manager: CheckpointManager, state: dict[str, Any]) -> None:
     """As sharded as the state given, at this world size; and whole, by each rank by itself."""
-    want = whole(state)
+    want = bits(state)
     found = manager.load(like=state)
-    more, given = found["more"][0], state["more"][0]  # type: ignore[index]
+    more, given = found["more"][0], state["more"][0]
     assert isinstance(more, DTensor)
     assert more.placements == given.placements
-    assert whole(found) == want, (whole(found), want)
+    assert bits(found) == want, (bits(found), want)
     assert not any(isinstance(t, DTensor) for t in manager.load()["model"].values())
-    assert whole(manager.load()) == want
-    state["model"].load_state_dict(found["model"])  # type: ignore[attr-defined]
-    state["optimizer"].load_state_dict(found["optimizer"])  # type: ignore[attr-defined]
-    assert whole(state) == want
+    assert bits(manager.load()) == want
+    state["model"].load_state_dict(found["model"])
+    state["optimizer"].load_state_dict(found["optimizer"])
+    assert bits(state) == want
 
 
-def save(manager: CheckpointManager, state: dict[str, object]) -> None:
+def save(manager: CheckpointManager, state: dict[str, Any]) -> None:
     for step in (1, 2, 3):
         manager.save(step, state)
     manager.wait()
@@ -78,7 +85,7 @@ class Disk(LocalPlace):
         super().write(name, data)
 
 
-def fail_on_one(manager: CheckpointManager, place: Disk, state: dict[str, object]) -> str:
+def fail_on_one(manager: CheckpointManager, place: Disk, state: dict[str, Any]) -> str:
     """One rank's part cannot be written: none of the ranks counts it as saved."""
     if dist.get_rank() == 1:
         place.full = True
@@ -92,7 +99,7 @@ def fail_on_one(manager: CheckpointManager, place: Disk, state: dict[str, object
     return said
 
 
-def refuse_own_folders(folder: Path, state: dict[str, object]) -> str:
+def refuse_own_folders(folder: Path, state: dict[str, Any]) -> str:
     try:
         CheckpointManager(folder, shared=False).save(5, state)
     except CheckpointError as error:

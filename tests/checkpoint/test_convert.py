@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharding
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from elasticlib import CheckpointManager, save_checkpoint
 from elasticlib.launch.commands import main
@@ -140,19 +138,6 @@ def test_dcps_folder_becomes_a_checkpoint_that_an_optimizer_goes_on_from(tmp_pat
     assert same(CheckpointManager(tmp_path / "s").load()["sgd"], fresh.state_dict())
 
 
-def sharded() -> dict[str, Any]:
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-
-
 def whole(value: Any) -> Any:
     if hasattr(value, "full_tensor"):
         return value.full_tensor()
@@ -162,7 +147,8 @@ def whole(value: Any) -> Any:
 
 
 def save_sharded(folder: Path) -> Any:
-    state = sharded()
+    parts = sharding.trained()
+    state = {name: parts[name].state_dict() for name in ("model", "optimizer")} | {"epoch": 3}
     saved(folder / "c", state)
     dcp.save(dict(state), checkpoint_id=folder / "dcp")
     found = io.BytesIO()

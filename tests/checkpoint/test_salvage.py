@@ -20,7 +20,7 @@ from test_persist import Full, nodes
 from elasticlib import CheckpointManager, MemoryStore
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.cover import Chunk
-from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.persist import (
     COMMIT,
     LastWrites,

@@ -31,7 +31,7 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.choose import Held
 from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, namedtuple
-from itertools import zip_longest
 
 import pytest
 import torch
+from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -25,11 +25,6 @@ def world_of(n, world, batch, *, tail="exact", **options):
     return [ElasticBatchSampler(sampler, batch, tail=tail) for sampler in samplers]
 
 
-def dealt(shares):
-    """One step's samples over all ranks, in the order of the epoch."""
-    return [index for turn in zip_longest(*shares) for index in turn if index is not None]
-
-
 def order_of(n):
     return list(ElasticDistributedSampler(range(n), 1, 0))
 
@@ -44,7 +39,7 @@ def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch
     if rest and tail == "pad":
         steps[-1] += (order * batch)[: batch - rest]
     assert {len(batches) for batches in ranks} == {len(steps)}
-    found = [dealt(shares) for shares in zip(*ranks, strict=True)]
+    found = [in_turn(shares) for shares in zip(*ranks, strict=True)]
     assert found == steps
 
 
@@ -68,7 +63,7 @@ def test_kills_and_resizes_leave_the_steps_of_an_undisturbed_job(n, batch, segme
             told = {batches.advance() for batches in ranks}
             assert told == {sum(map(len, shares))}
             if step < kept:
-                used.append(dealt(shares))
+                used.append(in_turn(shares))
                 state = ranks[-1].state_dict()
         if final:
             break
@@ -81,7 +76,7 @@ def test_a_long_epoch_of_small_and_of_large_batches():
     order = order_of(30_000)
     for batch, world in ((7, 2), (7, 9), (20_000, 1), (29_999, 3)):
         ranks = world_of(30_000, world, batch)
-        found = [index for shares in zip(*ranks, strict=True) for index in dealt(shares)]
+        found = [index for shares in zip(*ranks, strict=True) for index in in_turn(shares)]
         assert found == order
 
 

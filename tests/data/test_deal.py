@@ -1,4 +1,4 @@
-"""How positions are dealt: pure, so nothing here imports torch."""
+"""How positions are dealt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 
 import attrs
 import pytest
+from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,9 +27,7 @@ def positions(draw):
 
 def dealt(position, world, tail):
     """All ranks' positions, round by round: the order in which the job uses them."""
-    ranks = [deal(position, rank=r, world_size=world, tail=tail) for r in range(world)]
-    rounds = max(len(places) for places in ranks)
-    return [places[k] for k in range(rounds) for places in ranks if k < len(places)]
+    return in_turn(deal(position, rank=r, world_size=world, tail=tail) for r in range(world))
 
 
 @given(positions(), worlds)

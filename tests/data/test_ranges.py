@@ -6,11 +6,12 @@ import itertools
 from collections import Counter
 
 import pytest
+from dealing import Stream, in_turn
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from elasticlib import ElasticDistributedSampler, Position, Shards, Span, deal_ranges, permutation
+from elasticlib import ElasticDistributedSampler, Position, ShardDataset, deal_ranges
 from elasticlib.data.deal import advance
 from elasticlib.errors import ConfigError
 
@@ -23,8 +24,7 @@ def ranges_of_rank(position, batch, workers, **rank):
         deal_ranges(position, batch=batch, worker=worker, workers=workers, **rank)
         for worker in range(workers)
     ]
-    turns = itertools.zip_longest(*readers)
-    return [part for turn in turns for part in turn if part is not None]
+    return in_turn(readers)
 
 
 def steps_of(position, world, batch, workers, tail):
@@ -64,64 +64,62 @@ def test_a_padded_end_repeats_less_than_a_step_and_a_dropped_one_lacks_less(
     assert max(len(padded) - len(left), len(left) - len(dropped)) < step
 
 
-@given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 99), st.data())
-def test_spans_are_the_samples_of_the_row_in_its_order(sizes, seed, data):
-    order = [permutation(len(sizes), seed=seed).at(place) for place in range(len(sizes))]
-    shards = Shards(sizes, order)
-    row = [(shard, sample) for shard in order for sample in range(sizes[shard])]
-    assert len(shards) == len(row)
+def pairs_of(shards, sizes):
+    """A dataset of (shard, sample) pairs."""
+
+    def read(shard, start, stop):
+        return [(shard, sample) for sample in range(start, stop)]
+
+    return ShardDataset(shards, sizes, read)
+
+
+def spans_of(sizes, places):
+    """What a range of the row is made of: the number of a shard, and samples of it."""
+    asked = []
+
+    def read(*span):
+        asked.append(span)
+        return range(*span[1:])
+
+    list(ShardDataset(range(len(sizes)), sizes, read).samples(places))
+    return asked
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.data())
+def test_a_range_is_read_as_the_samples_of_the_row_in_its_order(sizes, data):
+    row = [(shard, sample) for shard, size in enumerate(sizes) for sample in range(size)]
+    dataset = pairs_of(range(len(sizes)), sizes)
+    assert len(dataset) == len(row)
     start = data.draw(st.integers(0, len(row)))
     stop = data.draw(st.integers(start, 2 * len(row)))
-    spans = list(shards.spans(range(start, stop)))
-    found = [(span.shard, sample) for span in spans for sample in range(span.start, span.stop)]
-    assert found == (row * 2)[start:stop]
-    assert all(span.stop > span.start for span in spans)
+    assert list(dataset.samples(range(start, stop))) == (row * 2)[start:stop]
+    assert all(first < last for _, first, last in spans_of(sizes, range(start, stop)))
 
 
-def test_spans_of_a_row():
-    assert list(Shards([3, 0, 4]).spans(range(1, 5))) == [Span(0, 1, 3), Span(2, 0, 2)]
-    assert list(Shards([3, 4], [1, 0]).spans(range(3, 8))) == [
-        Span(1, 3, 4),
-        Span(0, 0, 3),
-        Span(1, 0, 1),
-    ]
+def test_a_shard_is_read_at_one_go():
+    assert spans_of([3, 0, 4], range(1, 5)) == [(0, 1, 3), (2, 0, 2)]
+    assert spans_of([4, 3], range(3, 8)) == [(0, 3, 4), (1, 0, 3), (0, 0, 1)]
 
 
-class Text(IterableDataset):
-    """Reads (shard, sample) pairs from where the job stands."""
-
-    sizes = (5, 9, 2, 14, 7)
-
-    def __init__(self, sampler, batch):
-        self.sampler, self.batch = sampler, batch
-
-    def __iter__(self):
-        info = get_worker_info()
-        reader = {"worker": info.id, "workers": info.num_workers} if info else {}
-        shards = Shards(self.sizes)
-        rank = {"rank": self.sampler.rank, "world_size": self.sampler.num_replicas}
-        for places in deal_ranges(self.sampler.position, batch=self.batch, **rank, **reader):
-            for span in shards.spans(places):
-                for sample in range(span.start, span.stop):
-                    yield span.shard, sample
+TEXT = pairs_of(range(5), (5, 9, 2, 14, 7))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_iterable_data_goes_on_at_another_world_size(workers):
-    total, used, state = sum(Text.sizes), Counter(), None
+    total, used, state = sum(TEXT.sizes), Counter(), None
     for world, batch, steps in ((2, 3, 3), (3, 2, 1), (1, 4, None)):
         for rank in range(world):
             sampler = ElasticDistributedSampler(range(total), world, rank, shuffle=False)
             if state:
                 sampler.load_state_dict(state)
-            loader = DataLoader(Text(sampler, batch), batch, num_workers=workers)
+            loader = DataLoader(Stream(TEXT, sampler, batch), batch, num_workers=workers)
             for shard, sample in itertools.islice(loader, steps):
                 used.update(zip(shard.tolist(), sample.tolist(), strict=True))
                 sampler.advance(batch * world)
         state = sampler.state_dict()
         assert sum(used.values()) == state["consumed"]
-    assert used == Counter((s, k) for s, size in enumerate(Text.sizes) for k in range(size))
+    assert used == Counter((s, k) for s, size in enumerate(TEXT.sizes) for k in range(size))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -129,9 +127,9 @@ def test_workers_read_an_epoch_from_where_they_were_started_so_they_must_not_per
     """As deal_ranges warns of: workers that live on know nothing of the job's later positions."""
     read = {}
     for persistent in (False, True):
-        sampler = ElasticDistributedSampler(range(sum(Text.sizes)), 1, 0, start_index=20)
+        sampler = ElasticDistributedSampler(range(sum(TEXT.sizes)), 1, 0, start_index=20)
         loader = DataLoader(
-            Text(sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
+            Stream(TEXT, sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
         )
         read[persistent] = []
         for epoch in range(2):
@@ -154,21 +152,14 @@ def test_a_reader_that_cannot_be_is_refused_at_once(change, named):
         deal_ranges(Position(0, 0, 0, 9), **{"rank": 0, "world_size": 2, "batch": 1, **change})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "order", "named"),
-    [
-        ([1, 2], [0, 0], "order .*2 shards"),
-        ([1, -2], None, "sizes.*got -2"),
-    ],
-)
-def test_shards_that_cannot_be_are_refused(sizes, order, named):
-    with pytest.raises(ConfigError, match=named):
-        Shards(sizes, order)
+def test_a_shard_of_less_than_no_samples_is_refused():
+    with pytest.raises(ConfigError, match=r"sizes.*got -2"):
+        pairs_of("ab", [1, -2])
 
 
 @pytest.mark.parametrize("places", [range(0, 9, 2), range(-1, 2)])
 def test_places_outside_the_row_are_refused(places):
     with pytest.raises(ConfigError, match="3 samples"):
-        list(Shards([3]).spans(places))
+        list(pairs_of("a", [3]).samples(places))
     with pytest.raises(ConfigError, match="0 samples"):
-        list(Shards([]).spans(range(1)))
+        list(pairs_of("", []).samples(range(1)))

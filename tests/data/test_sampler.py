@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections import Counter
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
@@ -30,8 +30,7 @@ def steps_of(samplers, batch):
     """What each step of the world uses, over all ranks, in the order of the epoch."""
     left = [list(sampler) for sampler in samplers]
     for k in range(0, max(len(indices) for indices in left), batch):
-        rounds = zip_longest(*(indices[k : k + batch] for indices in left))
-        yield [index for one_round in rounds for index in one_round if index is not None]
+        yield in_turn(indices[k : k + batch] for indices in left)
 
 
 @given(
@@ -94,7 +93,7 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
         ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1]) >= here
         assert ranks[-1][:here] == order[sampler.rank : left : world]
-    rounds = [index for turn in zip_longest(*ranks) for index in turn if index is not None]
+    rounds = in_turn(ranks)
     assert left == {"pad": n, "exact": n, "drop": n - n % world}[tail]
     assert rounds[:left] == order[:left]
     assert rounds[left:] == (order * world)[: len(rounds) - left]
@@ -108,7 +107,7 @@ def test_padding_after_a_resume_repeats_less_than_a_world_and_leaves_nothing_out
         sampler.set_epoch(0)
     order = list(ElasticDistributedSampler(range(n), 1, 0))
     ranks = [list(sampler) for sampler in samplers]
-    dealt = [index for one_round in zip(*ranks, strict=True) for index in one_round]
+    dealt = in_turn(ranks)
     repeats = dealt[n - start :]
     assert dealt[: n - start] == order[start:]
     assert len(repeats) < world

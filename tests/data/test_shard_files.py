@@ -15,9 +15,10 @@ from collections import Counter
 import fsspec
 import pytest
 import torch
+from dealing import Stream
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elasticlib import (
@@ -25,7 +26,6 @@ from elasticlib import (
     ElasticBatchSampler,
     ElasticDistributedSampler,
     ShardDataset,
-    deal_ranges,
 )
 from elasticlib.errors import ConfigError, StateMismatch
 
@@ -186,20 +186,6 @@ def test_contiguous_shares_are_the_same_batches_and_as_large(n, batch, world):
         assert sum(shares, []) == order[step * batch : (step + 1) * batch]  # noqa: RUF017 - short
         for batches in ranks:
             batches.advance()
-
-
-class Stream(IterableDataset):
-    """As docs/guide/data.md has it: for a reader that is to be told which ranges come next."""
-
-    def __init__(self, dataset, sampler, batch):
-        self.dataset, self.sampler, self.batch = dataset, sampler, batch
-
-    def __iter__(self):
-        info = get_worker_info()
-        worker = {"worker": info.id, "workers": info.num_workers} if info else {}
-        rank = {"rank": self.sampler.rank, "world_size": self.sampler.num_replicas}
-        for places in deal_ranges(self.sampler.position, batch=self.batch, **rank, **worker):
-            yield from self.dataset.samples(places)
 
 
 @pytest.mark.parametrize("loader_of", [DataLoader, StatefulDataLoader])

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,11 +61,9 @@ def test_resumed_at_other_world_sizes_the_union_is_the_same(of, segments, last):
             if state:
                 sampler.load_state_dict(state)
             sampler.set_epoch(0)
-        rounds = itertools.zip_longest(*map(list, samplers))
-        for dealt in itertools.islice(rounds, steps):
-            used += [index for index in dealt if index is not None]
-            for sampler in samplers:
-                sampler.advance(world)
+        used += in_turn(list(sampler)[:steps] for sampler in samplers)
+        for sampler in samplers:
+            sampler.advance(steps * world)
         state = samplers[-1].state_dict()
         assert used == whole[: state["consumed"]]
     assert used == whole
@@ -82,14 +81,7 @@ def test_global_batches_are_of_the_same_draws_at_any_world_size():
             ),
             strict=True,
         )
-        dealt = [
-            index
-            for shares in steps
-            for turn in itertools.zip_longest(*shares)
-            for index in turn
-            if index is not None
-        ]
-        assert dealt == draws(of)
+        assert [index for shares in steps for index in in_turn(shares)] == draws(of)
 
 
 def successive(of, count):
@@ -138,7 +130,7 @@ def test_sorted_part_by_part_it_is_the_order_of_all_keys(of, seed, at_least, dat
     keys = order.keys(0, len(of)).tolist()
     expected = sorted(range(len(of)), key=lambda index: (keys[index], index))[:positive]
     start = data.draw(st.integers(0, positive - 1))
-    places = torch.arange(start, positive + start)  # its end repeats the order's start
+    places = torch.arange(start, positive + start) % positive  # an end repeats the order's start
     assert order(places).tolist() == (expected * 2)[start : positive + start]
 
 

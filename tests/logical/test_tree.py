@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticlib.data.deal import share_of
 from elasticlib.errors import ConfigError
-from elasticlib.logical.shares import TreeSum, pieces, seed_of, share, workers_of
+from elasticlib.logical.shares import TreeSum, pieces, seed_of, workers_of
 
 CASES = [(count, world) for count in range(1, 17) for world in range(1, count + 1)]
 counts_and_worlds = st.integers(1, 300).flatmap(
@@ -38,7 +39,7 @@ def by_ranks(count, world):
         own = TreeSum(count, pair)
         for worker in workers_of(count, world, rank):
             own.push(range(worker, worker + 1), worker)
-        assert own.nodes == pieces(count, world, rank)
+        assert [node for node, _ in own.waiting] == pieces(count, world, rank)
         for node, value in own.waiting:
             whole.push(node, value)
     return whole.waiting
@@ -90,7 +91,7 @@ def test_powers_of_two_send_as_much_as_a_ring_all_reduce(world):
 
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_shares_cover_everything_in_order_and_differ_by_one_at_most(total, parts):
-    shares = [share(total, parts, index) for index in range(parts)]
+    shares = [share_of(total, rank=index, world_size=parts) for index in range(parts)]
     assert [place for mine in shares for place in mine] == list(range(total))
     sizes = [len(mine) for mine in shares]
     assert sizes == sorted(sizes, reverse=True)
@@ -101,19 +102,20 @@ def test_shares_cover_everything_in_order_and_differ_by_one_at_most(total, parts
 def test_a_ranks_samples_are_its_logical_workers_whatever_the_world(case, batch):
     count, world = case
     dealt = [
-        list(share(batch, count, worker))
+        list(share_of(batch, rank=worker, world_size=count))
         for rank in range(world)
         for worker in workers_of(count, world, rank)
     ]
-    assert dealt == [list(share(batch, count, worker)) for worker in range(count)]
+    workers = range(count)
+    assert dealt == [list(share_of(batch, rank=worker, world_size=count)) for worker in workers]
 
 
 def test_more_ranks_than_logical_workers_are_refused():
     with pytest.raises(ConfigError, match="got 5 and 4"):
         workers_of(4, 5, 0)
-    for wrong in [(-1, 2, 0), (3, 2, 2), (3, 2, -1), (3, 0, 0)]:
-        with pytest.raises(ConfigError, match=r"total.* index"):
-            share(*wrong)
+    for size, parts, index in [(-1, 2, 0), (3, 2, 2), (3, 2, -1), (3, 0, 0)]:
+        with pytest.raises(ConfigError, match=r"size >= 0|rank < world_size"):
+            share_of(size, rank=index, world_size=parts)
 
 
 def test_seeds_differ_in_each_of_what_they_are_for_and_stay_the_same_for_ever():

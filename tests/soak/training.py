@@ -31,7 +31,6 @@ from elasticlib.examples.train_text import (
     ByteTransformer,
     Windows,
     join_process_group,
-    leave_process_group,
     loss_of,
     sha256_of,
 )
@@ -230,7 +229,7 @@ def main() -> None:
     else:
         with CheckpointManager(folder / "checkpoints", keep_last=KEEP_LAST) as manager:
             loop.run(manager)
-    leave_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
