@@ -80,15 +80,11 @@ class Snapshot:
 class SnapshotMemory(Source):
     """What one worker keeps in its agent's memory, and finds there.
 
-    Args:
-        where: that memory.
-        name: tells apart several kinds of snapshots in one program, as of two managers.
-        rank, world_size: of this worker.
-        writes: whether this worker keeps a state that is the same on all ranks, which only one
-            worker of each node has to; of a sharded one each keeps its part.
-        folder: where the agent writes the newest snapshot when the job drains or fails for good;
-            empty for nowhere.
-        shared: whether that folder is one for all nodes, or each has its own.
+    where: that memory. name: tells apart several kinds of snapshots in one program, as of two
+    managers. rank, world_size: of this worker. writes: whether it keeps a state that is the same on
+    all ranks, which only one worker of each node has to; of a sharded one each keeps its part.
+    folder: where the agent writes the newest snapshot when the job drains or fails for good; empty
+    for nowhere. shared: whether that folder is one for all nodes, or each has its own.
 
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in
     between; then of a state in parts there is a step that all ranks hold, whenever they are killed.
@@ -134,18 +130,11 @@ class SnapshotMemory(Source):
         return str(self._folder)
 
     def snapshot(self, step: int, state: object) -> Snapshot | None:
-        """Keep `state` as it is after `step`; None where this worker makes none.
+        """Keep `state`, as `CheckpointManager.save` takes it, as it is after `step`; of one with
+        DTensors this rank's part. None where this worker makes none.
 
-        When it returns, the state may change: the snapshot does not.
-
-        Args:
-            step: at least 0.
-            state: as of `CheckpointManager.save`. Of one with DTensors this rank's part is kept,
-                as `sharded.lay_out_part` has it.
-
-        Raises:
-            CheckpointError: the state cannot be saved, or there is no memory for it. The earlier
-                snapshots stay.
+        When it returns, the state may change: the snapshot does not. Raises CheckpointError: the
+        state cannot be saved, or there is no memory for it. The earlier snapshots stay.
         """
         began = monotonic()
         plain, shards = take_shards(values_of(state))
@@ -165,7 +154,7 @@ class SnapshotMemory(Source):
     def keep(
         self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
     ) -> Snapshot:
-        """Keep what was laid out: `part` of so many `parts` of a state, by `Record`'s words."""
+        """Keep what was laid out: see `Record`."""
         before = self._record.sequence or self._made_before(part)
         record = attrs.evolve(
             self._record,
@@ -235,9 +224,9 @@ class SnapshotMemory(Source):
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
 
-        What came from another node's memory is kept in this one's as well: that node may be the
-        next to go. So does each rank of a sharded state if any was sent some of it: then they have
-        it as these ranks cut it up. What is on a disk lasts by itself.
+        What came from another node's memory is kept in this one's as well, as that node may be the
+        next to go. Of a sharded state each rank keeps its new part if any rank was sent some of
+        it. What is on a disk lasts by itself.
         """
         self.go_on_from(found.step)
         lacks = found.moved or found.step not in [held.step for held in self.held()]
