@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -138,7 +137,8 @@ class SnapshotMemory(Source):
         """
         began = monotonic()
         plain, shards = take_shards(values_of(state))
-        if not self._writes and all(_is_same_on_all(shard) for shard in shards.values()):
+        placements = (placement for shard in shards.values() for placement in shard.placements)
+        if not self._writes and all(placement.is_replicate() for placement in placements):
             return None
         if shards:
             # It takes its time to import, and most states are not sharded.
@@ -173,8 +173,8 @@ class SnapshotMemory(Source):
                 copied = monotonic() - copying
             self._record = record
             # What is of no more use goes before memory for the next one is made.
-            if not tell(self._folder):
-                self._clear_up()
+            if not tell(self._folder) and self._earlier and record.sequence >= record.keep:
+                self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
         self._sealing.begin(record)
         return Snapshot(step, layout.size, monotonic() - began, copied)
 
@@ -256,10 +256,6 @@ class SnapshotMemory(Source):
         name = self._record.name
         return max((r.sequence for r in made if (r.name, r.part) == (name, part)), default=0)
 
-    def _clear_up(self) -> None:
-        if self._earlier and self._record.sequence >= self._record.keep:
-            self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
-
 
 def _held(found: Found) -> Held:
     record = found.record
@@ -267,10 +263,6 @@ def _held(found: Found) -> Held:
     name = f"{found.file}:{record.sequence}"
     line = (record.part if parts else 0, parts, record.run, record.generation)
     return Held(record.step, MEMORY, name, *line)
-
-
-def _is_same_on_all(shard: Any) -> bool:
-    return all(placement.is_replicate() for placement in shard.placements)
 
 
 class Sealing:
