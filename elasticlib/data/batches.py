@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ConfigError
-from .deal import Position, Tail, check_int, check_one_of, end_of_deal, share_of
+from .deal import Position, Tail, check_int, check_one_of, share_of
 from .permutation import order_of, runs_of
 from .sampler import ElasticDistributedSampler, JobIterable
 
@@ -280,12 +280,6 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
         if self._over(self.progress.position):  # a dropped tail is not for another batch size
             self.progress.advance(position.length)
         return samples
-
-    def _end(self, start: Position) -> int:
-        return end_of_deal(start, self.global_batch, self.tail)
-
-    def _over(self, position: Position) -> bool:
-        return self._end(position) <= position.consumed
 
     def _share(self, samples: int) -> range:
         """Which places of a batch of so many are this rank's."""
