@@ -106,12 +106,13 @@ class Exchange:
 
 @attrs.frozen
 class _Bucket:
-    """One part of a flat gradient, on its way: what comes in, by rank and node."""
+    """One part of a flat gradient, on its way."""
 
     start: int
     size: int
     """Of each rank's slice, in elements."""
     received: dict[int, list[Tensor]]
+    """By rank, for each of its nodes."""
     works: list[dist.Work]
 
     def slice_of(self, rank: int) -> slice:
@@ -124,11 +125,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class ModelSum:
-    """The sum of the gradients of all logical workers, for the parameters of a model.
-
-    Args:
-        parameters: those that are trained, by name; each once.
-        exchange: adds up what the ranks have.
+    """The sum of the gradients of all logical workers, for the trained parameters of a model.
 
     Raises:
         ConfigError: a parameter cannot be trained so; the message names it and says why.
