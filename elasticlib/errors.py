@@ -77,6 +77,10 @@ class CheckpointCorrupt(CheckpointError):
     """A checkpoint is not whole: cut short, changed, or not one of ours."""
 
 
+class Unreadable(CheckpointError):
+    """What is there may be a whole checkpoint: it could not be read, or not by this program."""
+
+
 class CheckpointRefused(CheckpointError):
     """Somebody newer writes checkpoints there: this process is of the past, and must end."""
 

@@ -186,7 +186,6 @@ class ElasticAgent:
         with SignalObserver(self._options.heeded, self.heed):
             try:
                 self._handler.follow(self._stuck)
-                self._handler.prepare()
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self.workers.prepare(self._spec)
@@ -422,8 +421,8 @@ class ElasticAgent:
         self._join()
 
     def _join(self) -> None:
-        """Ask for the next generation once workers can be started at once: the other nodes do not
-        stop theirs for one that is not ready."""
+        """Ask for the next generation once all that takes its time is prepared: the other nodes do
+        not stop their workers for a node that cannot start its own at once."""
         hears = partial(self._tell_of, self._attempt)
         if not self._prepared:
             helper(partial(self._await_prepared, hears), "agent-prepare", self._broke).start()
@@ -432,6 +431,7 @@ class ElasticAgent:
 
     def _await_prepared(self, failed: Callable[[Exception], None]) -> None:
         try:
+            self._handler.prepare()
             self.workers.await_prepared()
         except Exception as error:
             failed(error)

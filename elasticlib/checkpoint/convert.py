@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ..errors import CheckpointCorrupt, CheckpointError, describe, present
 from .file import load_checkpoint
 from .manager import CheckpointManager
+from .outline import full_name
 
 DCP_LIST = ".metadata"
 """The file that makes a folder one of DCP's."""
@@ -171,7 +172,7 @@ def write_dcp(path: str | os.PathLike[str], state: object) -> None:
     """
     target = Path(path)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"DCP saves a dict of names, and the state is a {_kind(state)}")
+        raise CheckpointError(f"DCP saves a dict of names, and the state is a {full_name(state)}")
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
             with _in_one_process():
@@ -218,7 +219,7 @@ class _Reader(FileSystemReader):
         with open(Path(self.path, DCP_LIST), "rb") as file:
             found = _ListUnpickler(file).load()
         if not isinstance(found, metadata.Metadata):
-            raise pickle.UnpicklingError(f"{DCP_LIST} is a {_kind(found)}")
+            raise pickle.UnpicklingError(f"{DCP_LIST} is a {full_name(found)}")
         return found
 
 
@@ -308,10 +309,6 @@ def _empty(value: object, name: str = "") -> list[str]:
         for key, item in value.items()
         for found in _empty(item, f"{name}.{key}" if name else str(key))
     ]
-
-
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _why(error: BaseException) -> str:

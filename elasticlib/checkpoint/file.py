@@ -11,24 +11,25 @@ end, are still read: checked as well, and unpickled with `weights_only=True` alo
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import pickle
+import re
 import secrets
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError
-from .interface import Unreadable
-from .names import aside_name, natural_key, target_of
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
+from .manifest import aside_name, target_of
 from .pack import Layout, lay_out, pieces, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
 from .state import values_of
 from .storages import MapLocation
+from .summing import READERS, read_summed, room
 
 _CHUNK = 1 << 20
 
@@ -90,7 +91,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
             return _unpickled(file, path, map_location)
         head = _head(file, path)
         # The memory is the tensors' own.
-        memory = memoryview(mmap.mmap(-1, head.size))
+        memory = memoryview(room(head.size))
         _check_pack(file, path, head, memory)
     try:
         return unpack(memory, map_location=map_location, copy=False)
@@ -109,7 +110,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         pattern: which names are checkpoints, as a glob.
     """
     names = [path.name for path in Path(folder).glob(pattern) if not target_of(path.name)]
-    for name in sorted(names, key=natural_key, reverse=True):
+    for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
         try:
             with open(path, "rb") as file:
@@ -122,6 +123,12 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         else:
             return path
     return None
+
+
+def _natural_key(name: str) -> tuple[list[str | int], str]:
+    """Sorts names with numbers in them as people do: step-9 before step-10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
 def _write(aside: Path, layout: Layout) -> None:
@@ -187,21 +194,20 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
 def _check_pack(
     file: BinaryIO, path: str | os.PathLike[str], head: Head, memory: memoryview | None = None
 ) -> None:
-    """Read a pack, all of it, into `memory` if there is one, and compare its sum."""
-    file.seek(0)
-    room = memoryview(bytearray(min(_CHUNK, head.size))) if memory is None else memory
-    summed = at = 0
-    while at < head.size:
-        # First the head, which carries a sum of its own.
-        end = head.start if at < head.start else head.size
-        begin = 0 if memory is None else at
-        piece = room[begin : begin + min(_CHUNK, end - at)]
-        count = file.readinto(piece)  # type: ignore[attr-defined]
-        if not count:
-            raise _corrupt(path, f"it ends after {at} of {head.size} bytes")
-        if at >= head.start:
-            summed = zlib.crc32(piece[:count], summed)
-        at += count
+    """Read a pack, all of it, into `memory` if there is some, and compare its sum."""
+
+    def read(at: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
+        count = os.preadv(file.fileno(), [buffer[:_CHUNK]], head.start + at)
+        piece(buffer[:count])
+        return count
+
+    if memory is not None:
+        os.preadv(file.fileno(), [memory[: head.start]], 0)
+    into = None if memory is None else memory[head.start :]
+    size = head.size - head.start
+    count, summed = read_summed(read, size, into, threads=READERS)
+    if count < size:
+        raise _corrupt(path, f"it ends after {head.start + count} of {head.size} bytes")
     if summed != head.summed:
         raise _corrupt(
             path, f"it says CRC-32 {head.summed:08x} of its data, these give {summed:08x}"

@@ -10,22 +10,19 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorrupt, CheckpointError
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from . import manifest as manifests
-from .disk import LocalPlace
-from .interface import Unreadable
-from .manifest import Manifest, OtherFormat
+from .local import CHUNK, LocalPlace, NotAFile, Place
+from .manifest import Health, Manifest, OtherFormat, best_of
 from .pack_head import HEAD_BYTES, size_of
-from .place import CHUNK, NotAFile, Place, no_news
-from .prune import Health
 from .remote import RemotePlace
-from .summing import read_summed, room
+from .summing import no_news, read_summed, room
 
 if TYPE_CHECKING:
     from .storages import MapLocation
@@ -66,7 +63,7 @@ class Found:
 class CheckpointFolder:
     """Reads the checkpoints in one place.
 
-    passed_over: why the last `load` or `latest` did not take newer ones, by step.
+    passed_over: why the last `load`, `latest` or `best` did not take those before, by step.
     """
 
     def __init__(self, place: Place) -> None:
@@ -138,17 +135,18 @@ class CheckpointFolder:
         known, health = self._known.get(manifest.step, (None, Health.UNKNOWN))
         return health if known == manifest else Health.UNKNOWN
 
-    def check(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
-        """What is wrong with it; None if nothing. It is read unless it is known to be good.
+    def check(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> int:
+        """Its step, if it is whole. It is read unless it is known to be good.
 
         Raises:
-            Unreadable: it cannot be read; nothing is known of it.
+            CheckpointCorrupt: it is damaged. Unreadable: it cannot be read; nothing is known of it.
         """
-        if self.health(manifest) is Health.GOOD:
-            return None
-        reason = self.flaw(manifest, seen)
-        self.know(manifest, Health.BAD if reason else Health.GOOD)
-        return reason
+        if self.health(manifest) is not Health.GOOD:
+            reason = self.flaw(manifest, seen)
+            self.know(manifest, Health.BAD if reason else Health.GOOD)
+            if reason:
+                raise self._damaged(manifest, reason)
+        return manifest.step
 
     def flaw(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
         """What is wrong with a checkpoint, having read every byte of it; None if nothing.
@@ -178,26 +176,25 @@ class CheckpointFolder:
 
     # -- its bytes ----------------------------------------------------------------------------
 
-    def read(
-        self, manifest: Manifest, number: int = 0, seen: Callable[[memoryview], None] = no_news
-    ) -> mmap.mmap:
+    def read(self, manifest: Manifest, number: int = 0) -> mmap.mmap:
         """One file of a checkpoint, checked, in memory of its own.
 
         Raises:
             CheckpointCorrupt: it is damaged. Unreadable: it cannot be read.
         """
-        what, size = self.describe(manifest.step), manifest.files[number].size
         reason = self._size_flaw(manifest, number)
         if reason:
-            raise CheckpointCorrupt(f"{what} is damaged: {reason}")
+            raise self._damaged(manifest, reason)
+        size = manifest.files[number].size
         try:
             memory = room(max(1, size))
         except (OSError, OverflowError) as error:
             # It may be whole: to go on from an older one, on a machine that is too small, loses it.
+            what = self.describe(manifest.step)
             raise Unreadable(f"{what} needs {size} bytes of memory: {error}") from error
-        reason = self._sum_flaw(manifest, number, memoryview(memory), seen)
+        reason = self._sum_flaw(manifest, number, memoryview(memory))
         if reason:
-            raise CheckpointCorrupt(f"{what} is damaged: {reason}")
+            raise self._damaged(manifest, reason)
         return memory
 
     def read_range(
@@ -214,15 +211,18 @@ class CheckpointFolder:
             with self._reading(manifest):
                 return buffer[: self.place.read_into(_path(manifest, number), buffer, start=start)]
         except FileNotFoundError:
-            what = self.describe(manifest.step)
-            raise CheckpointCorrupt(f"{what} is damaged: {file.name} is missing") from None
+            raise self._damaged(manifest, f"{file.name} is missing") from None
 
     def head(self, manifest: Manifest, number: int = 0) -> bytes:
         """The first bytes of one file, up to the elements of its pack; see `read_range`."""
-        first = bytes(self.read_range(manifest, number, 0, memoryview(bytearray(HEAD_BYTES))))
-        _, size = size_of(first)
-        most = min(size, manifest.files[number].size)
-        return bytes(self.read_range(manifest, number, 0, memoryview(bytearray(most))))
+        _, size = size_of(bytes(self._first(manifest, number, HEAD_BYTES)))
+        return bytes(self._first(manifest, number, min(size, manifest.files[number].size)))
+
+    def _first(self, manifest: Manifest, number: int, count: int) -> memoryview:
+        return self.read_range(manifest, number, 0, memoryview(bytearray(count)))
+
+    def _damaged(self, manifest: Manifest, reason: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {reason}")
 
     def _size_flaw(self, manifest: Manifest, number: int) -> str | None:
         """What is wrong with the size of a large file, by its first bytes; None if nothing.
@@ -233,9 +233,8 @@ class CheckpointFolder:
         file = manifest.files[number]
         if file.size <= CHUNK:
             return None
-        first = memoryview(bytearray(HEAD_BYTES))
         try:
-            size, _ = size_of(self.read_range(manifest, number, 0, first))
+            size, _ = size_of(self._first(manifest, number, HEAD_BYTES))
         except CheckpointCorrupt as error:
             return f"{file.name}: {error}"
         return None if size == file.size else f"{file.name} is a pack of {size} bytes"
@@ -245,7 +244,7 @@ class CheckpointFolder:
         manifest: Manifest,
         number: int,
         into: memoryview | None,
-        seen: Callable[[memoryview], None],
+        seen: Callable[[memoryview], None] = no_news,
     ) -> str | None:
         """What is wrong with a file, having read every byte of it; None if nothing."""
         file, path = manifest.files[number], _path(manifest, number)
@@ -261,7 +260,9 @@ class CheckpointFolder:
             return f"{file.name} is missing"
         if count != file.size:
             return f"{file.name} has {count} of {file.size} bytes"
-        return manifests.sum_flaw(file, summed)
+        if summed != file.crc32:
+            return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {summed:08x}"
+        return None
 
     @contextlib.contextmanager
     def _reading(self, manifest: Manifest) -> Iterator[None]:
@@ -274,7 +275,7 @@ class CheckpointFolder:
             what = self.describe(manifest.step)
             raise Unreadable(f"{what} cannot be read: {error}") from error
 
-    # -- its state ----------------------------------------------------------------------------
+    # -- which one, and its state --------------------------------------------------------------
 
     def load(
         self, step: int | None, *, like: object = None, map_location: MapLocation = "cpu"
@@ -283,30 +284,35 @@ class CheckpointFolder:
         read = partial(self._state, like=like, map_location=map_location)
         if step is not None:
             return read(self._whole(self._only(manifests.check_step(step))))
-        return self._newest(read)
+        return self._take_first(self.found(), read)
 
     def latest(self) -> int | None:
         """See `CheckpointManager.latest`."""
-
-        def checked(manifest: Manifest) -> int:
-            flaw = self.check(manifest)
-            if flaw:
-                raise CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {flaw}")
-            return manifest.step
-
         with contextlib.suppress(FileNotFoundError):
-            return self._newest(checked)
+            return self._take_first(self.found(), self.check)
         return None
 
-    def _newest(self, take: Callable[[Manifest], T]) -> T:
-        """What `take` gives for the newest checkpoint that it does not raise for.
+    def best(self, metric: str, order: str) -> int | None:
+        """See `CheckpointManager.best`."""
+        found = {one.step: one for one in self.found()}
+        for one in found.values():
+            if one.unread:
+                self._whole(one)  # raises: it may be better than all others
+        metrics = {step: one.manifest.metrics for step, one in found.items() if one.manifest}
+        best = [found[step] for step in best_of(metrics, metrics, metric, order)]
+        with contextlib.suppress(FileNotFoundError):
+            return self._take_first(best, self.check)
+        return None
+
+    def _take_first(self, candidates: Iterable[Found], take: Callable[[Manifest], T]) -> T:
+        """What `take` gives for the first of these that it does not raise for.
 
         Raises:
-            FileNotFoundError: there is none. Unreadable: a newer one may be whole, and to take an
-                older one in its place would be a loss.
+            FileNotFoundError: there is none. Unreadable: an earlier one may be whole, and to take
+                a later one in its place would be a loss.
         """
         self.passed_over = {}
-        for found in self.found():
+        for found in candidates:
             try:
                 return take(self._whole(found))
             except Unreadable:
@@ -345,16 +351,15 @@ class CheckpointFolder:
         return state
 
     def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
-        from .sharded import Parts, load_parts
-        from .state import parameters_in, values_of
+        from .sharded import load_parts
 
-        parts = Parts(
-            manifest.parts,
-            partial(self.head, manifest),
+        heads = [self.head(manifest, number) for number in range(manifest.parts)]
+        return load_parts(
+            heads,
             lambda number: memoryview(self.read(manifest, number)),
+            like,
+            map_location=map_location,
         )
-        values = None if like is None else values_of(like)
-        return load_parts(parts, values, parameters=parameters_in(like), map_location=map_location)
 
 
 def _path(manifest: Manifest, number: int) -> str:

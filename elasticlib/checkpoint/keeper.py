@@ -7,54 +7,30 @@ up themselves. What is in memory alone at the end is for `persist.py` to write.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import select
 import socket
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from ..agent.interface import Memory
-from ..clock import monotonic
-from ..errors import ConfigError, ElasticError, present
+from ..errors import ConfigError
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
 from ..workers.spec import WorkerGroup
 from . import memory
-from .memory import NEWS, Found, newest_of_each, outlived
 from .persist import LastWrites
-from .replicas import (
-    RETRY_SECONDS,
-    Giver,
-    Mailbox,
-    Sort,
-    Stores,
-    encode_place,
-    givers,
-    serve,
-    takers,
-)
-
-log = logging.getLogger("elasticlib.checkpoint")
+from .replicas import Replicating, Stores
 
 FLUSH_SECONDS = 5.0
 """For which a node that leaves waits until the others have its last replicas."""
-LOOK_SECONDS = 2.0
-"""Between two looks for what workers have made anew after others had removed it."""
 
 
 class SnapshotKeeper(Memory):
     """Of one agent.
 
-    Args:
-        era: the folder for one start of the workers, by its number; see
-            `elasticlib.workers.session`.
-        stores: how stores are reached.
-        replicas: how many other nodes keep each snapshot.
-        secret: what the nodes of the job prove to know, if anything.
-        address: of this node, where others reach it; found out if it is empty.
+    era: the folder for one start of the workers, by its number; see `elasticlib.workers.session`.
+    stores: how stores are reached. replicas: how many other nodes keep each snapshot. secret: what
+    the nodes of the job prove to know, if anything. address: of this node, where others reach it;
+    found out if it is empty.
     """
 
     def __init__(
@@ -66,11 +42,8 @@ class SnapshotKeeper(Memory):
         secret: bytes | None = None,
         address: str = "",
     ) -> None:
-        self._era = era
-        self._stores = stores
-        self._replicas = replicas
-        self._secret = secret
-        self._address = address
+        self._era, self._stores, self._replicas = era, stores, replicas
+        self._secret, self._address = secret, address
         self._folder: Path | None = None
         self._info: RendezvousInfo | None = None
         self._replicating: Replicating | None = None
@@ -105,200 +78,29 @@ class SnapshotKeeper(Memory):
             ) from error
 
     def rest(self) -> None:
-        if self._folder is None or self._helping is not None:
-            return
-        # A node that leaves may need parts that are here, and is waited for before others start.
-        self._helping = self._last_writes(leaves=False)
-        helper(self._helping.run, "agent-helps").start()
+        if self._folder is not None and self._helping is None:
+            # A node that leaves may need parts that are here, and is waited for before others
+            # start.
+            self._helping = self._last_writes(self._folder, leaves=False)
+            helper(self._helping.run, "agent-helps").start()
 
     def finish(self, *, keep: bool) -> str:
         if keep and self._replicating is not None:
             self._replicating.flush(FLUSH_SECONDS)
         self._end()
-        return self._last_writes(leaves=True).run() if keep and self._folder is not None else ""
+        if not keep or self._folder is None:
+            return ""
+        return self._last_writes(self._folder, leaves=True).run()
 
-    def _last_writes(self, *, leaves: bool) -> LastWrites:
-        memory = present(self._folder, "the folder").parent
-        return LastWrites(memory, self._info, self._stores.alone, leaves=leaves)
+    def _last_writes(self, folder: Path, *, leaves: bool) -> LastWrites:
+        return LastWrites(folder.parent, self._info, self._stores.alone, leaves=leaves)
 
     def _end(self) -> None:
-        helping, self._helping = self._helping, None
-        if helping is not None:
-            helping.stop()
-        replicating, self._replicating = self._replicating, None
-        if replicating is not None:
-            replicating.close()
-
-
-class Replicating:
-    """One generation's replicas: given to the nodes after this one, taken from those before.
-
-    workers: how many this node has. address: where it takes replicas.
-
-    Raises:
-        OSError: nothing can be taken at this address.
-    """
-
-    def __init__(
-        self,
-        info: RendezvousInfo,
-        folder: Path,
-        replicas: int,
-        workers: int,
-        *,
-        stores: Stores,
-        secret: bytes | None,
-        address: str,
-    ) -> None:
-        self._info = info
-        self._folder = folder
-        self._workers = workers
-        self._era = int(folder.name)
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._safe = self._cleared = False
-        self._prefix = f"{info.board}snapshots/"
-        self._pipe = self._made_pipe()
-        rank, nodes = info.rank, info.world_size
-        self._mailbox = Mailbox(folder, givers(rank, nodes, replicas), self._wake)
-        try:
-            self._server, self._place = serve(
-                self._mailbox, address, info.board, stores=stores, secret=secret
-            )
-        except BaseException:
-            os.close(self._pipe)
-            raise
-        self._givers = [
-            Giver(
-                info,
-                to,
-                f"{self._prefix}place/{to}",
-                stores=stores,
-                secret=secret,
-                memory=folder.parent,
-                newest=self._newest,
-                kept=self._wake,
-            )
-            for to in takers(rank, nodes, replicas)
-        ]
-        self._thread = helper(self._watch, "agent-snapshots")
-        self._thread.start()
-
-    def flush(self, seconds: float) -> None:
-        """Until the others have the last snapshots, or `seconds` have passed."""
-        deadline = monotonic() + seconds
-        for giver in self._givers:
-            if giver.lacking():
-                giver.flush(max(0.0, deadline - monotonic()))
-
-    def close(self) -> None:
-        self._over.set()
-        self._wake()
-        for giver in self._givers:
-            giver.stop()
-        self._server.close()
-        self._mailbox.close()
-        for giver in self._givers:
-            giver.close()
-        self._thread.join(1.0)
-        with self._lock:
-            os.close(self._pipe)
-            self._pipe = -1
-        (self._folder / NEWS).unlink(missing_ok=True)
-
-    # -- news of the workers ------------------------------------------------------------------
-
-    def _made_pipe(self) -> int:
-        os.mkfifo(self._folder / NEWS, 0o600)
-        # Read and write: a pipe that no worker has open would have come to its end.
-        return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def _make_anew(self) -> bool:
-        """Whether the pipe was removed, with its folder, and now is there again: as soon as a
-        worker has made the folder anew."""
-        with self._lock:
-            if self._pipe < 0 or self._over.is_set() or (self._folder / NEWS).exists():
-                return False
-            try:
-                pipe = self._made_pipe()
-            except OSError:
-                return False
-            os.dup2(pipe, self._pipe, inheritable=False)
-            os.close(pipe)
-            return True
-
-    def _wake(self) -> None:
-        # Under the lock: a number that was closed may be another file's by now.
-        with self._lock, contextlib.suppress(OSError):  # full: it has enough to wake of
-            os.write(self._pipe, b"\n")
-
-    def _watch(self) -> None:
-        self._announce()
-        poll = select.poll()
-        poll.register(self._pipe, select.POLLIN)
-        while not self._over.is_set():
-            news = poll.poll(LOOK_SECONDS * 1000)
-            if not self._make_anew() and not news:
-                continue
-            with self._lock, contextlib.suppress(OSError):
-                os.read(self._pipe, 65536)
-            for giver in self._givers:
-                giver.wake()
-            try:
-                self._clear_up()
-            except (ElasticError, OSError) as error:
-                log.info("earlier snapshots stay for now: %s", error)
-
-    def _announce(self) -> None:
-        """Say where this node takes replicas."""
-        store = present(self._info.store, "the store")
-        place = encode_place(self._place)
-        while not self._over.is_set():
-            try:
-                store.set(f"{self._prefix}place/{self._info.rank}", place)
-                return
-            except ElasticError as error:
-                log.info("the other nodes are not told where to leave replicas: %s", error)
-                self._over.wait(RETRY_SECONDS)
-
-    # -- what is there ------------------------------------------------------------------------
-
-    def _look(self) -> list[Found]:
-        return memory.look(self._folder.parent)
-
-    def _is_own(self, found: Found) -> bool:
-        return found.era == self._era and not found.owner
-
-    def _newest(self) -> Iterable[Found]:
-        return newest_of_each(filter(self._is_own, self._look()))
-
-    def _clear_up(self) -> None:
-        """Drop what earlier eras left, once this one's stand on their own.
-
-        Of a state in parts that is when all nodes have made theirs *and* given them away: until
-        then the loss of a node takes back to the earlier ones.
-        """
-        if self._cleared:
-            return
-        found = self._look()
-        earlier = {one.record.name for one in found if one.era < self._era}
-        useless = [one for name in earlier for one in outlived(found, self._era, name)]
-        own = [one.record for one in found if self._is_own(one)]
-        in_parts = any(record.parts > 1 for record in own)
-        if in_parts and not self._all_are_safe({(r.name, r.part) for r in own}):
-            return
-        memory.remove(self._folder.parent, useless)
-        self._cleared = bool(own) and len(useless) == sum(one.era < self._era for one in found)
-
-    def _all_are_safe(self, own: set[Sort]) -> bool:
-        store = present(self._info.store, "the store")
-        if not self._safe:
-            given = all(own <= giver.given for giver in self._givers)
-            if len(own) < self._workers or not given:
-                return False
-            store.set(f"{self._prefix}safe/{self._info.rank}", b"")
-            self._safe = True
-        return len(store.list(f"{self._prefix}safe/").entries) == self._info.world_size
+        if self._helping is not None:
+            self._helping.stop()
+        if self._replicating is not None:
+            self._replicating.close()
+        self._helping = self._replicating = None
 
 
 def own_address(info: RendezvousInfo) -> str:

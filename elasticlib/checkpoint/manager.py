@@ -24,20 +24,17 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from ..workers.context import context
 from . import manifest as manifests
+from .choose import Source
 from .commit import Committer, TakesNoWrites
-from .disk import LocalPlace
-from .disk_source import DiskSource
 from .folder import CheckpointFolder, open_place
-from .interface import Source
+from .local import LocalPlace, Place
+from .manifest import Retention, Selection
 from .pack import lay_out
-from .place import Place
-from .prune import Retention, Selection, best_of
-from .put import check_names
 from .remote import RemotePlace
-from .restore import restore_from
+from .restore import DiskSource, restore_from
 from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
 from .snapshots import SnapshotMemory, agent_memory
-from .state import take_shards, values_of
+from .state import check_names, take_shards, values_of
 from .storages import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -255,18 +252,24 @@ class CheckpointManager:
 
     def _measured(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
         """The metrics that can be kept."""
-        best = self._retention.best
-        found: dict[str, Any] = dict(metrics or {})
-        if found and best is not None and best[0] not in found:
+        best, found = self._retention.best, dict[str, float]()
+        if metrics and best is not None and best[0] not in metrics:
             raise CheckpointError(
                 f"step {step} has no metric {best[0]!r}, which keep_best goes by; it has "
-                f"{', '.join(map(repr, found))}: name that one, too, or give no metrics"
+                f"{', '.join(map(repr, metrics))}: name that one, too, or give no metrics"
             )
-        for name, value in list(found.items()):
-            if _is_not_finite(value):
+        for name, value in (metrics or {}).items():
+            number = _as_float(value)
+            if type(name) is not str or number is None:
+                raise CheckpointError(
+                    f"metrics[{name!r}] is {value!r:.80}: a metric is a finite number under a "
+                    "name, so leave out what was not measured"
+                )
+            if math.isfinite(number):
+                found[name] = number
+            else:
                 log.warning("step %d: the metric %r is %s, and is left out", step, name, value)
-                del found[name]
-        return manifests.check_metrics(found)
+        return found
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after `step` in memory of this node's agent, which outlives this process.
@@ -422,7 +425,7 @@ class CheckpointManager:
         node = place.host if memory is None else f"{place.host}:{memory.folder}"
         names = check_names(state)
         agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
-        found = Restored(agreed.step, agreed.source_for(place.rank), agreed.passed_over)
+        found = Restored(agreed.step, agreed.source, agreed.passed_over)
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
         if memory is not None:
@@ -494,19 +497,7 @@ class CheckpointManager:
             raise ConfigError(
                 'best() has to be told by what: give it ("loss", "min"), or the manager keep_best'
             )
-        reader, found = self._reader, self._reader.found()
-        for one in found:
-            if one.unread:
-                raise CheckpointError(f"{reader.describe(one.step)} {one.trouble}")
-        made = {one.step: one.manifest for one in found if one.manifest}
-        metrics = {step: manifest.metrics for step, manifest in made.items()}
-        for step in best_of(made, metrics, *rule.best[:2]):
-            flaw = reader.check(made[step])
-            if not flaw:
-                return step
-            what = reader.describe(step)
-            log.warning("checkpoint passed over: %s is damaged: %s", what, flaw)
-        return None
+        return self._reader.best(*rule.best[:2])
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
@@ -522,7 +513,7 @@ class CheckpointManager:
 
     @property
     def passed_over(self) -> dict[int, str]:
-        """Why the last `latest` or `load` went past newer checkpoints, by step."""
+        """Why the last `latest`, `best` or `load` passed checkpoints over, by step."""
         return dict(self._reader.passed_over)
 
     def prune(self) -> Selection:
@@ -558,11 +549,11 @@ class CheckpointManager:
 
     @cached_property
     def _committer(self) -> Committer:
-        return Committer(self._reader, self._rank_info.writer(), self._retention)
+        return Committer(self._reader, self._rank_info.writer, self._retention)
 
     @cached_property
     def _this_rank(self) -> Writers:
-        return Writers(self._committer, alone=True)
+        return Writers(self._committer)
 
     @cached_property
     def _all_ranks(self) -> Writers:
@@ -571,7 +562,8 @@ class CheckpointManager:
                 "sharded state needs one folder that all ranks see, and shared=False says that "
                 "each node has one of its own"
             )
-        return Writers(self._committer, self._group)
+        ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
+        return Writers(self._committer, dist.new_group(ranks, backend="gloo"))
 
     @cached_property
     def _outcomes(self) -> Outcomes:
@@ -617,8 +609,9 @@ def _with_count(best: Any) -> Any:
     return (*best, 1) if isinstance(best, tuple) and len(best) == 2 else best
 
 
-def _is_not_finite(value: Any) -> bool:
+def _as_float(value: Any) -> float | None:
+    """The number that it is; None if it is none, or too large for one."""
     try:
-        return not math.isfinite(value)
+        return float(value) if hasattr(value, "__float__") else None
     except (OverflowError, RuntimeError, TypeError, ValueError):
-        return False  # it is no number, or too large for one: that is for others to refuse
+        return None

@@ -1,21 +1,27 @@
-"""What one checkpoint consists of: its files with their sizes and sums, who wrote it, and when.
+"""What one checkpoint consists of, and which checkpoints are kept; pure.
 
-A checkpoint counts from the moment at which its manifest is in place; it is written last. Each
-byte of the manifest is summed, too.
+A manifest names the files with their sizes and sums, who wrote them, and when; each of its own
+bytes is summed, too. A checkpoint counts from the moment at which its manifest, written last, is in
+place.
+
+The newest few are kept, one each so many steps, the best, and always the last good one. Nothing is
+deleted while no checkpoint that stays is known to be good, and never what could not be read: it may
+be whole.
 """
 
 from __future__ import annotations
 
+import enum
 import json
-import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-from ..errors import CheckpointCorrupt, CheckpointError
+from ..errors import CheckpointCorrupt, CheckpointError, ConfigError
 from ..foreign import read_fields, read_object
 
 FORMAT = 3
@@ -29,6 +35,7 @@ _FOLDER = re.compile(r"step-([0-9]{10,19})")
 _END = re.compile(rb"\ncrc32 ([0-9a-f]{8})\n")
 _END_BYTES = len(b"\ncrc32 00000000\n")
 _FILE = re.compile(r"[^/\0]+")
+_ASIDE = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
 _YEAR_10000 = 253402300800
 """In seconds since 1970, the first that no calendar here can show."""
 
@@ -52,7 +59,7 @@ class Manifest:
 
     step: after which the state was taken. parts: 0 for a state that is the same on all ranks, in
     one file; else so many ranks wrote a file each, in the order of their ranks. run, launch,
-    generation, writer: see `fence.Writer`. saved_at: seconds since 1970 by the writer's wall
+    generation, writer: see `commit.Writer`. saved_at: seconds since 1970 by the writer's wall
     clock, for people. metrics: what the script measured of the state, such as its loss; finite
     numbers by name. world: the number of ranks that the job had; 0 where it is not known.
     """
@@ -81,23 +88,6 @@ def check_step(step: object) -> int:
     return step
 
 
-def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics as a manifest has them; none are {}. Raises CheckpointError."""
-    found = {}
-    for name, value in dict(metrics or {}).items():
-        try:
-            number = float(value) if hasattr(value, "__float__") else math.nan
-        except (OverflowError, RuntimeError, TypeError, ValueError):
-            number = math.nan
-        if type(name) is not str or not math.isfinite(number):
-            raise CheckpointError(
-                f"metrics[{name!r}] is {value!r:.80}: a metric is a finite number under a name, so "
-                "leave out what was not measured"
-            )
-        found[name] = number
-    return found
-
-
 def folder_of(step: int) -> str:
     """The name of the folder of a step's checkpoint; names sort as the steps do, to 10^10."""
     return f"step-{step:010d}"
@@ -108,6 +98,18 @@ def step_of(folder: str) -> int | None:
     match = _FOLDER.fullmatch(folder)
     step = int(match[1]) if match else -1
     return step if 0 <= step <= MAX_STEP and folder_of(step) == folder else None
+
+
+def aside_name(target: str, token: int) -> str:
+    """A hidden name that no checkpoint has, under which `target` is written before it is whole;
+    `token` tells apart those who write it."""
+    return f".{target}.{token % 2**32:08x}.partial"
+
+
+def target_of(name: str) -> str | None:
+    """The name that the file `name` was being written for; None if it is no such file."""
+    match = _ASIDE.fullmatch(name)
+    return match["target"] if match else None
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -200,8 +202,97 @@ def flaw(manifest: Manifest, sizes: dict[str, int]) -> str | None:
     return None
 
 
-def sum_flaw(file: DataFile, crc32: int) -> str | None:
-    """What is wrong with a file whose bytes have this sum; None if nothing."""
-    if crc32 == file.crc32:
-        return None
-    return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {crc32:08x}"
+# -- which are kept --------------------------------------------------------------------------------
+
+
+class Health(enum.Enum):
+    """GOOD: every byte was written or checked by who asks. BAD: read, and found damaged. UNREAD:
+    it could not be read. UNKNOWN: none of these."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    UNREAD = "unread"
+    BAD = "bad"
+
+
+Metrics = Mapping[int, Mapping[str, float]]
+"""By step, what was measured of it."""
+
+
+@attrs.frozen
+class Retention:
+    """last: how many of the newest are kept. every: so is each whose step it divides (0: none).
+    best: a metric, whether its "min" or "max" is best, and how many of the best are kept, too."""
+
+    last: int = 3
+    every: int = 0
+    best: tuple[str, str, int] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, least in (("last", 1), ("every", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"need keep_{name} >= {least}, a whole number, got {value!r}")
+        match self.best:
+            case None:
+                pass
+            case (str(), "min" | "max", int(count)) if type(count) is int and count >= 1:
+                pass
+            case _:
+                raise ConfigError(
+                    f'need keep_best such as ("loss", "min", 3): a metric, "min" or "max", and how '
+                    f"many (>= 1), got {self.best!r}"
+                )
+
+
+def best_of(steps: Iterable[int], metrics: Metrics, metric: str, order: str) -> list[int]:
+    """Those of which this was measured, the best first; of two that are as good, the newer one.
+
+    Args:
+        order: "min" if less is better, "max" if more is.
+    """
+    sign = 1 if order == "min" else -1
+    known = (step for step in steps if metric in metrics.get(step, {}))
+    return sorted(known, key=lambda step: (sign * metrics[step][metric], -step))
+
+
+@attrs.frozen
+class Selection:
+    """What stays and what goes, each from old to new, and why nothing goes, if so."""
+
+    kept: tuple[int, ...]
+    deleted: tuple[int, ...]
+    reason: str = ""
+
+
+def select(
+    found: Iterable[tuple[int, Health]],
+    retention: Retention,
+    just: int | None = None,
+    metrics: Metrics = MappingProxyType({}),
+) -> Selection:
+    """Which of these checkpoints to keep. Those UNREAD stay, and are not counted: what is whole
+    does not go in their place.
+
+    Args:
+        found: the steps that there are, and how each is.
+        just: the step that was written just now: it stays, whatever its number. (Who went back
+            to an older step writes smaller ones than there are.)
+        metrics: what the manifests say; a step without the metric in question is never best.
+    """
+    health = dict(found)
+    steps = sorted(health)
+    unread = [step for step in steps if health[step] is Health.UNREAD]
+    usable = [step for step in steps if health[step] in (Health.GOOD, Health.UNKNOWN)]
+    good = [step for step in steps if health[step] is Health.GOOD]
+    if not good:
+        return Selection(tuple(steps), (), "none is known to be good")
+    kept = {*usable[-retention.last :], good[-1], *unread}
+    if retention.every:
+        kept |= {step for step in usable if step % retention.every == 0}
+    if retention.best:
+        metric, order, count = retention.best
+        kept |= {*best_of(usable, metrics, metric, order)[:count]}
+    if just in health:
+        kept.add(just)
+    return Selection(tuple(sorted(kept)), tuple(step for step in steps if step not in kept))

@@ -27,17 +27,14 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import attrs
 
 from ..errors import CheckpointError
 from ..foreign import opened, read_fields, read_file, read_json
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -77,7 +74,7 @@ class Record:
     name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
     writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
     folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `fence.Writer`. sharded: whether
+    that folder is one for all nodes. run, launch, generation: see `commit.Writer`. sharded: whether
     it is a rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
     """
 
@@ -166,37 +163,25 @@ def decode_seal(page: bytes, record: Record) -> int | None:
 # -- which slot is written next, and which snapshots count: pure -----------------------------------
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Slot:
     """One slot of a writer; capacity: bytes behind its record; record: None if it holds nothing."""
 
-    name: str
     capacity: int
     record: Record | None = None
 
-    @property
-    def sequence(self) -> int:
-        return self.record.sequence if self.record else 0
+
+SlotT = TypeVar("SlotT", bound=Slot)
 
 
-@attrs.frozen
-class Choice:
-    """Which slots may be written, the best first, and which are of no more use."""
-
-    use: tuple[str, ...]
-    drop: tuple[str, ...]
-
-
-def choose(slots: Iterable[Slot], size: int, keep: int) -> Choice:
-    """Where the next snapshot of `size` bytes goes; a new slot, if none of `use` is free.
-
-    The newest `keep` whole ones are in neither list.
-    """
-    order = sorted(slots, key=lambda slot: slot.sequence)
+def choose(slots: Iterable[SlotT], size: int, keep: int) -> tuple[list[SlotT], list[SlotT]]:
+    """Which may hold the next snapshot of `size` bytes, the best first, and which are of no more
+    use. The newest `keep` whole ones are in neither list."""
+    order = sorted(slots, key=lambda slot: slot.record.sequence if slot.record else 0)
     kept = [slot for slot in order if slot.record][-keep:]
     free = [slot for slot in order if slot not in kept]
-    fits = [slot.name for slot in free if size <= slot.capacity <= size * ROOMY]
-    return Choice(tuple(fits), tuple(slot.name for slot in free if slot.name not in fits))
+    use = [slot for slot in free if size <= slot.capacity <= size * ROOMY]
+    return use, [slot for slot in free if slot not in use]
 
 
 Line = tuple[str, str, int, int]
@@ -241,33 +226,32 @@ def that_count(found: Iterable[Found]) -> tuple[Found, ...]:
     return tuple(sorted(counts, key=lambda one: (-one.record.step, one.owner != "", one.file)))
 
 
-def outlived(found: Iterable[Found], era: int, name: str) -> tuple[Found, ...]:
+def outlived(found: Iterable[Found], era: int) -> tuple[Found, ...]:
     """The snapshots of earlier eras that are of no more use once this one's stand on their own.
 
-    They do once a worker here has made as many in this era as are kept: then all ranks have one.
-    Replicas count as what they are replicas of. Of a state in parts a step that earlier eras have
-    here is the one that was restored: a copy of a part that this node was sent says nothing of
-    where the other ranks are, which may have to go back to that step.
+    They do, of each name, once a worker here has made as many in this era as are kept: then all
+    ranks have one. Replicas count as what they are replicas of. Of a state in parts a step that
+    earlier eras have here is the one that was restored: a copy of a part that this node was sent
+    says nothing of where the other ranks are, which may have to go back to that step.
     """
-    found = tuple(one for one in found if one.record.name == name)
-    before = {one.record.step for one in found if one.era < era}
-    made: dict[int, list[Record]] = {}
+    found = tuple(found)
+    before = {(one.record.name, one.record.step) for one in found if one.era < era}
+    made: dict[tuple[str, int], list[Record]] = {}
     for one in found:
-        restored = one.record.parts > 1 and one.record.step in before
+        restored = one.record.parts > 1 and (one.record.name, one.record.step) in before
         if one.era == era and not one.owner and not restored:
-            made.setdefault(one.record.part, []).append(one.record)
-    if not any(len(records) >= records[0].keep for records in made.values()):
-        return ()
-    return tuple(one for one in found if one.era < era)
+            made.setdefault((one.record.name, one.record.part), []).append(one.record)
+    stand = {name for (name, _), records in made.items() if len(records) >= records[0].keep}
+    return tuple(one for one in found if one.era < era and one.record.name in stand)
 
 
-def given_up(found: Iterable[Found], era: int, name: str, step: int) -> tuple[Found, ...]:
+def given_up(found: Iterable[Found], era: int, step: int) -> tuple[Found, ...]:
     """The snapshots of earlier eras that are of no more use, as this one goes on from `step`.
 
     Those that were made after it; and those before the last ones that are kept while another is
     written: so there is room for the new era's first beside what it can go back to.
     """
-    earlier = tuple(one for one in found if one.era < era and one.record.name == name)
+    earlier = tuple(one for one in found if one.era < era)
     kept: dict[Line, list[Found]] = {}
     for one in that_count(earlier):
         last = kept.setdefault(one.line, [])
@@ -278,25 +262,20 @@ def given_up(found: Iterable[Found], era: int, name: str, step: int) -> tuple[Fo
     return tuple(sorted(gone, key=lambda one: (-one.record.step, one.order)))
 
 
-def newest_of_each(found: Iterable[Found]) -> tuple[Found, ...]:
-    """The last one that each worker has made, of each name and part."""
-    return tuple({one.line: one for one in sorted(found, key=lambda one: one.order)}.values())
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
-@attrs.define(eq=False)
-class _File:
-    """A slot that this process writes."""
+@attrs.define(eq=False, kw_only=True)
+class _File(Slot):
+    """A slot that this process writes. is_empty: whether nobody has written there yet."""
 
     path: Path
     handle: int
     memory: mmap.mmap
-    capacity: int
-    record: Record | None = None
     is_empty: bool = False
-    """Whether nobody has written there yet."""
+
+    def view(self, size: int) -> memoryview:
+        return memoryview(self.memory)[RECORD_BYTES : RECORD_BYTES + size]
 
     def close(self) -> None:
         self.is_empty = False
@@ -304,10 +283,6 @@ class _File:
         # What still has a view of it (a tensor) keeps the memory until it goes.
         with contextlib.suppress(BufferError):
             self.memory.close()
-
-    def drop(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.close()
 
 
 class Slots:
@@ -322,7 +297,7 @@ class Slots:
         kind = f"{FROM}.{owner}" if owner else OWN
         self._prefix = f"{kind}.{secrets.token_hex(4)}"
         self._made = 0
-        self._files: dict[str, _File] = {}
+        self._files: list[_File] = []
         # Who writes, and who sums and prepares, are two threads.
         self._lock = threading.Lock()
 
@@ -342,8 +317,7 @@ class Slots:
             file.record = None
         try:
             file.memory[: len(text)] = bytes(len(text))
-            view = memoryview(file.memory)[RECORD_BYTES : RECORD_BYTES + record.size]
-            yield view
+            yield file.view(record.size)
             file.memory[: len(text)] = text
             file.record = record
         finally:
@@ -352,33 +326,27 @@ class Slots:
     def view_of(self, record: Record) -> memoryview | None:
         """The bytes of a snapshot of ours; None if its slot holds another by now."""
         with self._lock:
-            file = self._file_of(record)
-            if file is None:
-                return None
-            return memoryview(file.memory)[RECORD_BYTES : RECORD_BYTES + record.size]
+            return next((f.view(record.size) for f in self._files if f.record is record), None)
 
     def seal(self, record: Record, summed: int) -> None:
         """Put the sum of a snapshot of ours beside it, if it is still there."""
+        seal = encode_seal(record, summed)
         with self._lock:
-            file = self._file_of(record)
-            if file is not None:
-                seal = encode_seal(record, summed)
-                file.memory[SEAL_AT : SEAL_AT + len(seal)] = seal
+            for file in self._files:
+                if file.record is record:
+                    file.memory[SEAL_AT : SEAL_AT + len(seal)] = seal
 
     def prepare(self, record: Record, ready: Callable[[], bool]) -> None:
         """Make a slot for the snapshot after this one, if there is none and memory is not short.
 
         Its pages are made, too, which takes several times as long as to write into them. Whoever
-        needs the slot meanwhile takes it as it is.
-
-        Args:
-            ready: asked before each piece: whether to go on, once it has waited for what must not
-                be disturbed.
+        needs the slot meanwhile takes it as it is. ready: asked before each piece: whether to go
+        on, once it has waited for what must not be disturbed.
         """
         if not ready():
             return
         with self._lock:
-            if self._choose(record.size, record.keep).use:
+            if choose(self._files, record.size, record.keep)[0]:
                 return
             try:
                 if shutil.disk_usage(self._folder).free < record.size * ROOMY:
@@ -406,42 +374,32 @@ class Slots:
 
     def close(self) -> None:
         """Let go of the memory, which stays as it is."""
-        self._let_go(_File.close)
-
-    def remove(self) -> None:
-        """Let go of the memory, and free it."""
-        self._let_go(_File.drop)
-
-    def _let_go(self, of: Callable[[_File], None]) -> None:
         with self._lock:
-            for file in self._files.values():
-                of(file)
+            for file in self._files:
+                file.close()
             self._files.clear()
-
-    def _file_of(self, record: Record) -> _File | None:
-        return next((file for file in self._files.values() if file.record is record), None)
 
     def _locked(self, size: int, keep: int) -> _File:
         self._leave_what_was_removed()
-        choice = self._choose(size, keep)
+        use, drop = choose(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
-        for name in choice.drop:
-            self._files.pop(name).drop()
-        for name in choice.use:
-            if _locks(self._files[name].handle, fcntl.LOCK_EX):
-                self._files[name].is_empty = False
-                return self._files[name]
+        self._drop(drop)
+        for file in use:
+            if _locks(file.handle, fcntl.LOCK_EX):
+                file.is_empty = False
+                return file
         return self._make(size)
 
-    def _choose(self, size: int, keep: int) -> Choice:
-        slots = (Slot(n, file.capacity, file.record) for n, file in self._files.items())
-        return choose(slots, size, keep)
+    def _drop(self, files: list[_File]) -> None:
+        for file in files:
+            self._files.remove(file)
+            file.path.unlink(missing_ok=True)
+            file.close()
 
     def _leave_what_was_removed(self) -> None:
         """By others, with the folder: nobody would find what is written there from now on."""
-        gone = [name for name, file in self._files.items() if not os.fstat(file.handle).st_nlink]
-        for name in gone:
-            self._files.pop(name).drop()
+        gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
+        self._drop(gone)
         if gone:
             log.warning(
                 "snapshots in %s were removed by others; those of the next steps are kept again",
@@ -463,21 +421,17 @@ class Slots:
             # Now, and not as it is filled, when full memory would be answered with SIGBUS.
             os.posix_fallocate(handle, 0, RECORD_BYTES + size)
             # Mapped page by page as it is first written, which is faster here than MAP_POPULATE.
-            file = _File(path, handle, mmap.mmap(handle, RECORD_BYTES + size), size)
+            mapped = mmap.mmap(handle, RECORD_BYTES + size)
         except OSError as error:
             os.close(handle)
             path.unlink(missing_ok=True)
-            raise CheckpointError(_no_room(self._folder, size, error)) from error
-        self._files[path.name] = file
-        return file
-
-
-def _no_room(folder: Path, size: int, error: OSError) -> str:
-    text = f"no memory for a snapshot of {size} bytes at {folder}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-        free = shutil.disk_usage(folder).free
-        text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
-    return text
+            text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                free = shutil.disk_usage(self._folder).free
+                text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
+            raise CheckpointError(text) from error
+        self._files.append(_File(size, path=path, handle=handle, memory=mapped))
+        return self._files[-1]
 
 
 def _locks(handle: int, how: int) -> bool:
@@ -485,6 +439,18 @@ def _locks(handle: int, how: int) -> bool:
         fcntl.flock(handle, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def tell(folder: str | os.PathLike[str]) -> bool:
+    """Wake the agent that looks after the snapshots in an era's folder; False if none does."""
+    try:
+        handle = os.open(Path(folder, NEWS), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # full: it has not heard of the last ones yet either
+        os.write(handle, b"\n")
+    os.close(handle)
     return True
 
 
@@ -580,11 +546,24 @@ def pieces(handle: int, size: int, piece: int) -> Iterator[bytes]:
         at += len(data)
 
 
+def newest_in(folder: Path) -> list[Found]:
+    """The last snapshot that each worker here has made in this era, of each name and part."""
+    own = [one for one in look(folder.parent) if one.era == int(folder.name) and not one.owner]
+    return list({one.line: one for one in sorted(own, key=lambda one: one.order)}.values())
+
+
 def remove(memory: str | os.PathLike[str], found: Iterable[Found]) -> None:
     """Free what these take. Who has one pinned keeps it until it lets go."""
     for one in found:
         with contextlib.suppress(OSError):
             Path(memory, one.file).unlink()
+
+
+def clear_up(memory: str | os.PathLike[str], found: Sequence[Found], era: int) -> bool:
+    """Free those of them that are `outlived`; whether nothing of earlier eras is left then."""
+    useless = outlived(found, era)
+    remove(memory, useless)
+    return len(useless) == sum(one.era < era for one in found)
 
 
 def remove_torn(memory: str | os.PathLike[str], era: int) -> None:
@@ -602,37 +581,24 @@ def remove_torn(memory: str | os.PathLike[str], era: int) -> None:
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def word_sum(data: memoryview) -> int:
+def word_sum(data: memoryview, *, serial: bool = True) -> int:
     """What a seal says of these bytes: the sum of their 64-bit words (little-endian) modulo `SUMS`.
 
     Any one bit that flips changes it, and with torch it costs no more than to read memory. Words
     that trade places do not change it, nor do two changes that make up for each other: those are
-    for the CRC-32 of disks and wires.
+    for the CRC-32 of disks and wires. serial: whether this thread alone is to do it.
     """
-    # Torch takes memory that may be written alone.
-    if len(data) >= TORCH_PAYS_BYTES or ("torch" in sys.modules and data and not data.readonly):
-        import torch
-
-        return torch_sum(torch.frombuffer(data, dtype=torch.uint8), serial=True)
-    words = len(data) // 8 * 8
-    rest = int.from_bytes(data[words:], "little")
-    return (sum(data[:words].cast("Q")) + rest) % SUMS
-
-
-def torch_sum(data: torch.Tensor, *, serial: bool = False) -> int:
-    """The `word_sum` of a tensor of bytes that begins at a multiple of 8 of them.
-
-    serial: whether this thread alone is to do it.
-    """
+    whole = len(data) // 8 * 8
+    rest = int.from_bytes(data[whole:], "little")
+    if not whole or (len(data) < TORCH_PAYS_BYTES and "torch" not in sys.modules):
+        return (sum(data[:whole].cast("Q")) + rest) % SUMS
     import torch
 
-    whole = len(data) // 8 * 8
-    summed = int.from_bytes(bytes(data[whole:].tolist()), "little")
-    words = data[:whole].view(torch.int64)
-    at_once = _SERIAL if serial else max(1, len(words))
+    words = torch.frombuffer(data[:whole], dtype=torch.int64)
+    at_once = _SERIAL if serial else len(words)
     for at in range(0, len(words), at_once):
-        summed += int(words[at : at + at_once].sum())
-    return summed % SUMS
+        rest += int(words[at : at + at_once].sum())
+    return rest % SUMS
 
 
 def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
@@ -645,10 +611,12 @@ def sum_of(memory: str | os.PathLike[str], found: Found) -> int | None:
     return None
 
 
-def flaw(memory: str | os.PathLike[str], found: Found, sum_now: Callable[[], int]) -> str | None:
+def flaw(
+    memory: str | os.PathLike[str], found: Found, view: memoryview, *, serial: bool = True
+) -> str | None:
     """What is wrong with the bytes of a pinned snapshot; None if nothing, or if it has no sum."""
     expected = sum_of(memory, found)
-    if expected is None or (now := sum_now()) == expected:
+    if expected is None or (now := word_sum(view, serial=serial)) == expected:
         return None
     return (
         f"the snapshot of step {found.record.step} was changed in memory: its words' sum was "

@@ -19,30 +19,21 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError
-from .interface import Unreadable
-from .state import Step, Walk, Way, is_named_tuple, spoken
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
+from .pack_head import MAPPINGS
+from .state import Step, Walk, Way, is_array, is_named_tuple, is_number, spoken
 from .storages import dtype_named, name_of
 
 MAX_INT_BITS = 8192
 """Python reads no integers of many more digits from text; longer ones are written in hex."""
 
 _PLAIN = (type(None), bool, float, str)
-_MAPPINGS: dict[type, str] = {
-    dict: "dict",
-    OrderedDict: "ordered",
-    Counter: "counter",
-    defaultdict: "defaultdict",
-}
-_MADE = {name: kind for kind, name in _MAPPINGS.items()}
+_MAPPINGS = {kind: name for name, kind in MAPPINGS.items()}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_KINDS = (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict)
 _FACTORIES: dict[str, Callable[[], object] | None] = {
     "None": None,
-    **{
-        kind.__name__: kind
-        for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset)
-    },
-    **{kind.__name__: kind for kind in (dict, OrderedDict, Counter, deque)},
+    **{kind.__name__: kind for kind in (*_KINDS, OrderedDict, Counter, deque)},
 }
 """Of default dicts: what makes the values that are not there yet."""
 
@@ -68,21 +59,13 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 _READ = {name: read for name, _, read in _LEAVES.values()}
 
 
-def is_leaf(value: object) -> bool:
-    """Whether a state holds it as one thing: no tensor, nothing that holds others by keys."""
-    return (
-        type(value) in (*_PLAIN, int, *_LEAVES, *_SETS)
-        or isinstance(value, enum.Enum)
-        or is_array(value)
-        or is_number(value)
-    )
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
 class Encoder(Walk):
-    """Takes tensors out of states, and gives each a number; one tensor has one number.
+    """Makes of a state what `json.dumps` takes and `decode` reads, with numbers for its tensors.
+
+    What cannot be saved is a CheckpointError that says what it is, and where it stands.
 
     tensors: those found so far, in the order of their numbers; ways: where each stands first.
     arrays: those that are the bytes of NumPy's arrays: dtype, shape, and order in memory.
@@ -93,18 +76,8 @@ class Encoder(Walk):
         self.tensors: list[torch.Tensor] = []
         self.ways: list[Way] = []
         self.arrays: dict[int, tuple[str, tuple[int, ...], str]] = {}
-        self._numbers: dict[int, int] = {}
-        # As an id says which one only while that one lives.
-        self._numbered: list[object] = []
-
-    def encode(self, state: object) -> Any:
-        """What `json.dumps` takes and `decode` reads.
-
-        Raises:
-            CheckpointError: something cannot be saved; the message says what, and where it
-                stands in the state.
-        """
-        return self.walk(state)
+        # With the value, as an id says which one only while that one lives.
+        self._numbers: dict[int, tuple[int, object]] = {}
 
     def leaf(self, way: Way, value: Any) -> Any:
         kind = type(value)
@@ -165,7 +138,7 @@ class Encoder(Walk):
     def _tensor(self, way: Way, tensor: torch.Tensor) -> dict[str, Any]:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise CheckpointError(
-                f"{spoken(way)} is a {_full_name(tensor)}: a subclass of torch.Tensor is not saved "
+                f"{spoken(way)} is a {full_name(tensor)}: a subclass of torch.Tensor is not saved "
                 "as it is"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -173,7 +146,9 @@ class Encoder(Walk):
                 f"{spoken(way)} is a tensor without plain elements ({tensor.layout}, "
                 f"{tensor.device})"
             )
-        number = self._number(way, tensor, lambda: _without_gradient(tensor))
+        # Nearly all want no gradient, and each new tensor takes its time.
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        number = self._number(way, tensor, lambda: plain)
         if type(tensor) is torch.nn.Parameter:
             return {"parameter": number, "grad": tensor.requires_grad}
         wanted = tensor.requires_grad and tensor.is_leaf
@@ -182,27 +157,19 @@ class Encoder(Walk):
     def _array(self, way: Way, array: Any) -> dict[str, Any]:
         _check_elements(way, array)
         number = self._number(way, array, lambda: _bytes_of(array))
-        about = array.dtype.str, array.shape, _order_of(array)
-        self.arrays[number] = about
-        return {"array": number, **dict(zip(("dtype", "shape", "order"), about, strict=True))}
+        dtype, shape, order = self.arrays[number] = array.dtype.str, array.shape, _order_of(array)
+        return {"array": number, "dtype": dtype, "shape": shape, "order": order}
 
     def _number(self, way: Way, value: object, tensor: Callable[[], torch.Tensor]) -> int:
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self.tensors)
-            self._numbered.append(value)
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors), value
             self.tensors.append(tensor())
             self.ways.append(way)
-        return number
-
-
-def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    # Nearly all want none, and each new tensor takes its time.
-    return tensor.detach() if tensor.requires_grad else tensor
+        return self._numbers[id(value)][0]
 
 
 def _refusal(way: Way, value: object) -> CheckpointError:
-    what = f"{spoken(way)} is a {_full_name(value)}"
+    what = f"{spoken(way)} is a {full_name(value)}"
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         if callable(getattr(value, "load_state_dict", None)):
             return CheckpointError(f"{what}: give what its state_dict() returns")
@@ -210,7 +177,8 @@ def _refusal(way: Way, value: object) -> CheckpointError:
     return CheckpointError(f"{what}, which a checkpoint does not hold: save what it is made of")
 
 
-def _full_name(value: object) -> str:
+def full_name(value: object) -> str:
+    """The name of its class, with its module's."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -249,7 +217,7 @@ def decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The state again, with these tensors in the places of their numbers.
 
     Raises:
-        CheckpointCorrupt: it is not what an `Encoder` gave.
+        CheckpointCorrupt: it is not what an `Encoder` made.
         Unreadable: this program lacks a class or library that is needed.
     """
     try:
@@ -280,7 +248,7 @@ class _Decoder:
             if key not in self._made:
                 self._made[key] = _placed(kind, self._tensors[payload], encoded)
             return self._made[key]
-        if kind in _MADE:
+        if kind in MAPPINGS:
             return self._mapping(encoded, kind)
         if kind in ("enum", "flags"):
             return _found_member(encoded["class"], kind, payload)
@@ -303,7 +271,7 @@ class _Decoder:
         return set(items) if kind == "set" else frozenset(items)
 
     def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
-        found: Any = _MADE[kind]()
+        found: Any = MAPPINGS[kind]()
         if kind == "defaultdict":
             found.default_factory = _FACTORIES[encoded["factory"]]
         found.update({self.decode(key): self.decode(item) for key, item in encoded[kind]})
@@ -370,18 +338,6 @@ _ELEMENTS = "biufcmMSU"
 """Of dtypes whose name says all: no objects, no records."""
 
 
-def is_array(value: object) -> bool:
-    """Whether it is a plain array of NumPy's. Who has not imported that has none."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a scalar of NumPy's: a number, a date, a text."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
-
-
 def _check_elements(way: Way, value: Any) -> None:
     plain = (sys.modules["numpy"].ndarray, value.dtype.type)
     if value.dtype.kind not in _ELEMENTS or type(value) not in plain:
@@ -411,12 +367,8 @@ def _array_of(elements: torch.Tensor, dtype: str, shape: list[int], order: str) 
     """The array, in memory of its own."""
     memory = bytearray(elements.nbytes)
     if memory:
-        flat = elements.reshape(-1).view(torch.uint8)
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(flat)
-    kind = _numpy_dtype(dtype)
-    if not memory:
-        return _numpy().empty(shape, kind, order)
-    return _numpy().ndarray(shape, kind, memory, order=order)
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(elements.reshape(-1).view(torch.uint8))
+    return _numpy().ndarray(shape, _numpy_dtype(dtype), memory, order=order)
 
 
 def _number_of(data: bytes, dtype: str) -> Any:

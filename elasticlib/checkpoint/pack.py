@@ -17,6 +17,7 @@ The entries carry no sum here: whoever stores or sends a pack sums it up.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -25,10 +26,9 @@ import attrs
 import torch
 from torch.serialization import location_tag
 
-from ..errors import CheckpointCorrupt
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, Unreadable
 from .outline import Encoder, decode
-from .pack_head import Entry, Head, read_head, up, write_head
+from .pack_head import DTYPES, Entry, Head, read_head, up, write_head
 from .pack_head import read_meta as read_meta
 from .state import Way
 from .storages import (
@@ -38,8 +38,8 @@ from .storages import (
     dtype_named,
     form_of,
     is_plain,
+    moved,
     name_of,
-    placed,
     unexpanded,
     viewed,
 )
@@ -47,25 +47,7 @@ from .storages import (
 _ALIGN = 64
 _PIECE = 16 << 20
 
-_ENTRY_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _ENTRY_DTYPES.items()}
+_ENTRY_DTYPES = {dtype_named(name): entry for entry, name in DTYPES.items()}
 _ARRAY_DTYPES = {
     **{"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64"},
     **{"<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"},
@@ -80,16 +62,15 @@ class Layout:
     """Where everything goes.
 
     size: of the pack, in bytes. head: its first bytes, up to the data. tensors: what is written of
-    each entry, in the order of their bytes, which are the state's own memory, not copies; offsets:
-    where each begins. gaps: from where to where zeros are written. found: the state's tensors, in
-    the order in which they stand there.
+    each entry, in the order of their bytes, which are the state's own memory, not copies; spans:
+    from where to where; what a tensor does not fill of its own is zeros. found: the state's
+    tensors, in the order in which they stand there.
     """
 
     size: int
     head: bytes
     tensors: tuple[torch.Tensor, ...]
-    offsets: tuple[int, ...]
-    gaps: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]
     found: tuple[torch.Tensor, ...]
 
 
@@ -111,67 +92,53 @@ def lay_out(
         CheckpointError: the state cannot be saved; the message says what, and where it stands.
     """
     encoder = Encoder()
-    tree = encoder.encode(state)
+    tree = encoder.walk(state)
     made = _Blocks(encoder, told)
-    made.add_all()
-    blocks = sorted(made.blocks, key=lambda block: -_alignment(block.size))
-    places = [0] * len(blocks)
-    for place, block in enumerate(blocks):
-        places[block.number] = place
+    names = _names(made.blocks)
+    order = sorted(range(len(names)), key=lambda at: -_alignment(made.blocks[at].size))
+    blocks = [made.blocks[at] for at in order]
+    places = {at: place for place, at in enumerate(order)}
     outline = {
         "meta": dict(meta or {}),
         "tree": tree,
         "blocks": [block.about for block in blocks],
         "tensors": [_at_place(row, places) for row in made.rows],
     }
-    names = _names(made.blocks)
     entries, end = [], 0
-    for block in blocks:
+    for at, block in zip(order, blocks, strict=True):
         begin, end = end, end + block.size
-        entries.append(Entry(names[block.number], block.dtype, block.shape, begin, end))
+        entries.append(Entry(names[at], block.dtype, block.shape, begin, end))
     head = write_head(entries, outline, end)
-    gaps = []
-    for block, entry in zip(blocks, entries, strict=True):
-        if not block.is_tensor and block.source.nbytes < block.size:
-            gaps.append((len(head) + entry.begin + block.source.nbytes, len(head) + entry.end))
     return Layout(
         len(head) + end,
         head,
         tuple(block.source for block in blocks),
-        tuple(len(head) + entry.begin for entry in entries),
-        tuple(gaps),
+        tuple((len(head) + entry.begin, len(head) + entry.end) for entry in entries),
         tuple(encoder.tensors),
     )
 
 
-def _wait_for(device: torch.device) -> None:
-    torch.accelerator.synchronize(device)
-
-
-def fill(
-    layout: Layout, buffer: torch.Tensor, wait: Callable[[torch.device], None] = _wait_for
-) -> None:
+def fill(layout: Layout, buffer: torch.Tensor) -> None:
     """Copy the state into `buffer`, and wait until that is done: the one copy that a save costs.
 
     Args:
         buffer: uint8, of at least `layout.size` elements, contiguous, on the CPU; its memory at a
             multiple of 64 bytes. What lies behind `layout.size` is left alone.
-        wait: until a device has done all that it was told to.
     """
     buffer[: len(layout.head)].copy_(torch.frombuffer(bytearray(layout.head), dtype=torch.uint8))
-    for begin, end in layout.gaps:
-        buffer[begin:end].zero_()
     elsewhere = set()
-    for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            place = buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+    for tensor, (begin, end) in zip(layout.tensors, layout.spans, strict=True):
+        filled = begin + tensor.nbytes
+        if filled > begin:
+            place = buffer[begin:filled].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor, non_blocking=True)
             if tensor.device.type != "cpu":
                 elsewhere.add(tensor.device)
+        if filled < end:
+            buffer[filled:end].zero_()
     # Each of them, and not the current one alone: copies into page-locked memory are on their way.
     for device in elsewhere:
-        wait(device)
+        torch.accelerator.synchronize(device)
 
 
 def pieces(layout: Layout) -> Iterator[memoryview]:
@@ -182,22 +149,20 @@ def pieces(layout: Layout) -> Iterator[memoryview]:
     most = max((tensor.nbytes for tensor in layout.tensors), default=0)
     memory = bytearray(max(1, min(most, _PIECE)))
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    gaps = dict(layout.gaps)
-    for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
+    for tensor, (begin, end) in zip(layout.tensors, layout.spans, strict=True):
         flat = tensor.contiguous().view(-1).view(torch.uint8)
-        for begin in range(0, len(flat), len(memory)):
-            piece = flat[begin : begin + len(memory)]
+        for at in range(0, len(flat), len(memory)):
+            piece = flat[at : at + len(memory)]
             buffer[: len(piece)].copy_(piece)
             yield memoryview(memory)[: len(piece)]
-        end = offset + len(flat)
-        yield memoryview(bytes(gaps.get(end, end) - end))
+        yield memoryview(bytes(end - begin - len(flat)))
 
 
 def _alignment(size: int) -> int:
     return min(size & -size, _ALIGN) if size else _ALIGN
 
 
-def _at_place(row: Any, places: Sequence[int]) -> Any:
+def _at_place(row: Any, places: Mapping[int, int]) -> Any:
     if type(row) is int:
         return places[row]
     name, shape, number, *more = row
@@ -205,12 +170,12 @@ def _at_place(row: Any, places: Sequence[int]) -> Any:
 
 
 def _names(blocks: Sequence[_Block]) -> list[str]:
-    """A name for each entry, by its number: the path of the tensor that it is, if that is not
-    another's; these choose first."""
-    names = [block.path if block.is_tensor else f"{block.path}.storage" for block in blocks]
+    """A name for each entry: the path of the tensor that it is, if that is not another's; these
+    choose first."""
+    names = [""] * len(blocks)
     taken = {"__metadata__"}
-    for block in sorted(blocks, key=lambda block: not block.is_tensor):
-        path = names[block.number]
+    for at in sorted(range(len(blocks)), key=lambda at: not blocks[at].is_tensor):
+        path = blocks[at].path if blocks[at].is_tensor else f"{blocks[at].path}.storage"
         # Half a character, which Python can hold, is none in a file that others read.
         path = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
         name, count = path, 1
@@ -218,7 +183,7 @@ def _names(blocks: Sequence[_Block]) -> list[str]:
             count += 1
             name = f"{path}~{count}"
         taken.add(name)
-        names[block.number] = name
+        names[at] = name
     return names
 
 
@@ -232,7 +197,6 @@ class _Block(NamedTuple):
     is_tensor: whether the entry's dtype and shape are those of the tensor at `path`.
     """
 
-    number: int
     source: torch.Tensor
     size: int
     about: Any
@@ -242,21 +206,22 @@ class _Block(NamedTuple):
     is_tensor: bool
 
 
-@attrs.frozen(eq=False)
-class _Member:
-    """A tensor of a storage; begin, end: the bytes of the storage that it lies within."""
+class _Member(NamedTuple):
+    """A tensor of a storage, by its number; begin, end: the bytes of it that the tensor is in."""
 
     number: int
     tensor: torch.Tensor
     form: Form
     begin: int
     end: int
+    has_bits: bool
 
     @staticmethod
     def of(number: int, tensor: torch.Tensor) -> _Member:
         form = form_of(tensor)
         begin = int(tensor.storage_offset()) * form.dtype.itemsize if form.extent else 0
-        return _Member(number, tensor, form, begin, begin + form.extent * form.dtype.itemsize)
+        end = begin + form.extent * form.dtype.itemsize
+        return _Member(number, tensor, form, begin, end, tensor.is_conj() or tensor.is_neg())
 
 
 class _Blocks:
@@ -268,13 +233,10 @@ class _Blocks:
     """
 
     def __init__(self, encoder: Encoder, told: Callable[[Way], Way]) -> None:
-        self._tensors = encoder.tensors
+        self._tensors, self._arrays = encoder.tensors, encoder.arrays
         self._paths = [".".join(map(str, told(way))) or "state" for way in encoder.ways]
-        self._arrays = encoder.arrays
         self.blocks: list[_Block] = []
         self.rows: list[Any] = [None] * len(self._tensors)
-
-    def add_all(self) -> None:
         storages: dict[tuple[object, ...], list[int]] = {}
         for number, tensor in enumerate(self._tensors):
             address = tensor.untyped_storage().data_ptr()
@@ -291,8 +253,7 @@ class _Blocks:
                 about = 0 if location == "cpu" else [location]
                 self._add(tensor, tensor.nbytes, about, number, entry)
                 continue
-            members = [_Member.of(number, self._tensors[number]) for number in numbers]
-            for run in _overlapping(members):
+            for run in _overlapping([_Member.of(one, self._tensors[one]) for one in numbers]):
                 self._add_shared(run)
 
     def _add(
@@ -304,8 +265,8 @@ class _Blocks:
         entry: tuple[str, tuple[int, ...]] | None,
     ) -> None:
         dtype, shape = entry or ("U8", (size,))
-        at, path = len(self.blocks), self._paths[number]
-        self.blocks.append(_Block(at, source, size, about, path, dtype, shape, entry is not None))
+        path = self._paths[number]
+        self.blocks.append(_Block(source, size, about, path, dtype, shape, entry is not None))
 
     def _entry_of(self, number: int) -> tuple[str, tuple[int, ...]] | None:
         """The dtype and shape of the entry that a plain tensor or array is; None if it is none."""
@@ -336,8 +297,8 @@ class _Blocks:
         owner: _Member | None
         if form.has_gaps and all((one.begin, one.form) == (begin, first.form) for one in run):
             about.append([name_of(form.dtype), [*form.shape], [*form.stride]])
-            owner = first if form.shape == first.form.shape and not _has_bits(first) else None
-            size = math.prod(form.shape) * item
+            owner = first if form.shape == first.form.shape and not first.has_bits else None
+            size = form.bytes
         else:
             dtype = first.form.dtype
             if any(one.form.dtype != dtype for one in run):
@@ -346,7 +307,8 @@ class _Blocks:
             size = up(end - begin, item)
             whole = (one for one in run if (one.begin, one.end) == (begin, begin + size))
             # Whose elements lie in the order of their indices, whatever its strides say.
-            owner = next((one for one in whole if _is_in_order(one)), None)
+            fits = (one for one in whole if one.tensor.is_contiguous() and not one.has_bits)
+            owner = next(fits, None)
         for one in run:
             offset = (one.begin - begin) // one.form.dtype.itemsize
             bits = one.tensor.is_conj(), one.tensor.is_neg()
@@ -370,14 +332,6 @@ def _overlapping(members: list[_Member]) -> Iterator[list[_Member]]:
     yield run
 
 
-def _has_bits(one: _Member) -> bool:
-    return one.tensor.is_conj() or one.tensor.is_neg()
-
-
-def _is_in_order(one: _Member) -> bool:
-    return one.tensor.is_contiguous() and not _has_bits(one)
-
-
 # -- reading ---------------------------------------------------------------------------------------
 
 
@@ -399,28 +353,22 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     if len(pack) < head.size:
         raise CheckpointCorrupt(f"the pack has {head.size} bytes, and {len(pack)} are here")
     data = pack[head.start : head.size]
-    with _Rows():
+    with _reading_rows():
         bases = [(_base(data, one, copy=copy), one[1]) for one in _stored(head)]
     # Outside: what a device or the caller's function refuses is no fault of the pack.
-    stays = map_location == "cpu"
-    memory = [one if stays else placed(one, place, map_location) for one, place in bases]
-    with _Rows():
+    memory = [moved(base, location, map_location) for base, location in bases]
+    with _reading_rows():
         tensors = [_tensor(row, head, memory) for row in _rows(head)]
     return decode(head.outline["tree"], tensors)
 
 
-class _Rows:
-    """Where rows are read, what cannot be done with them says that they are none."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        errors = (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
-        if isinstance(error, errors):
-            raise CheckpointCorrupt(
-                f"the pack's list of tensors cannot be read: {error}"
-            ) from error
+@contextlib.contextmanager
+def _reading_rows() -> Iterator[None]:
+    """What cannot be done with rows says that they are none."""
+    try:
+        yield
+    except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"the pack's list of tensors cannot be read: {error}") from error
 
 
 _Stored: TypeAlias = tuple[int, str, int, Any]
@@ -491,7 +439,7 @@ def _tensor(row: Any, head: Head, bases: Sequence[torch.Tensor]) -> torch.Tensor
     """The tensor of one of `_rows`. Raises IndexError, ValueError, TypeError or RuntimeError."""
     if type(row) is int:
         entry = head.entries[_whole(row)]
-        base = bases[row].view(_DTYPES[entry.dtype])
+        base = bases[row].view(dtype_named(DTYPES[entry.dtype]))
         return base if len(entry.shape) == 1 else base.view(entry.shape)
     name, shape, number, *more = row
     base, dtype = bases[_whole(number)], dtype_named(name)

@@ -13,7 +13,8 @@ digits; `data` that of the data, or dashes where whoever stores or sends the pac
 three are hexadecimal. The second string is the outline: JSON with the state's structure, its plain
 values, and which tensor is which view of which entry (see `pack`).
 
-Nothing here needs torch, so agents can read heads. Packs of the formats 1 and 2, which are still
+Nothing here needs torch, so agents can read heads, and `elasticlib checkpoints show` a state's
+tree. Packs of the formats 1 and 2, which are still
 read, have a binary head, and an outline of JSON behind it.
 """
 
@@ -24,26 +25,30 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 import attrs
 
-from ..errors import CheckpointCorrupt
-from .interface import Unreadable
+from ..errors import CheckpointCorrupt, Unreadable
 
 FORMAT = 3
 HEAD_BYTES = 128
 """The first bytes of a pack, by which its size is known."""
 
-ITEM_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4},
-    **{"F16": 2, "BF16": 2, "I16": 2, "U16": 2},
-    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool"},
+    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"},
 }
-"""The dtypes of entries, by the names that safetensors gives them: those that all its readers for
-torch know."""
+"""Of entries, by the names that safetensors gives them, what torch calls them: those that all its
+readers for torch know."""
+ITEM_BYTES = {
+    name: 1 if name == "BOOL" else int(re.findall("[0-9]+", name)[0]) // 8 for name in DTYPES
+}
 
 _PAGE = 4096
 _LENGTH = struct.Struct("<Q")
@@ -245,7 +250,7 @@ def _entry(name: str, dtype: str, shape: str, begin: str, end: str) -> Entry:
         name = json.loads(f'"{name}"')
     counts = tuple(map(int, shape.split(","))) if shape else ()
     entry = Entry(name, dtype, counts, int(begin), int(end))
-    if dtype not in ITEM_BYTES:
+    if dtype not in DTYPES:
         raise ValueError(f"{name!r:.80} has the dtype {dtype}, which no entry has")
     if math.prod(counts) * ITEM_BYTES[dtype] != entry.end - entry.begin:
         size = entry.end - entry.begin
@@ -303,3 +308,108 @@ def _old_head(head: bytes, size: int, start: int) -> Head:
     found = outline.get("format")
     _check_format(found, 1, 2)
     return Head(int(found or 0), size, start, outline)
+
+
+# -- a state's tree -------------------------------------------------------------------------------
+
+MAPPINGS: dict[str, type] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+    "defaultdict": defaultdict,
+}
+"""What holds parts by keys, under the names that an outline has for it."""
+_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque", "namedtuple")
+
+
+@attrs.frozen
+class Row:
+    """One part of a state.
+
+    path: the keys and places that lead to it, from the top. kind: `tensor`, `array`, `value`, or
+    the container's type. dtype, shape: of a tensor or array. about: what else there is to say: a
+    plain value, how many parts a container has, over how many files a tensor is sharded.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    about: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+
+
+def rows_of(heads: Sequence[Head]) -> list[Row]:
+    """What is in a checkpoint, in its own order, each container before its parts.
+
+    Args:
+        heads: of all its packs; of a sharded state those of all ranks, in their order.
+
+    Raises:
+        CheckpointCorrupt: it is not what a state's outline looks like.
+    """
+    try:
+        head, chunks = heads[0], dict[str, list[Sequence[Any]]]()
+        tree = head.outline["tree"]
+        if "chunks" in head.outline["meta"]:
+            for row in (row for one in heads for row in one.outline["meta"]["chunks"]):
+                chunks.setdefault(row[0], []).append(row)
+            tree = dict(dict(tree["dict"])["whole"]["dict"])["state"]
+        return list(_rows(tree, head, chunks, (), ()))
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"the state's outline cannot be read: {error!r:.200}") from error
+
+
+def _rows(
+    encoded: Any,
+    head: Head,
+    chunks: Mapping[str, Sequence[Sequence[Any]]],
+    path: tuple[str, ...],
+    keys: tuple[Any, ...],
+) -> Iterator[Row]:
+    """chunks: those of each sharded tensor, by how its keys are written."""
+    if found := chunks.get(repr(keys)):
+        about = f"sharded in {len(found)} piece{'s' * (len(found) > 1)}"
+        yield Row(path, "tensor", about, str(found[0][1]), tuple(found[0][2]))
+        return
+    kind = next(iter(encoded)) if isinstance(encoded, dict) else type(encoded).__name__
+    parts: list[tuple[Any, Any]]
+    if kind in MAPPINGS:
+        kind, parts = MAPPINGS[kind].__name__, [(_plain(key), item) for key, item in encoded[kind]]
+    elif kind in _SEQUENCES:
+        parts = list(enumerate(encoded if kind == "list" else encoded[kind]))
+    else:
+        yield _leaf(encoded, kind, head, path)
+        return
+    yield Row(path, kind, f"{len(parts)}")
+    for key, item in parts:
+        yield from _rows(item, head, chunks, (*path, str(key)), (*keys, key))
+
+
+def _leaf(encoded: Any, kind: str, head: Head, path: tuple[str, ...]) -> Row:
+    if kind == "array":
+        return Row(path, "array", "", encoded["dtype"], tuple(encoded["shape"]))
+    if kind not in ("tensor", "parameter"):
+        return Row(path, "value", _spoken(encoded, kind))
+    row = head.outline["tensors"][encoded[kind]]
+    if isinstance(row, int):
+        entry = head.entries[row]
+        return Row(path, "tensor", "", DTYPES[entry.dtype], entry.shape)
+    return Row(path, "tensor", "", str(row[0]), tuple(row[1]))
+
+
+def _plain(key: Any) -> Any:
+    """A key, as far as it is plain."""
+    if isinstance(key, dict) and next(iter(key)) == "tuple":
+        return tuple(_plain(item) for item in key["tuple"])
+    return key if not isinstance(key, dict) else _spoken(key, next(iter(key)))
+
+
+def _spoken(encoded: Any, kind: str) -> str:
+    """A plain value, in few words."""
+    if not isinstance(encoded, dict):
+        return f"{encoded!r:.60}"
+    if kind in ("bytes", "bytearray", "number"):
+        return kind if kind != "number" else f"a number of {encoded['dtype']}"
+    if kind in ("enum", "flags"):
+        return f"{encoded['class']} {encoded[kind]}"[:60]
+    return f"{kind} {encoded[kind]}"[:60]

@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, StateMismatch, describe
-from .interface import Unreadable
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    ConfigError,
+    StateMismatch,
+    Unreadable,
+    describe,
+)
+from .choose import SHARDED_DISK, Held, Plan, Source, State, Trouble, choose, origin, state_of
 
 CHUNK_BYTES = 16 << 20
 _IN_FLIGHT = 4
 _TAG = 0x5E00
-MAX_SENTENCE = 4000
+_MAX_SENTENCE = 4000
+_MAX_TROUBLES, _MAX_WHY = 16, 300
+_MAX_HELD = 4096
+"""Of what a rank holds, the newest are said."""
 _KINDS = {StateMismatch: "misfit", Unreadable: "unreadable", CheckpointCorrupt: "corrupt"}
 _T = TypeVar("_T")
 Words = Sequence[Mapping[str, Any]]
@@ -32,16 +44,28 @@ Words = Sequence[Mapping[str, Any]]
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """Bytes on their way between this rank and another.
+    """Elements that this rank sends to a peer, or has from it.
 
-    gives: whether this rank sends them. act: fills memory with them before they are sent, or does
-    with them what they are for once they came.
+    memory: where they lie, or are to lie, in any layout and on any device. dtype: as they are sent.
     """
 
     peer: int
-    size: int
     gives: bool
-    act: Callable[[torch.Tensor], object]
+    memory: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire."""
+        return self.memory.numel() * self.dtype.itemsize
+
+    def copy(self, data: torch.Tensor) -> None:
+        """Between the memory and the bytes on the wire."""
+        elements = data.view(self.dtype).view(self.memory.shape)
+        if self.gives:
+            elements.copy_(self.memory)
+        else:
+            self.memory.copy_(elements)
 
 
 class Peers:
@@ -63,89 +87,112 @@ class Peers:
 
     def words(self, mine: Mapping[str, Any], error: Exception | None = None) -> list[Any]:
         """What each rank says, by rank: plain JSON, and what has failed there."""
-        if error is not None:
-            why = describe(error)[:MAX_SENTENCE]
-            mine = {**mine, "error": why, "kind": kind_of(error)}
-        text = zlib.compress(json.dumps(mine).encode(), 1)
+        text = zlib.compress(json.dumps({**mine, **_said(error)}).encode(), 1)
         if self.group is None:
             return [json.loads(zlib.decompress(text))]
-        size = torch.tensor([len(text)])
-        sizes = [torch.empty_like(size) for _ in range(self.size)]
-        dist.all_gather(sizes, size, group=self.group)
-        longest = max(int(each) for each in sizes)
-        every = [bytearray(longest) for _ in range(self.size)]
-        dist.all_gather(
-            [torch.frombuffer(each, dtype=torch.uint8) for each in every],
-            torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8),
-            group=self.group,
-        )
-        ends = zip(every, sizes, strict=True)
-        return [json.loads(zlib.decompress(each[: int(size)])) for each, size in ends]
+        longest = torch.tensor([len(text)])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        every = [bytearray(int(longest)) for _ in range(self.size)]
+        own = bytearray(text.ljust(int(longest), b"\0"))
+        dist.all_gather([_bytes(each) for each in every], _bytes(own), group=self.group)
+        # What follows the end is not looked at.
+        return [json.loads(zlib.decompressobj().decompress(each)) for each in every]
 
-    def broadcast(self, data: bytearray, giver: int) -> None:
-        """Fill everybody's `data`, all of one size, with that of `giver`."""
-        if self.group is not None:
-            tensor = torch.frombuffer(data, dtype=torch.uint8)
-            dist.broadcast(tensor, self._global(giver), group=self.group)
+    def all_do(self, act: Callable[[], _T], what: str) -> _T:
+        """Do it on each rank; if it fails on any, say `what` that rank has failed at, on all."""
+        found, error = tried(act)
+        raise_any(self.words({}, error), error, what)
+        return cast(_T, found)
 
-    def send(self, pack: memoryview, takers: Sequence[int]) -> int:
-        """Send `pack` to these ranks. Its CRC-32."""
-        going = _Window()
-        crc = 0
-        for chunk, tensor in self._chunks(pack):
-            going.add([self._send(tensor, taker) for taker in takers])
+    def carry(
+        self,
+        step: int,
+        routes: Sequence[Mapping[int, int]],
+        packs: Sequence[memoryview | None],
+    ) -> list[memoryview | None]:
+        """Bring packs, of which this rank may have some, to the ranks that lack them.
+
+        Args:
+            routes: of each pack, from whom each rank has it, as of `choose.givers`.
+
+        Raises:
+            CheckpointError: on all ranks; one has no memory, or got other bytes.
+        """
+        sizes = self.words({"sizes": [len(pack) if pack else 0 for pack in packs]})
+
+        def room() -> list[memoryview | None]:
+            return [
+                memoryview(mmap.mmap(-1, sizes[origin(route, self.rank)]["sizes"][at]))
+                if self.rank in route
+                else pack
+                for at, (route, pack) in enumerate(zip(routes, packs, strict=True))
+            ]
+
+        found = self.all_do(room, "has no memory for what it is sent")
+        sums = []
+        for route, pack in zip(routes, found, strict=True):
+            giver = route.get(self.rank)
+            takers = [taker for taker, by in route.items() if by == self.rank]
+            if pack is not None and (takers or giver is not None):
+                sums.append(self._relay(pack, giver, takers))
+            else:
+                sums.append(0)
+        words = self.words({"sums": sums})
+        for at, route in enumerate(routes):
+            for taker, giver in route.items():
+                sender = origin(route, taker)
+                ends = (words[sender]["sums"][at], words[taker]["sums"][at])
+                _compare(step, (sender, taker), ends, f" by rank {giver}")
+        return found
+
+    def _relay(self, pack: memoryview, giver: int | None, takers: Sequence[int]) -> int:
+        """Send a pack to these ranks; where there is a giver, what came of it while the next chunks
+        come. Its CRC-32."""
+        chunks = torch.split(_bytes(pack), self.chunk_bytes)
+        ahead = iter(chunks if giver is not None else ())
+        coming = deque(self._move(dist.irecv, one, giver) for one in islice(ahead, _IN_FLIGHT))
+        going: deque[list[Any]] = deque()
+        crc = at = 0
+        for chunk in chunks:
+            if coming:
+                coming.popleft().wait()
+                coming.extend(self._move(dist.irecv, one, giver) for one in islice(ahead, 1))
+            going.append([self._move(dist.isend, chunk, taker) for taker in takers])
             # The sum of one chunk is made while it and those before are under way.
-            crc = zlib.crc32(chunk, crc)
-        going.finish()
+            crc = zlib.crc32(pack[at : at + len(chunk)], crc)
+            at += len(chunk)
+            if len(going) > _IN_FLIGHT:
+                _wait(going.popleft())
+        for works in going:
+            _wait(works)
         return crc
 
-    def receive(self, pack: memoryview, giver: int, takers: Sequence[int]) -> int:
-        """Fill `pack` from rank `giver`, passing each chunk on to `takers` while the next ones
-        come. The CRC-32 of what came."""
-        going = _Window()
-        crc = 0
-        expected = self._chunks(pack)
-        coming = deque(self._expect(*each, giver) for each in islice(expected, _IN_FLIGHT))
-        while coming:
-            chunk, tensor, work = coming.popleft()
-            work.wait()
-            coming.extend(self._expect(*each, giver) for each in islice(expected, 1))
-            going.add([self._send(tensor, taker) for taker in takers])
-            crc = zlib.crc32(chunk, crc)
-        going.finish()
-        return crc
-
-    def exchange(self, transfers: Iterable[Transfer]) -> tuple[list[list[int]], Exception | None]:
+    def exchange(self, step: int, transfers: Iterable[Transfer]) -> None:
         """Send and receive, a few pieces at once.
 
         All ranks take the transfers between any two of them in one and the same order. So what
         stands first of all that is not done is under way on both of its ends, and nobody waits for
-        ever. What an `act` raises does not stop the others.
+        ever. A piece that cannot be copied does not stop the others.
 
-        Returns:
-            For each peer and direction the CRC-32 of all bytes, as [rank that sent, rank that
-            received, CRC-32]; and what was raised.
+        Raises:
+            CheckpointError: on all ranks; one could not copy a piece, or got other bytes.
         """
         sums: dict[tuple[int, int], int] = {}
         free: list[bytearray] = []
         going: deque[tuple[Transfer, bytearray, Any]] = deque()
         failed: list[Exception] = []
 
-        def act(one: Transfer, room: bytearray) -> None:
-            tensor = torch.frombuffer(room, dtype=torch.uint8)[: one.size]
-            failed.extend(filter(None, [tried(lambda: one.act(tensor))[1]]))
-
-        def add_up(one: Transfer, room: bytearray) -> None:
+        def copy(one: Transfer, room: bytearray) -> None:
+            error = tried(lambda: one.copy(_bytes(room)[: one.size]))[1]
+            failed.extend([error] if error else [])
             ends = (self.rank, one.peer) if one.gives else (one.peer, self.rank)
-            with memoryview(room) as view, view[: one.size] as data:
-                sums[ends] = zlib.crc32(data, sums.get(ends, 0))
+            sums[ends] = zlib.crc32(memoryview(room)[: one.size], sums.get(ends, 0))
 
         def finish() -> None:
             one, room, work = going.popleft()
             work.wait()
             if not one.gives:
-                add_up(one, room)
-                act(one, room)
+                copy(one, room)
             free.append(room)
 
         for one in transfers:
@@ -153,54 +200,44 @@ class Peers:
                 finish()
             room = free.pop() if free else bytearray()
             room = room if len(room) >= one.size else bytearray(one.size)
-            tensor = torch.frombuffer(room, dtype=torch.uint8)[: one.size]
             if one.gives:
-                act(one, room)
-                add_up(one, room)
+                copy(one, room)
             move = dist.isend if one.gives else dist.irecv
-            going.append((one, room, move(tensor, self._global(one.peer), self.group, _TAG)))
+            going.append((one, room, self._move(move, _bytes(room)[: one.size], one.peer)))
         while going:
             finish()
-        return [[*ends, crc] for ends, crc in sums.items()], failed[0] if failed else None
+        error = failed[0] if failed else None
+        words = self.words({"sums": [[*ends, crc] for ends, crc in sums.items()]}, error)
+        raise_any(words, error, f"failed at restoring step {step}")
+        every = [{(giver, taker): crc for giver, taker, crc in word["sums"]} for word in words]
+        for rank, found in enumerate(every):
+            for (giver, taker), crc in found.items():
+                if rank == giver:
+                    _compare(step, (giver, taker), (crc, every[taker][giver, taker]))
 
-    def _chunks(self, pack: memoryview) -> Iterator[tuple[memoryview, torch.Tensor]]:
-        tensor = torch.frombuffer(pack, dtype=torch.uint8)
-        for at in range(0, len(pack), self.chunk_bytes):
-            yield pack[at : at + self.chunk_bytes], tensor[at : at + self.chunk_bytes]
-
-    def _send(self, tensor: torch.Tensor, taker: int) -> Any:
-        return dist.isend(tensor, self._global(taker), group=self.group, tag=_TAG)
-
-    def _expect(
-        self, chunk: memoryview, tensor: torch.Tensor, giver: int
-    ) -> tuple[memoryview, torch.Tensor, Any]:
-        work = dist.irecv(tensor, self._global(giver), group=self.group, tag=_TAG)
-        return chunk, tensor, work
-
-    def _global(self, rank: int) -> int:
-        if self.group is None:
-            raise CheckpointError(f"there is no rank {rank}: this process is alone")
-        return dist.get_global_rank(self.group, rank)
+    def _move(self, move: Callable[..., Any], tensor: torch.Tensor, peer: int | None) -> Any:
+        """Begin to send to, or to receive from, a peer."""
+        if self.group is None or peer is None:
+            raise CheckpointError(f"there is no rank {peer}: this process is alone")
+        return move(tensor, dist.get_global_rank(self.group, peer), group=self.group, tag=_TAG)
 
 
-class _Window:
-    """Chunks on their way, so many that the wire is busy, and no more."""
+def _bytes(data: bytearray | memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
 
-    def __init__(self) -> None:
-        self._works: deque[list[Any]] = deque()
 
-    def add(self, works: list[Any]) -> None:
-        self._works.append(works)
-        if len(self._works) > _IN_FLIGHT:
-            self._wait_for_one()
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
 
-    def finish(self) -> None:
-        while self._works:
-            self._wait_for_one()
 
-    def _wait_for_one(self) -> None:
-        for work in self._works.popleft():
-            work.wait()
+def _compare(step: int, ends: tuple[int, int], sums: tuple[int, int], by: str = "") -> None:
+    """Whether what a rank sent is what came to another."""
+    if sums[0] != sums[1]:
+        raise CheckpointCorrupt(
+            f"step {step} was changed on its way: rank {ends[0]} sent CRC-32 {sums[0]:08x},"
+            f" {sums[1]:08x} came to rank {ends[1]}{by}"
+        )
 
 
 def tried(act: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
@@ -211,9 +248,12 @@ def tried(act: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, error
 
 
-def kind_of(error: Exception) -> str:
-    """What others have to know of an error beside its sentence."""
-    return next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "")
+def _said(error: Exception | None) -> dict[str, str]:
+    """What others have to know of an error."""
+    if error is None:
+        return {}
+    kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "")
+    return {"error": describe(error)[:_MAX_SENTENCE], "kind": kind}
 
 
 def raise_any(words: Words, mine: Exception | None, what: str) -> None:
@@ -256,3 +296,127 @@ def peers_of(
         yield Peers(own, chunk_bytes=chunk_bytes)
     finally:
         dist.destroy_process_group(own)
+
+
+# -- what they know --------------------------------------------------------------------------------
+
+
+class Search:
+    """What one restore knows: the same on all ranks, but for what this one can reach.
+
+    nodes: each rank's. told: why something was passed over, in the order in which that was found.
+    """
+
+    def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
+        self.peers, self._sources = peers, sources
+        self.nodes: list[str] = []
+        self.told: dict[str, None] = {}
+        self._inventories: list[list[Held]] = []
+        self._reach: dict[Held, Source] = {}
+        self._failed: set[tuple[int, Held]] = set()
+        self._troubles: list[Trouble] = []
+
+    def begin(self, node: str, step: int | None) -> None:
+        """Tell everybody what is here; of one step alone, if one is given."""
+        mine = {"node": node, "only": step, "chunk": self.peers.chunk_bytes}
+        found, error = tried(lambda: self._list(step))
+        words = self.peers.words(mine | (found or {}), error)
+        raise_any(words, error, "could not say which states it holds")
+        for rank, word in enumerate(words):
+            if word["only"] != words[0]["only"]:
+                first, other = (
+                    "the newest step" if one is None else f"step {one}"
+                    for one in (words[0]["only"], word["only"])
+                )
+                raise CheckpointError(
+                    f"rank 0 asked for {first}, and rank {rank} for {other}: all ranks have to ask "
+                    "for the same one, and nothing was restored"
+                )
+        # Both ends of a wire must cut alike, or wait for ever.
+        self.peers.chunk_bytes = min(word["chunk"] for word in words)
+        self.nodes = [word["node"] for word in words]
+        self._inventories = [[Held(*row) for row in word["held"]] for word in words]
+        self._troubles = [Trouble(*row) for word in words for row in word["troubles"]]
+
+    def _list(self, only: int | None) -> dict[str, Any]:
+        troubles: list[Trouble] = []
+        for source in self._sources:
+            for held in source.held():
+                if only in (None, held.step):
+                    self._reach.setdefault(held, source)
+            troubles += (one for one in source.troubles() if only in (None, one.step))
+        newest = sorted(self._reach, key=lambda held: -held.step)
+        # What could not be read is always told: nothing older is taken in its place.
+        troubles.sort(key=lambda one: (one.unread, one.step))
+        told = [(one.step, one.why[:_MAX_WHY], one.unread) for one in troubles]
+        return {
+            "held": [attrs.astuple(held) for held in newest[:_MAX_HELD]],
+            "troubles": told[-_MAX_TROUBLES:],
+        }
+
+    def passed_over(self, step: int) -> tuple[str, ...]:
+        """Why nothing newer than this step was taken, and what is damaged of this one."""
+        damaged = (one.why for one in self._troubles if one.step >= step and not one.unread)
+        return (*self.told, *dict.fromkeys(damaged))
+
+    def choose(self) -> Plan | None:
+        """What all go on from, as far as is known by now.
+
+        Raises:
+            CheckpointError: on all ranks, as something newer could not be read.
+        """
+        plan = choose(self._inventories, self._failed)
+        unread = [one for one in self._troubles if one.unread]
+        newest = max(unread, key=lambda one: (one.step, one.why), default=None)
+        if newest and (plan is None or plan.state.step < newest.step):
+            raise CheckpointError(
+                f"{newest.why}: it may be whole, so nothing older is taken in its place; start "
+                f"again when it can be read, or move its folder away to do without step "
+                f"{newest.step}"
+            )
+        return plan
+
+    def source(self, held: Held) -> Source:
+        """Where this rank reaches it."""
+        return self._reach[held]
+
+    def place(self, rank: int, held: Held) -> tuple[str, Held]:
+        """What two ranks have in common that read the same bytes."""
+        return ("" if held.kind == SHARDED_DISK else self.nodes[rank]), held
+
+    def attempt(
+        self, plan: Plan, parts: Iterable[int], act: Callable[[int], Any]
+    ) -> list[dict[int, Any]] | None:
+        """What `act` gave on each rank of the parts that it has been given there. None, on all
+        ranks, if it failed of one: nobody is to read that part there any more."""
+        done, bad = [], []
+        for part in parts:
+            found, error = tried(partial(act, part))
+            if error is None:
+                done.append([part, found])
+            else:
+                bad.append([part, _said(error)])
+        words = self.peers.words({"done": done, "bad": bad})
+        for rank, word in enumerate(words):
+            for part, said in word["bad"]:
+                self.fail(rank, plan.holders[part][rank], said["error"], said["kind"])
+        return (
+            None if any(word["bad"] for word in words) else [dict(word["done"]) for word in words]
+        )
+
+    def fail(self, rank: int, held: Held, why: str, kind: str = "") -> None:
+        """Nobody is to have this from there. kind: of the error, as words have it."""
+        place = self.place(rank, held)
+        if held.parts:
+            ranks = range(self.peers.size)
+            self._failed |= {(at, held) for at in ranks if self.place(at, held) == place}
+        self._failed.add((rank, held))
+        self.told[f"rank {rank}'s step {held.step} ({held.kind}, {held.name}): {why}"] = None
+        if kind == "unreadable":
+            self._troubles.append(Trouble(held.step, why, unread=True))
+
+    def pass_over(self, state: State, why: str) -> None:
+        """Nobody is to have this state."""
+        for rank, inventory in enumerate(self._inventories):
+            self._failed |= {(rank, held) for held in inventory if state_of(held) == state}
+        self.told[why] = None

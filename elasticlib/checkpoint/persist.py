@@ -4,21 +4,25 @@ An agent's last act: after its workers are gone and before their memory is, and 
 snapshot and a checkpoint are the same bytes, so this is a copy and a commit. Of a state that is the
 same on all ranks one node writes, its own newest step. Of a sharded one, the nodes of the last
 generation tell one another on its board which parts they hold, of their own workers or as
-replicas. They agree on the newest step whose parts cover all elements. Each part is written by a
-node that has it, and one node commits them all. Whoever vanishes is taken over from.
+replicas. They agree on the newest step whose parts cover all elements; a part that has the same
+boxes as another may stand for it, as with HSDP's copies. Each part is written by a node that has
+it, and one node commits them all. Whoever vanishes is taken over from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,41 +35,25 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import fence as fences
 from . import manifest as manifests
 from . import memory as memories
-from .commit import ClearedAway, Committer
-from .cover import Chunk, chunks_of
-from .fence import Writer
+from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
+from .cover import Chunk, chunks_of, lacking, some
 from .folder import CheckpointFolder, open_place
-from .interface import Unreadable
-from .manifest import DataFile
-from .memory import Found, Record, flaw, pinned, that_count, word_sum
+from .local import Place
+from .manifest import DataFile, Retention
+from .memory import Found, Record, flaw, pinned, that_count
 from .pack_head import read_meta
-from .place import Place
-from .prune import Retention
-from .salvage import (
-    CLAIM_SECONDS,
-    COMMIT,
-    WHOLE,
-    Do,
-    Over,
-    Piece,
-    Plan,
-    Said,
-    State,
-    choose,
-    in_doubt,
-    next_move,
-    piece_of,
-    why_not,
-)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 WRITE_SECONDS = 600.0
 """For all that is to be written: a disk that hangs must not hold a node for ever."""
 RENEW_SECONDS = 5.0
+CLAIM_SECONDS = 60.0
+"""For which a node that says it writes is believed, since it said so last."""
+FAILED_SECONDS = 3.0
+"""For which others may take over what a node could not write."""
 SETTLE_SECONDS = 5.0
 """For which nodes that have not said what they hold are waited for, where others hold enough."""
 AGREE_SECONDS = 60.0
@@ -73,8 +61,171 @@ AGREE_SECONDS = 60.0
 LOOK_SECONDS = 1.0
 ATTEMPTS = 4
 """At a write beside a worker that clears it away, which does so once a save."""
+WHOLE, COMMIT = "whole", "commit"
+"""The one share of a state that is the same on all ranks; and what comes after all shares."""
 
 _ALL = Retention(last=1 << 62)  # which are too many is for the job's own manager to say
+
+
+# -- which state the nodes write together: pure ----------------------------------------------------
+
+
+@attrs.frozen(order=True)
+class State:
+    """What parts fit together: a step that was trained twice, before a loss and after it, is two
+    states. parts: the number of ranks that hold it; 1 where it is the same on all of them."""
+
+    generation: int
+    step: int
+    parts: int = 1
+    sharded: bool = False
+
+
+@attrs.frozen
+class Piece:
+    """A part of a state, as a node says that it holds it.
+
+    share: names the boxes of tensors that it has: two parts of one share may stand for one another.
+    elements: in those boxes. total: in the tensors that they belong to.
+    """
+
+    state: State
+    part: int
+    share: str
+    elements: int = 0
+    total: int = 0
+
+
+@attrs.frozen
+class Plan:
+    """The state that is written, and its shares in the order of their files."""
+
+    state: State
+    shares: tuple[str, ...]
+
+
+Chunks = Mapping[str, Sequence[Chunk]]  # of the shares of which that is known
+_Shares = dict[str, list[Piece]]
+
+
+def piece_of(state: State, part: int, chunks: Sequence[Chunk]) -> Piece:
+    """What a part that holds these is told as."""
+    boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
+    named = json.dumps(sorted(boxes)).encode()
+    return Piece(
+        state,
+        part,
+        hashlib.sha256(named).hexdigest()[:32],
+        sum(math.prod(sizes) for _, _, _, (_, sizes) in boxes),
+        sum(math.prod(shape) for shape in {c.name: c.shape for c in chunks}.values()),
+    )
+
+
+def choose(pieces: Iterable[Piece], chunks: Chunks) -> Plan | str:
+    """The newest state that is held whole; or why the newest is not, as the end of a sentence."""
+    reasons = []
+    for state, shares in _newest_first(pieces):
+        reason = _lacking(state, shares, chunks)
+        if not reason:
+            return Plan(state, tuple(shares))
+        reasons.append(reason)
+    return reasons[0] if reasons else "is in no part that says which elements it has"
+
+
+def in_doubt(pieces: Iterable[Piece]) -> frozenset[str]:
+    """The shares whose chunks decide: of states that lack parts, but perhaps no elements, as other
+    parts may have copies."""
+    found: set[str] = set()
+    for state, shares in _newest_first(pieces):
+        if not _lost(state, shares):
+            break
+        if _may_cover(shares):
+            found.update(shares)
+    return frozenset(found)
+
+
+def _newest_first(pieces: Iterable[Piece]) -> list[tuple[State, _Shares]]:
+    """The shares of each state, by their lowest parts."""
+    states: dict[State, _Shares] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.state, -piece.part), reverse=True):
+        states.setdefault(piece.state, {}).setdefault(piece.share, []).append(piece)
+    return list(states.items())
+
+
+def _lacking(state: State, shares: _Shares, chunks: Chunks) -> str:
+    lost = _lost(state, shares)
+    if lost and _may_cover(shares) and shares.keys() <= chunks.keys():
+        held = {piece.part: chunks[s] for s, held in shares.items() for piece in held}
+        return lacking(held, state.parts)
+    return f"is not whole: nobody holds {some(lost, 'part')} of {state.parts}" if lost else ""
+
+
+def _lost(state: State, shares: _Shares) -> list[int]:
+    held = {piece.part for pieces in shares.values() for piece in pieces}
+    return [part for part in range(state.parts) if part not in held]
+
+
+def _may_cover(shares: _Shares) -> bool:
+    firsts = [held[0] for held in shares.values()]
+    return sum(piece.elements for piece in firsts) >= max(piece.total for piece in firsts)
+
+
+# -- who does what next: pure ----------------------------------------------------------------------
+
+
+@attrs.frozen
+class Said:
+    """What stands under a key of the board. age: seconds since it was last seen to change."""
+
+    value: Any
+    version: int
+    age: float
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another may take it over."""
+        return "failed" in self.value or (not self.file and self.age > CLAIM_SECONDS)
+
+    @property
+    def file(self) -> DataFile | None:
+        return DataFile(*self.value["file"]) if "file" in self.value else None
+
+
+@attrs.frozen
+class Over:
+    """It is done, or lost for this reason."""
+
+    reason: str = ""
+
+
+def next_move(
+    shares: Sequence[str],
+    said: Mapping[str, Said],
+    mine: Iterable[str],
+    failed: AbstractSet[str],
+    others: bool,
+) -> str | Over | None:
+    """What a node takes next of a plan, a share or the commit; None while others are at work.
+
+    Args:
+        said: by share, and of the commit, what the nodes have said of it.
+        mine: the shares that this node holds, those first that it should write first.
+        failed: what this node has tried in vain.
+        others: whether there are other nodes, who may take over what one could not do.
+    """
+    commit = said.get(COMMIT)
+    if commit is not None and commit.value.get("done"):
+        return Over()
+    for share in mine:
+        if share not in failed and (share not in said or said[share].is_free):
+            return share
+    written = all(share in said and said[share].file for share in shares)
+    if written and COMMIT not in failed and (commit is None or commit.is_free):
+        return COMMIT
+    for one in said.values():
+        if "failed" in one.value and one.age >= FAILED_SECONDS * others:
+            return Over(str(one.value["failed"]))
+    return None
 
 
 # -- what the nodes say to one another -------------------------------------------------------------
@@ -88,32 +239,36 @@ class Board:
     """
 
     def __init__(self, alone: Callable[[], Store], info: RendezvousInfo | None = None) -> None:
-        self._store = alone()
-        self._prefix = ""
-        self.nodes, self.rank = 1, 0
+        self._store, self._prefix, self.nodes, self.rank = alone(), "", 1, 0
+        self.token = secrets.token_hex(8)
+        """Of the writer that all nodes are; of one node alone, its own."""
         if info is not None and info.store is not None and info.board and info.world_size > 1:
             self._store, self._prefix = info.store, f"{info.board}persist/"
             self.nodes, self.rank = info.world_size, info.rank
-        self.token = secrets.token_hex(8)
-        """Of the writer that all nodes are; of one node alone, its own."""
-        if self.nodes > 1:
             self.token = hashlib.sha256(self._prefix.encode()).hexdigest()[:16]
-        self._lock = threading.Lock()
-        self._claim: Entry | None = None
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._lock = threading.RLock()
+        self._claim: tuple[str, int] | None = None
         self._times = 0
 
-    def list(self, under: str) -> tuple[dict[str, Entry], int]:
+    def list(self, under: str) -> tuple[dict[str, Said], int]:
         """What stands under a prefix, by the rest of the keys, and the version of that."""
-        listing = self._store.list(self._prefix + under)
-        start = len(self._prefix + under)
-        return {entry.key[start:]: entry for entry in listing.entries}, listing.version
+        listing, now = self._store.list(self._prefix + under), monotonic()
+        said = {}
+        for entry in listing.entries:
+            if self._seen.get(entry.key, (ABSENT,))[0] != entry.version:
+                self._seen[entry.key] = entry.version, now
+            age = now - self._seen[entry.key][1]
+            said[entry.key[len(self._prefix + under) :]] = Said(_read(entry), entry.version, age)
+        return said, listing.version
 
     def wait(self, under: str, version: int) -> None:
         """Until something there has changed, or for a moment."""
         self._store.wait(self._prefix + under, after=version, timeout=LOOK_SECONDS)
 
-    def get(self, key: str) -> Entry | None:
-        return self._store.get(self._prefix + key)
+    def get(self, key: str) -> Said | None:
+        entry = self._store.get(self._prefix + key)
+        return Said(_read(entry), entry.version, 0.0) if entry else None
 
     def put(self, key: str, value: object, *, once: bool = False) -> None:
         """once: leave what stands there."""
@@ -122,41 +277,38 @@ class Board:
         else:
             self._store.set(self._prefix + key, _written(value))
 
-    def forget(self, key: str, version: int) -> None:
-        self._store.delete(self._prefix + key, expected=version)
+    def forget(self, key: str, version: int) -> bool:
+        return self._store.delete(self._prefix + key, expected=version)
 
     def take(self, key: str, version: int) -> int:
         """Claim a key that is at this version: the version of the claim, which grows from claim to
         claim; 0 if another was first."""
         with self._lock:
-            return self._say(self._prefix + key, version)
+            self._times += 1
+            value = _written({"by": self.rank, "times": self._times})
+            answer = self._store.compare_set(self._prefix + key, value, expected=version)
+            claim = answer.entry.version if answer.won and answer.entry else 0
+            self._claim = (key, claim) if claim else None
+            return claim
 
     def renew(self) -> None:
         """We are at it still, if we are: the others wait for as long again."""
         with self._lock:
-            if self._claim is not None:
-                try:
-                    self._say(self._claim.key, self._claim.version)
-                except StoreError as error:
-                    log.info("the other nodes are not told about a snapshot: %s", error)
+            try:
+                if self._claim is not None:
+                    self.take(*self._claim)
+            except StoreError as error:
+                log.info("the other nodes are not told about a snapshot: %s", error)
 
     def done(self, **value: object) -> bool:
         """Say what came of what is claimed, or nothing where it is to be claimed anew; whether it
         was ours still."""
         with self._lock:
-            claim, self._claim = self._claim, None
-            if claim is None:
-                return False
-            if not value:
-                return self._store.delete(claim.key, expected=claim.version)
-            return self._store.compare_set(claim.key, _written(value), expected=claim.version).won
-
-    def _say(self, key: str, version: int) -> int:
-        self._times += 1
-        value = _written({"by": self.rank, "times": self._times})
-        answer = self._store.compare_set(key, value, expected=version)
-        self._claim = answer.entry if answer.won else None
-        return self._claim.version if self._claim else 0
+            (key, version), self._claim = self._claim or ("", ABSENT), None
+            if not key or not value:
+                return bool(key) and self.forget(key, version)
+            written = _written(value)
+            return self._store.compare_set(self._prefix + key, written, expected=version).won
 
 
 def _written(value: object) -> bytes:
@@ -167,77 +319,19 @@ def _read(entry: Entry) -> Any:
     return read_json(zlib.decompress(entry.value))
 
 
-# -- the folder ------------------------------------------------------------------------------------
-
-
-class Target:
-    """The folder of one kind of snapshots. A worker of the same generation may be at work in it
-    still, on another node, with its last save: this writes beside it."""
-
-    def __init__(self, record: Record, generation: int, token: str, place: Place | None) -> None:
-        self._folder = CheckpointFolder(open_place(record.folder) if place is None else place)
-        label = f"agent {os.getpid()} on {socket.gethostname()}"
-        self._writer = Writer(record.run, record.launch, generation, token, label)
-        self._committer = Committer(self._folder, self._writer, _ALL, beside=True)
-
-    def has(self, state: State) -> bool:
-        """Whether there is a whole checkpoint of the state's step, or of a later one."""
-        for found in self._folder.found():
-            if found.step < state.step:
-                return False
-            # Of a sharded state this only decides whether something is lost, and to read all its
-            # parts on each node takes longer than a node has that is about to go.
-            if found.manifest and (state.sharded or self._is_whole(found.manifest)):
-                return True
-        return False
-
-    def _is_whole(self, manifest: manifests.Manifest) -> bool:
-        try:
-            return not self._folder.check(manifest)
-        except Unreadable:
-            return False  # rather once too often
-
-    def goes_on(self) -> bool:
-        """Whether a later generation of the same launch has it."""
-        data = self._folder.place.read(fences.NAME)
-        holder = None if data is None else fences.decode(data).holder
-        return (
-            holder is not None
-            and holder.start == self._writer.start
-            and holder.generation > self._writer.generation
-        )
-
-    def write(self, step: int, kind: str, number: int, data: memoryview) -> DataFile:
-        self._committer.claim()
-        name = fences.data_name(kind, self._writer.token, number)
-        try:
-            return self._committer.write(step, name, data)
-        except BaseException:
-            self._committer.abandon(step, [name])
-            raise
-
-    def commit(self, step: int, files: Sequence[DataFile], parts: int) -> None:
-        self._committer.claim()
-        self._committer.commit(step, tuple(files), parts)
-
-    def lacks(self, step: int, file: DataFile) -> bool:
-        return file.name not in self._folder.place.files(manifests.folder_of(step))
-
-    def abandon(self, step: int, file: DataFile) -> None:
-        self._committer.abandon(step, [file.name])
-
-
 # -- one node's part in it -------------------------------------------------------------------------
 
 
 @attrs.define
 class Kind:
-    """The snapshots of one name that this node holds. record: of the newest; held: by state and
-    share, those of its own workers first."""
+    """The snapshots of one name that this node holds.
+
+    record: of the newest. held: newest first, and of one state those first that workers here have
+    made. chunks: of the parts among them, by share.
+    """
 
     record: Record
-    held: dict[tuple[State, str], list[Found]] = attrs.field(factory=dict)
-    pieces: list[Piece] = attrs.field(factory=list)
+    held: list[tuple[Piece, Found]] = attrs.field(factory=list)
     chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)
 
     @property
@@ -248,33 +342,17 @@ class Kind:
     def key(self) -> str:
         return quote(self.record.name, safe="")[:256]
 
-    def add(self, found: Found, chunks: list[Chunk] | None) -> None:
-        """chunks: of a part of a sharded state."""
-        state, share = state_of(found.record), WHOLE
-        if chunks is not None:
-            piece = piece_of(state, found.record.part, chunks)
-            share = piece.share
-            self.pieces.append(piece)
-            self.chunks[share] = chunks
-        if not state.sharded or chunks is not None:
-            self.held.setdefault((state, share), []).append(found)
-
-    def drop(self, state: State, share: str) -> None:
-        """The one of these that would be written turned out to be damaged."""
-        del self.held[state, share][0]
-        if not self.held[state, share]:
-            del self.held[state, share]
-            self.pieces = [p for p in self.pieces if (p.state, p.share) != (state, share)]
-
-    def mine(self, plan: Plan) -> list[str]:
-        """The shares of it that are here, first those of workers here."""
-        here = [s for s in plan.shares if (plan.state, s) in self.held]
-        return sorted(here, key=lambda share: self.held[plan.state, share][0].owner != "")
+    def of(self, plan: Plan) -> dict[str, Found]:
+        """What is here of it, by share."""
+        found: dict[str, Found] = {}
+        for piece, one in self.held:
+            if piece.state == plan.state and piece.share in plan.shares:
+                found.setdefault(piece.share, one)
+        return found
 
     def not_written(self, state: State, reason: str) -> str:
-        return (
-            f"the snapshot of step {state.step} was not written to {self.record.folder}: {reason}"
-        )
+        where = self.record.folder
+        return f"the snapshot of step {state.step} was not written to {where}: {reason}"
 
 
 def state_of(record: Record) -> State:
@@ -287,12 +365,17 @@ def kinds_in(memory: Path) -> list[Kind]:
     kinds: dict[str, Kind] = {}
     counting = [one for one in that_count(memories.look(memory)) if one.record.folder]
     for one in sorted(counting, key=lambda one: state_of(one.record), reverse=True):
-        kind = kinds.setdefault(one.record.name, Kind(one.record))
-        kind.add(one, held_by(memory, one) if state_of(one.record).sharded else None)
+        state, kind = state_of(one.record), kinds.setdefault(one.record.name, Kind(one.record))
+        if not state.sharded:
+            kind.held.append((Piece(state, 0, WHOLE), one))
+        elif (chunks := chunks_in(memory, one)) is not None:
+            piece = piece_of(state, one.record.part, chunks)
+            kind.held.append((piece, one))
+            kind.chunks[piece.share] = chunks
     return sorted(kinds.values(), key=lambda kind: kind.key)
 
 
-def held_by(memory: Path, found: Found) -> list[Chunk] | None:
+def chunks_in(memory: Path, found: Found) -> list[Chunk] | None:
     """What a part holds; None where it is gone, is damaged, or does not say."""
     with pinned(memory, found) as view:
         try:
@@ -311,41 +394,37 @@ class _GoesOn(Exception):
     """A later generation has the folder: nothing is lost."""
 
 
+@attrs.define(eq=False)
 class Persisting:
-    """One kind of snapshots on its way to its folder.
+    """One kind of snapshots on its way to its folder, beside a worker of the same generation that
+    may be at its last save there, on another node.
 
-    leaves: whether this node's run is over. If not, it helps those that leave, if any does.
-    over: whether to begin nothing more.
+    leaves: see `LastWrites`. over: whether to begin nothing more.
     """
 
-    def __init__(
-        self,
-        memory: Path,
-        kind: Kind,
-        board: Board,
-        target: Target,
-        *,
-        leaves: bool,
-        over: threading.Event,
-    ) -> None:
-        self._memory, self._kind, self._board, self._target = memory, kind, board, target
-        self._leaves, self._over = leaves, over
-        self._chunks = dict(kind.chunks)
-        self._why = ""
-        self._cleared = 0
+    _memory: Path
+    _kind: Kind
+    _board: Board
+    _folder: CheckpointFolder
+    _committer: Committer
+    _leaves: bool
+    _over: threading.Event
+    _learned: dict[str, list[Chunk]] = attrs.field(init=False, factory=dict)
+    _why: str = attrs.field(init=False, default="")
+    _cleared: int = attrs.field(init=False, default=0)
 
     def run(self) -> str:
         """What could not be written, as a sentence; empty if nothing is lost."""
         if self._kind.newest.sharded:
-            self._post()  # also if this node has nothing to write: the others wait for its word
+            self._post()  # also if nothing is here: the others wait for this node's word
         while not self._over.is_set():
-            if self._target.has(self._kind.newest):
+            if self._has(self._kind.newest):
                 return ""
             plan, version = self._agreed()
             if plan is None:
                 return self._why and self._kind.not_written(self._kind.newest, self._why)
             try:
-                reason = "" if self._target.has(plan.state) else self._carry_out(plan)
+                reason = "" if self._has(plan.state) else self._carry_out(plan)
             except _GoesOn as error:
                 log.info("step %d is not written, as the job goes on: %s", plan.state.step, error)
                 return ""
@@ -356,7 +435,19 @@ class Persisting:
                 return self._kind.not_written(plan.state, reason)
         return ""
 
-    # -- which state --------------------------------------------------------------------------
+    def _has(self, state: State) -> bool:
+        """Whether there is a whole checkpoint of the state's step, or of a later one."""
+        for found in self._folder.found():
+            if found.step < state.step:
+                return False
+            # Of a sharded state this only decides whether something is lost, and to read all its
+            # parts on each node takes longer than a node has that is about to go.
+            with contextlib.suppress(CheckpointError):  # rather once too often
+                if found.manifest:
+                    if not state.sharded:
+                        self._folder.check(found.manifest)
+                    return True
+        return False
 
     def _agreed(self) -> tuple[Plan | None, int]:
         """What all nodes write, and the version of that; None if they hold no state whole."""
@@ -376,81 +467,66 @@ class Persisting:
 
     def _post(self) -> None:
         """Say which parts are here."""
-        rows = [attrs.astuple(piece) for piece in self._kind.pieces]
+        rows = [attrs.astuple(piece) for piece, _ in self._kind.held if piece.state.sharded]
         self._board.put(f"held/{self._kind.key}/{self._board.rank}", rows)
 
     def _plan(self) -> tuple[Plan | None, int]:
-        entry = self._board.get(f"agreed/plan/{self._kind.key}")
-        if entry is None:
+        said = self._board.get(f"agreed/plan/{self._kind.key}")
+        if said is None:
             return None, ABSENT
-        state, shares = _read(entry)
-        return Plan(State(*state), tuple(shares)), entry.version
+        state, shares = said.value
+        return Plan(State(*state), tuple(shares)), said.version
 
     def _decide(self, waited: float) -> bool:
         """Say what is to be written, if that can be said; False if it never can."""
         posts, _ = self._board.list(f"held/{self._kind.key}/")
-        pieces = [
-            Piece(State(*state), *rest) for post in posts.values() for state, *rest in _read(post)
-        ]
+        pieces = [Piece(State(*s), *rest) for post in posts.values() for s, *rest in post.value]
         all_in = len(posts) >= self._board.nodes
         settled = all_in or waited > SETTLE_SECONDS
         missing = settled and self._learn(in_doubt(pieces))
-        plan = choose(pieces, self._chunks)
-        newest = max((piece.state for piece in pieces), default=None)
-        if plan is not None and (plan.state == newest or (settled and not missing)):
-            self._board.put(f"agreed/plan/{self._kind.key}", attrs.astuple(plan), once=True)
+        plan = choose(pieces, self._kind.chunks | self._learned)
+        told = f"{len(posts)} of {self._board.nodes} nodes have told what they hold"
+        if isinstance(plan, Plan):
+            is_newest = plan.state == max(piece.state for piece in pieces)
+            if is_newest or (settled and not missing) or waited > AGREE_SECONDS:
+                self._board.put(f"agreed/plan/{self._kind.key}", attrs.astuple(plan), once=True)
         elif (all_in and not missing) or waited > AGREE_SECONDS:
-            self._why = f"it {why_not(pieces, self._chunks)}"
-            if not all_in:
-                self._why += (
-                    f" ({len(posts)} of {self._board.nodes} nodes have told what they hold)"
-                )
+            self._why = f"it {plan}" if all_in else f"it {plan} ({told})"
         return not self._why
 
     def _learn(self, doubtful: frozenset[str]) -> bool:
         """Whether chunks that decide are still to come from other nodes, which are asked."""
-        if doubtful - self._chunks.keys():
+        unknown = doubtful - self._kind.chunks.keys() - self._learned.keys()
+        if unknown:
             self._board.put(f"agreed/doubt/{self._kind.key}", sorted(doubtful), once=True)
-        for share in doubtful - self._chunks.keys():
-            entry = self._board.get(f"chunks/{share}")
-            if entry is not None:
-                self._chunks[share] = chunks_of({"chunks": _read(entry)})
-        return bool(doubtful - self._chunks.keys())
+        for share in unknown:
+            if (said := self._board.get(f"chunks/{share}")) is not None:
+                self._learned[share] = chunks_of({"chunks": said.value})
+        return bool(unknown - self._learned.keys())
 
     def _tell_chunks(self) -> None:
         """Those of ours that somebody has asked for."""
-        entry = self._board.get(f"agreed/doubt/{self._kind.key}")
-        for share in self._kind.chunks.keys() & set(_read(entry) if entry else ()):
+        asked = self._board.get(f"agreed/doubt/{self._kind.key}")
+        for share in self._kind.chunks.keys() & set(asked.value if asked else ()):
             rows = [chunk.row() for chunk in self._kind.chunks[share]]
             self._board.put(f"chunks/{share}", rows, once=True)
 
-    # -- writing it ---------------------------------------------------------------------------
-
     def _carry_out(self, plan: Plan) -> str:
-        """Write with the others what is planned; why it could not be, or "".
-
-        Raises:
-            _GoesOn: a later generation has the folder.
-        """
+        """Write with the others what is planned; why it could not be, or ""."""
         board, failed = self._board, set[str]()
         under = self._under(plan)
-        known, changed = dict[str, tuple[int, float]](), monotonic()
+        began = monotonic()
         while not self._over.is_set():
-            entries, seen = board.list(under)
-            now = monotonic()
-            for key, entry in entries.items():
-                if key not in known or known[key][0] != entry.version:
-                    known[key], changed = (entry.version, now), now
-            said = {k: Said(_read(e), e.version, now - known[k][1]) for k, e in entries.items()}
-            move = next_move(plan.shares, said, self._kind.mine(plan), failed, board.nodes > 1)
+            said, seen = board.list(under)
+            move = next_move(plan.shares, said, self._kind.of(plan), failed, board.nodes > 1)
             if isinstance(move, Over):
                 return move.reason
-            if isinstance(move, Do):
-                at = entries[move.key].version if move.key in entries else ABSENT
-                claim = board.take(under + move.key, at)
-                if claim and not self._do(plan, move.key, claim, said):
-                    failed.add(move.key)
-            elif now - changed > CLAIM_SECONDS:
+            if move is not None:
+                at = said[move].version if move in said else ABSENT
+                claim = board.take(under + move, at)
+                if claim and not self._do(plan, move, claim, said):
+                    failed.add(move)
+            elif min([monotonic() - began, *(one.age for one in said.values())]) > CLAIM_SECONDS:
                 return f"for {CLAIM_SECONDS:g} s nobody said that it is being written"
             else:
                 board.wait(under, seen)
@@ -461,17 +537,18 @@ class Persisting:
 
     def _do(self, plan: Plan, key: str, claim: int, said: Mapping[str, Said]) -> bool:
         """Do what is claimed. False if it is of no use to try that again here."""
-        step, sharded = plan.state.step, plan.state.sharded
+        step = plan.state.step
         try:
+            self._committer.claim()
             if key == COMMIT:
-                files = [present(said[share].file, "a file") for share in plan.shares]
-                self._target.commit(step, files, len(files) if sharded else 0)
+                files = tuple(present(said[share].file, "a file") for share in plan.shares)
+                self._committer.commit(step, files, len(files) if plan.state.sharded else 0)
                 log.info("step %d was written to %s", step, self._kind.record.folder)
                 self._board.done(done=True)
             else:
                 file = self._write(plan, key, claim)
                 if not self._board.done(file=attrs.astuple(file)):
-                    self._target.abandon(step, file)  # another has taken it over
+                    self._committer.abandon(step, file.name)  # another has taken it over
         except StoreError:
             raise
         except ClearedAway as error:
@@ -480,17 +557,20 @@ class Persisting:
             return self._failed(plan, key, error)
         return True
 
-    def _write(self, plan: Plan, share: str, claim: int) -> DataFile:
-        found = self._kind.held[plan.state, share][0]
+    def _write(self, plan: Plan, share: str, number: int) -> DataFile:
+        step, found = plan.state.step, self._kind.of(plan)[share]
         with pinned(self._memory, found) as view:
             if view is None:
                 raise _Damaged("it is not there any more")
-            damage = flaw(self._memory, found, lambda: word_sum(view))
-            if damage:
+            if damage := flaw(self._memory, found, view):
                 raise _Damaged(damage)
-            part = f"part-{plan.shares.index(share):05d}"
-            kind = part if plan.state.sharded else "state"
-            return self._target.write(plan.state.step, kind, claim, view)
+            part = f"part-{plan.shares.index(share):05d}" if plan.state.sharded else "state"
+            name = data_name(part, self._committer.writer.token, number)
+            try:
+                return self._committer.write(step, name, view)
+            except BaseException:
+                self._committer.abandon(step, name)
+                raise
 
     def _cleared_away(self, plan: Plan, said: Mapping[str, Said], error: ClearedAway) -> bool:
         """Who has the folder has committed something meanwhile, perhaps this step."""
@@ -499,36 +579,44 @@ class Persisting:
             return self._failed(plan, COMMIT, error)
         log.info("step %d is looked for again: %s", plan.state.step, error)
         self._board.done()
-        if self._target.has(plan.state):
+        if self._has(plan.state):
             raise _GoesOn(str(error))
+        there = self._folder.place.files(manifests.folder_of(plan.state.step))
         for share, one in said.items():
-            if one.file is not None and self._target.lacks(plan.state.step, one.file):
+            if one.file is not None and one.file.name not in there:
                 self._board.forget(self._under(plan) + share, one.version)
         return True
 
     def _failed(self, plan: Plan, key: str, error: Exception) -> bool:
-        if isinstance(error, CheckpointRefused) and self._target.goes_on():
+        if isinstance(error, CheckpointRefused) and self._goes_on():
             self._board.done()
             raise _GoesOn(str(error)) from error
         self._board.done(failed=describe(error))
         if not isinstance(error, _Damaged):
             return False
-        self._kind.drop(plan.state, key)
+        # Another of the same share may be here, such as a replica.
+        damaged = self._kind.of(plan)[key]
+        self._kind.held = [one for one in self._kind.held if one[1] is not damaged]
         if plan.state.sharded:
             self._post()
             self._board.forget(f"agreed/plan/{self._kind.key}", self._plan()[1])
         return True
 
+    def _goes_on(self) -> bool:
+        """Whether a later generation of the same launch has the folder."""
+        data = self._folder.place.read(FENCE)
+        if data is None:
+            return False
+        ours, holder = self._committer.writer, decode_fence(data).holder
+        return holder.start == ours.start and holder.generation > ours.generation
+
 
 class LastWrites:
     """What is in an agent's memory alone, on its way to where it lasts.
 
-    Args:
-        memory: the agent's.
-        info: of the last generation; None where there was none.
-        alone: makes a store in this process.
-        leaves: whether this node's run is over. If not, it helps those that leave, if any does.
-        place: of the checkpoints, if not the one that the snapshots name.
+    info: of the last generation; None where there was none. alone: makes a store in this process.
+    leaves: whether this node's run is over; if not, it helps those that leave, if any does. place:
+    of the checkpoints, if not the one that the snapshots name.
     """
 
     def __init__(
@@ -587,20 +675,23 @@ class LastWrites:
             del self._left[0]
 
     def _write(self, kind: Kind) -> str:
-        if not kind.record.shared:
-            return self._write_at(kind, Board(self._alone))
-        try:
-            return self._write_at(kind, self._board)
-        except StoreError as error:
-            # Perhaps twice, but not never, whatever becomes of the store.
-            log.info("the nodes cannot agree who writes a snapshot, so this one does: %s", error)
-            return self._write_at(kind, Board(self._alone))
+        if kind.record.shared:
+            try:
+                return self._write_at(kind, self._board)
+            except StoreError as error:
+                # Perhaps twice, but not never, whatever becomes of the store.
+                log.info("the nodes cannot agree who writes a snapshot: %s", error)
+        return self._write_at(kind, Board(self._alone))
 
     def _write_at(self, kind: Kind, board: Board) -> str:
         # Its workers may have taken the folder in the last generation, and ended before their
         # first snapshot.
-        generation = max(kind.record.generation, self._info.generation if self._info else 0)
-        target = Target(kind.record, generation, board.token, self._place)
+        record = kind.record
+        generation = max(record.generation, self._info.generation if self._info else 0)
+        label = f"agent {os.getpid()} on {socket.gethostname()}"
+        writer = Writer(record.run, record.launch, generation, board.token, label)
+        folder = CheckpointFolder(self._place or open_place(record.folder))
+        committer = Committer(folder, writer, _ALL, beside=True)
         return Persisting(
-            self._memory, kind, board, target, leaves=self._leaves, over=self._over
+            self._memory, kind, board, folder, committer, self._leaves, self._over
         ).run()

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ..errors import CheckpointError
-from .place import CHUNK, Place, no_news
+from .local import CHUNK, Place
+from .summing import no_news
 
 
 class RemotePlace(Place):

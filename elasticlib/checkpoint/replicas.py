@@ -24,8 +24,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import secrets
+import select
 import shutil
 import threading
 import zlib
@@ -35,6 +37,7 @@ from typing import Protocol
 
 import attrs
 
+from ..clock import monotonic
 from ..errors import CheckpointError, ElasticError, StoreRefused, present
 from ..foreign import read_fields, read_json
 from ..rendezvous.interface import RendezvousInfo
@@ -42,7 +45,20 @@ from ..stores.interface import Store
 from ..stores.keyspace import Entry, KeySpace, Lease
 from ..stores.secret import NONCE_BYTES, is_digits
 from ..threads import helper
-from .memory import Found, Record, Slots, held, pieces, read_record, sum_of
+from .memory import (
+    NEWS,
+    Found,
+    Record,
+    Slots,
+    clear_up,
+    held,
+    look,
+    newest_in,
+    pieces,
+    read_record,
+    sum_of,
+    tell,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -52,6 +68,8 @@ CHUNK_BYTES = 512 << 10
 ANSWER_SECONDS = 60.0
 """For a node to answer, which may have to find memory first."""
 RETRY_SECONDS = 0.5
+LOOK_SECONDS = 2.0
+"""After which is looked without news, as workers may have made anew what others had removed."""
 SORTS = 256
 """So many different snapshots, by name and part, are kept of one node."""
 SPARE_BYTES = 16 << 20
@@ -115,6 +133,11 @@ class Place:
         return hashlib.sha256(self.token.encode() + (secret or b"")).hexdigest().encode()
 
 
+def place_key(info: RendezvousInfo, rank: int) -> str:
+    """Where in the generation's store the node of this rank says it."""
+    return f"{info.board}snapshots/place/{rank}"
+
+
 def encode_place(place: Place) -> bytes:
     return json.dumps(attrs.asdict(place)).encode()
 
@@ -145,11 +168,11 @@ class _Coming:
 
 class Mailbox(KeySpace):
     """What the nodes of these ranks write here becomes replicas in this folder of an agent's
-    memory. kept: called when one is whole, by the server's thread as all else here."""
+    memory."""
 
-    def __init__(self, folder: Path, ranks: Iterable[int], kept: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         super().__init__()
-        self._folder, self._kept = folder, kept
+        self._folder = folder
         self._slots: dict[int, dict[Sort, Slots]] = {rank: {} for rank in ranks}
         self._coming: dict[int, _Coming] = {}
 
@@ -217,7 +240,7 @@ class Mailbox(KeySpace):
         coming.open.close()
         if value:
             coming.slots.seal(coming.record, int(value, 16))
-        self._kept()
+        tell(self._folder)
 
     def _drop(self, rank: int) -> None:
         coming = self._coming.pop(rank, None)
@@ -226,45 +249,17 @@ class Mailbox(KeySpace):
             coming.open.__exit__(type(error), error, None)
 
 
-def serve(
-    mailbox: Mailbox, address: str, board: str, *, stores: Stores, secret: bytes | None
-) -> tuple[Server, Place]:
-    """Let replicas in at one address of this node, on a port that the kernel chooses.
-
-    Raises:
-        OSError: the address is not this node's.
-    """
-    place = Place(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
-    server = stores.serve(address, 0, job=place.job(board), secret=place.key(secret), space=mailbox)
-    server.start()
-    return server, attrs.evolve(place, port=server.port)
-
-
 # -- giving ----------------------------------------------------------------------------------------
 
 
 class Giver:
-    """Gives one node the snapshots of this one, in one generation.
-
-    place_key: where in the generation's store the node says where it takes replicas. newest: the
-    newest snapshot of each sort that is to be given. kept: called in another thread, when one is.
-    """
+    """Gives one node what the workers here leave in `folder`, in one generation."""
 
     def __init__(
-        self,
-        info: RendezvousInfo,
-        rank: int,
-        place_key: str,
-        *,
-        stores: Stores,
-        secret: bytes | None,
-        memory: Path,
-        newest: Callable[[], Iterable[Found]],
-        kept: Callable[[], None],
+        self, info: RendezvousInfo, rank: int, folder: Path, stores: Stores, secret: bytes | None
     ) -> None:
-        self._info, self._rank, self._place_key = info, rank, place_key
+        self._info, self._rank, self._folder = info, rank, folder
         self._stores, self._secret = stores, secret
-        self._memory, self._newest, self._kept = memory, newest, kept
         self._over = threading.Event()
         self._news = threading.Event()
         self._idle = threading.Event()
@@ -281,27 +276,21 @@ class Giver:
         self._idle.clear()
         self._news.set()
 
-    def lacking(self) -> list[Found]:
-        """The snapshots that the node has not been offered."""
-        return [found for found in self._newest() if self._lacks(found.record)]
-
     def flush(self, seconds: float) -> None:
         """Until the node has all that there is, or can be given no more; for at most `seconds`."""
-        self.wake()
-        self._idle.wait(seconds)
+        if self._lacking():
+            self.wake()
+            self._idle.wait(seconds)
 
     def stop(self) -> None:
         """Give no more; its thread ends with the call of a store that it may be in."""
         self._over.set()
         self._news.set()
-        store = self._store
-        if store is not None:
+        if (store := self._store) is not None:
             store.close()
 
-    def close(self) -> None:
-        """The same, and wait for it within bounds."""
-        self.stop()
-        self._thread.join(1.0)
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -337,7 +326,7 @@ class Giver:
                 self._news.clear()
                 if self._over.is_set():
                     return
-                lacking = self.lacking()
+                lacking = self._lacking()
                 for found in lacking:
                     self._give(store, found)
                 if not lacking and not self._news.is_set():
@@ -345,23 +334,25 @@ class Giver:
                     self._news.wait()
 
     def _place(self) -> Place | None:
-        store = present(self._info.store, "the store")
+        store, key = present(self._info.store, "the store"), place_key(self._info, self._rank)
         while not self._over.is_set():
-            listing = store.list(self._place_key)
+            listing = store.list(key)
             for entry in listing.entries:
                 place = decode_place(entry.value)
-                if entry.key == self._place_key and place is not None:
+                if entry.key == key and place is not None:
                     return place
-            store.wait(self._place_key, after=listing.version, timeout=RETRY_SECONDS)
+            store.wait(key, after=listing.version, timeout=RETRY_SECONDS)
         return None
 
-    def _lacks(self, record: Record) -> bool:
-        return self._offered.get((record.name, record.part), 0) < record.sequence
+    def _lacking(self) -> list[Found]:
+        """The snapshots that the node has not been offered."""
+        newest = [(one.record, one) for one in newest_in(self._folder)]
+        return [one for r, one in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
 
     def _give(self, store: Store, found: Found) -> None:
         record = found.record
         offer = f"{self._info.rank}/{secrets.token_hex(8)}"
-        with held(self._memory, found) as handle:
+        with held(self._folder.parent, found) as handle:
             if handle is None:
                 return  # there is a newer one
             try:
@@ -369,11 +360,135 @@ class Giver:
                 for piece in pieces(handle, record.size, CHUNK_BYTES):
                     store.set(f"{offer}/{zlib.crc32(piece):08x}", piece)
                 # It takes longer to send than to sum: by now there is one, if its worker lives.
-                summed = sum_of(self._memory, found)
+                summed = sum_of(self._folder.parent, found)
                 store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)
                 self.given.add((record.name, record.part))
             except StoreRefused as error:
                 # For want of memory, say: the next one is offered again.
                 self._say(f"node {self._rank} does not keep a replica: {error}")
         self._offered[record.name, record.part] = record.sequence
-        self._kept()
+        tell(self._folder)
+
+
+# -- both, for a generation ------------------------------------------------------------------------
+
+
+class Replicating:
+    """One generation's replicas: given to the nodes after this one, taken from those before.
+
+    workers: how many this node has. address: where it takes replicas.
+
+    Raises:
+        OSError: nothing can be taken at this address.
+    """
+
+    def __init__(
+        self,
+        info: RendezvousInfo,
+        folder: Path,
+        replicas: int,
+        workers: int,
+        *,
+        stores: Stores,
+        secret: bytes | None,
+        address: str,
+    ) -> None:
+        self._info, self._folder, self._workers = info, folder, workers
+        self._over = threading.Event()
+        self._safe = self._cleared = False
+        rank, nodes = info.rank, info.world_size
+        self._mailbox = Mailbox(folder, givers(rank, nodes, replicas))
+        place = Place(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
+        self._server = stores.serve(
+            address, 0, job=place.job(info.board), secret=place.key(secret), space=self._mailbox
+        )
+        self._server.start()
+        self._place = attrs.evolve(place, port=self._server.port)
+        try:
+            self._pipe = self._made_pipe()
+        except BaseException:
+            self._server.close()
+            raise
+        self._givers = [
+            Giver(info, to, folder, stores, secret) for to in takers(rank, nodes, replicas)
+        ]
+        self._thread = helper(self._watch, "agent-snapshots")
+        self._thread.start()
+
+    def flush(self, seconds: float) -> None:
+        """Until the others have the last snapshots, or `seconds` have passed."""
+        deadline = monotonic() + seconds
+        for giver in self._givers:
+            giver.flush(max(0.0, deadline - monotonic()))
+
+    def close(self) -> None:
+        self._over.set()
+        tell(self._folder)
+        for giver in self._givers:
+            giver.stop()
+        self._server.close()
+        self._mailbox.close()
+        for giver in self._givers:
+            giver.join(1.0)
+        self._thread.join(1.0)
+
+    def _made_pipe(self) -> int:
+        os.mkfifo(self._folder / NEWS, 0o600)
+        # Read and write: a pipe that no worker has open would have come to its end.
+        return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _watch(self) -> None:
+        self._announce()
+        while not self._over.is_set():
+            poll = select.poll()
+            poll.register(self._pipe, select.POLLIN)
+            if poll.poll(LOOK_SECONDS * 1000):
+                os.read(self._pipe, 65536)
+            # Removed with its folder, it is made anew as soon as a worker has made that.
+            if not (self._folder / NEWS).exists():
+                with contextlib.suppress(OSError):
+                    anew = self._made_pipe()
+                    os.close(self._pipe)
+                    self._pipe = anew
+            for giver in self._givers:
+                giver.wake()
+            try:
+                self._clear_up()
+            except (ElasticError, OSError) as error:
+                log.info("earlier snapshots stay for now: %s", error)
+        os.close(self._pipe)
+        (self._folder / NEWS).unlink(missing_ok=True)
+
+    def _announce(self) -> None:
+        """Say where this node takes replicas."""
+        store = present(self._info.store, "the store")
+        while not self._over.is_set():
+            try:
+                store.set(place_key(self._info, self._info.rank), encode_place(self._place))
+                return
+            except ElasticError as error:
+                log.info("the other nodes are not told where to leave replicas: %s", error)
+                self._over.wait(RETRY_SECONDS)
+
+    def _clear_up(self) -> None:
+        """Drop what earlier eras left, once this one's stand on their own.
+
+        Of a state in parts that is when all nodes have made theirs *and* given them away: until
+        then the loss of a node takes back to the earlier ones.
+        """
+        if self._cleared:
+            return
+        own = [one.record for one in newest_in(self._folder)]
+        in_parts = any(record.parts > 1 for record in own)
+        if own and (not in_parts or self._all_are_safe({(r.name, r.part) for r in own})):
+            found, era = look(self._folder.parent), int(self._folder.name)
+            self._cleared = clear_up(self._folder.parent, found, era)
+
+    def _all_are_safe(self, own: set[Sort]) -> bool:
+        store, safe = present(self._info.store, "the store"), f"{self._info.board}snapshots/safe/"
+        if not self._safe:
+            if len(own) < self._workers or not all(own <= giver.given for giver in self._givers):
+                return False
+            store.set(f"{safe}{self._info.rank}", b"")
+            self._safe = True
+        return len(store.list(safe).entries) == self._info.world_size

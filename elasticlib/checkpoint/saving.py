@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -29,9 +30,7 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from . import fence as fences
-from .commit import Committer
-from .fence import Writer
+from .commit import Committer, Writer, data_name
 from .folder import CheckpointFolder
 from .manifest import DataFile
 from .pack import Layout, fill
@@ -48,7 +47,6 @@ STORE_SECONDS, FOLDER_SECONDS = 0.02, 0.1
 REMEMBERED = 1000
 """Of so many saves the store still tells how they came out."""
 
-_TOKEN_BYTES = 8
 _saves: Counter[str] = Counter()
 """How many saves have begun, by the names under which the store tells of them. Not each manager's
 own: another one of the same folder goes on counting."""
@@ -59,78 +57,64 @@ own: another one of the same folder goes on counting."""
 
 @attrs.frozen
 class RankInfo:
-    """A process's place among those that share the state.
+    """A process among those that share the state, on a host of this name, as one that writes."""
 
-    run, launch, generation: see `fence.Writer`. host: its name.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    run: str = ""
-    launch: str = ""
-    generation: int = 0
-    host: str = ""
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    writer: Writer
 
     @classmethod
-    def of_this_process(cls, group: dist.ProcessGroup | None = None) -> RankInfo:
+    def of_this_process(cls, group: dist.ProcessGroup | None) -> RankInfo:
         """By the process group where there is one, else by what the launcher put in the
         environment. Under another launcher, or none, each process is a launch of its own.
 
         Args:
             group: the ranks that share the state; all of the default group by default.
         """
-        environment = os.environ
+        environment, host, token = os.environ, socket.gethostname(), secrets.token_hex(8)
         grouped = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(group) if grouped else int(environment.get("RANK", "0"))
-        local_rank = environment.get("LOCAL_RANK", str(rank))
+        local_rank = environment.get("ELASTICLIB_LOCAL_RANK", environment.get("LOCAL_RANK", rank))
         world = dist.get_world_size(group) if grouped else int(environment.get("WORLD_SIZE", "1"))
-        return cls(
-            rank=rank,
-            local_rank=int(environment.get("ELASTICLIB_LOCAL_RANK", local_rank)),
-            world_size=world,
+        writer = Writer(
             run=environment.get("TORCHELASTIC_RUN_ID", ""),
-            launch=environment.get("ELASTICLIB_INCARNATION", ""),
+            launch=environment.get("ELASTICLIB_INCARNATION", "") or token,
             generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
-            host=socket.gethostname(),
+            token=token,
+            label=f"process {os.getpid()} on {host}",
         )
-
-    def writer(self) -> Writer:
-        """This process as one that writes checkpoints; another one at each call."""
-        token = secrets.token_hex(_TOKEN_BYTES)
-        label = f"process {os.getpid()} on {self.host or socket.gethostname()}"
-        return Writer(self.run, self.launch or token, self.generation, token, label)
+        return cls(rank, int(local_rank), world, host, writer)
 
 
 class Writers:
     """The ranks that write a save together: this one alone, or all of a process group.
 
-    Those of a group make one at the same time, and call `write` in the same order. They speak over
-    a gloo group of their own, so that what goes on behind a training step never mixes with the
-    step's collectives. Only small tensors of numbers are exchanged.
+    Those of a group make one at the same time, and call `write` in the same order.
+
+    Args:
+        group: of gloo and theirs alone, so that what goes on behind a training step never mixes
+            with the step's collectives. Only small tensors of numbers are exchanged.
     """
 
-    def __init__(
-        self, commits: Committer, group: dist.ProcessGroup | None = None, *, alone: bool = False
-    ) -> None:
-        self._commits = commits
-        self._count = 0
-        self._group: dist.ProcessGroup | None = None
+    def __init__(self, commits: Committer, group: dist.ProcessGroup | None = None) -> None:
+        self._commits, self._group, self._count = commits, group, 0
         # The files of all ranks bear the name of the writer that will commit them.
         self._token, self._names, self.rank = commits.writer.token, ["state"], 0
-        if alone:
-            return
-        ranks = None if group is None else dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, backend="gloo")
-        self.rank = dist.get_rank(self._group)
-        world = dist.get_world_size(self._group)
-        self._names = [f"part-{rank:05d}" for rank in range(world)]
-        token = torch.tensor(list(bytes.fromhex(self._token)), dtype=torch.uint8)
-        dist.broadcast(token, src=0 if ranks is None else ranks[0], group=self._group)
-        self._token = bytes(token.tolist()).hex()
+        if group is not None:
+            self.rank = dist.get_rank(group)
+            self._names = [f"part-{rank:05d}" for rank in range(dist.get_world_size(group))]
+            token = torch.tensor(list(bytes.fromhex(self._token)), dtype=torch.uint8)
+            dist.broadcast(token, dist.get_global_rank(group, 0), group)
+            self._token = bytes(token.tolist()).hex()
 
     def write(
-        self, step: int, data: memoryview, metrics: Mapping[str, float], world_size: int
+        self,
+        step: int,
+        data: memoryview,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        world_size: int = 0,
     ) -> None:
         """Write this rank's file, and commit those of all.
 
@@ -142,17 +126,17 @@ class Writers:
             CheckpointError: one of them failed; here, or on a rank that says why itself.
         """
         self._count += 1
-        kinds, commits = self._names, self._commits
-        names = [fences.data_name(kind, self._token, self._count) for kind in kinds]
+        commits, first = self._commits, self.rank == 0
+        names = [data_name(kind, self._token, self._count) for kind in self._names]
         mine, parts = names[self.rank], 0 if self._group is None else len(names)
-        self._all_do(step, None if self.rank else commits.claim)
+        self._all_do(step, commits.claim if first else None)
         try:
             rows = self._all_do(step, partial(commits.write, step, mine, data))
             files = tuple(DataFile(name, *row) for name, row in zip(names, rows, strict=True))
             commit = partial(commits.commit, step, files, parts, metrics=metrics, world=world_size)
-            self._all_do(step, None if self.rank else commit)
+            self._all_do(step, commit if first else None)
         except BaseException:
-            commits.abandon(step, [mine])
+            commits.abandon(step, mine)
             raise
 
     def close(self) -> None:
@@ -171,36 +155,30 @@ class Writers:
             row = [1, file.size, file.crc32] if file else row
         except Exception as failure:
             error, row = failure, [0, 0, 0]
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = [mine] if self._group is None else [torch.empty_like(mine) for _ in self._names]
         try:
-            rows = self._all_say(row)
+            if self._group is not None:
+                dist.all_gather(rows, mine, group=self._group)
         except RuntimeError as lost:
             raise CheckpointError(
                 f"step {step} was not saved: another rank is gone: {lost}"
             ) from error
         if error is not None:
             raise error
-        failed = [rank for rank, (ok, _, _) in enumerate(rows) if not ok]
+        said = [row.tolist() for row in rows]
+        failed = [rank for rank, (ok, _, _) in enumerate(said) if not ok]
         if failed:
             raise CheckpointError(
                 f"step {step} was not saved: rank {failed[0]} failed, and says why"
             )
-        return [(size, crc32) for _, size, crc32 in rows]
-
-    def _all_say(self, row: list[int]) -> list[list[int]]:
-        """What each rank says, in the order of ranks."""
-        if self._group is None:
-            return [row]
-        mine = torch.tensor(row, dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in self._names]
-        dist.all_gather(rows, mine, group=self._group)
-        return [said.tolist() for said in rows]
+        return [(size, crc32) for _, size, crc32 in said]
 
 
 class HostBuffer:
     """Host memory for one state, reused from save to save; not to be copied into while it is read.
 
-    It grows when a state does. Where tensors lie on a GPU it is page-locked, so that copies run at
-    the bus's full speed.
+    Where tensors lie on a GPU it is page-locked, so that copies run at the bus's full speed.
     """
 
     def __init__(self) -> None:
@@ -258,7 +236,7 @@ class Save:
 
     def done(self) -> bool:
         """Whether it is over: durable, or failed. Never waits."""
-        return self._ends_within(0.0)
+        return not self._unknown_after(0.0)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the state is durable, whichever rank writes it. Not all need to call it.
@@ -271,8 +249,8 @@ class Save:
             CheckpointError: it was not saved, and why; or that is not known by then: it may be
                 waited for again.
         """
-        if not self._ends_within(timeout):
-            raise CheckpointError(self._unknown())
+        if unknown := self._unknown_after(timeout):
+            raise CheckpointError(unknown)
         self.looked_at = True
         if self._failure is not None:
             raise self._failure
@@ -285,12 +263,8 @@ class Save:
         self.looked_at = self.looked_at or failure is not None
         return failure
 
-    def _ends_within(self, timeout: float | None) -> bool:
-        """Wait until it is known how it came out; whether it is, by then."""
-        raise NotImplementedError
-
-    def _unknown(self) -> str:
-        """What is to be said if it is not."""
+    def _unknown_after(self, timeout: float | None) -> str:
+        """Wait until it is known how it came out; if it is not by then, a sentence that says so."""
         raise NotImplementedError
 
 
@@ -314,17 +288,14 @@ class OwnSave(Save):
         if self._process == os.getpid():
             self._thread.join()
 
-    def _ends_within(self, timeout: float | None) -> bool:
+    def _unknown_after(self, timeout: float | None) -> str:
         if self._process != os.getpid():
             raise CheckpointError(
                 f"step {self.step} is saved by the process that this one was forked from, which "
                 "alone can say what became of it"
             )
         self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _unknown(self) -> str:
-        return f"step {self.step} is still being written"
+        return f"step {self.step} is still being written" if self._thread.is_alive() else ""
 
 
 class OthersSave(Save):
@@ -338,38 +309,41 @@ class OthersSave(Save):
         self._over = False
         outcomes.newest = step
 
-    def _ends_within(self, timeout: float | None) -> bool:
+    def _unknown_after(self, timeout: float | None) -> str:
+        outcomes, step, pause = self._outcomes, self.step, threading.Event()
         deadline = monotonic() + (WAIT_SECONDS if timeout is None else timeout)
-        pause = threading.Event()
         # Asked again and again: who waits in the store keeps it from this process's other threads.
-        while not self._is_over():
-            if monotonic() >= deadline:
-                return False
-            pause.wait(STORE_SECONDS if self._outcomes.told else FOLDER_SECONDS)
-        return True
+        while not (self._over or self._ask()):
+            if monotonic() < deadline:
+                pause.wait(STORE_SECONDS if outcomes.told else FOLDER_SECONDS)
+            elif outcomes.told:
+                return (
+                    f"nothing was heard of the save of step {step}, which rank {outcomes.writer} "
+                    "makes: it has died, is still at it, or was not asked to save"
+                )
+            else:
+                return f"there is no {self._folder.describe(step)}, which another rank was to save"
+        self._over = True
+        return ""
 
-    def _is_over(self) -> bool:
-        if self._over:
-            return True
-        if not self._outcomes.told:
+    def _ask(self) -> bool:
+        """Whether it is over, and keep why it failed."""
+        outcomes, step = self._outcomes, self.step
+        if not outcomes.told:
             # Older ones may have made room for the newest, which began when they were over.
-            looked = map(self._folder.look, {self.step, self._outcomes.newest})
-            self._over = any(found is not None and found.manifest for found in looked)
-            return self._over
-        said = self._outcomes.heard(self._number)
-        if said is not None:
-            self._over = True
-            why = self._outcomes.flaw(self.step, said)
-            self._failure = CheckpointError(why) if why else None
-        return self._over
-
-    def _unknown(self) -> str:
-        if not self._outcomes.told:
-            return f"there is no {self._folder.describe(self.step)}, which another rank was to save"
-        return (
-            f"nothing was heard of the save of step {self.step}, which rank "
-            f"{self._outcomes.writer} makes: it has died, is still at it, or was not asked to save"
-        )
+            looked = map(self._folder.look, {step, outcomes.newest})
+            return any(found is not None and found.manifest for found in looked)
+        said = outcomes.heard(self._number)
+        if said is not None and said["step"] != step:
+            self._failure = CheckpointError(
+                f"rank {outcomes.writer} was asked to save step {said['step']}, and this rank step "
+                f"{step}: all ranks have to make the same calls"
+            )
+        elif said is not None and said["error"]:
+            self._failure = CheckpointError(
+                f"step {step} was not saved by rank {outcomes.writer}: {said['error']}"
+            )
+        return said is not None
 
 
 class Outcomes:
@@ -423,16 +397,6 @@ class Outcomes:
             self.told = False
             return None
         return said
-
-    def flaw(self, step: int, said: Mapping[str, Any]) -> str:
-        """What is wrong with a save of `step` of which this was said; empty if nothing."""
-        if said["step"] != step:
-            return (
-                f"rank {self.writer} was asked to save step {said['step']}, and this rank step "
-                f"{step}: all ranks have to make the same calls"
-            )
-        failed = f"step {step} was not saved by rank {self.writer}: {said['error']}"
-        return failed if said["error"] else ""
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}"

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -25,12 +24,10 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .pack import Layout, lay_out, read_meta, unpack
-from .state import Way, put_shards, spoken, take_shards
+from .state import Way, parameters_in, put_shards, spoken, take_shards, values_of
 from .storages import Form, MapLocation, dtype_named, moved, name_of
 
 Shards = Mapping[Way, DTensor]
-Parameters = Mapping[Way, Sequence[torch.Tensor]]
-"""Of each optimizer in a state, by its way: in the order in which its state numbers them."""
 
 
 def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copies: bool) -> Layout:
@@ -126,62 +123,70 @@ def _is_first(shard: DTensor) -> bool:
     return not any(at for at, placement in copies if placement.is_replicate())
 
 
-@attrs.frozen
-class Parts:
-    """How the parts of one checkpoint are reached.
+@attrs.frozen(eq=False)
+class Target:
+    """Where elements of a tensor go: the box of it that this rank has, and the memory of that."""
 
-    count: how many there are. head: the first bytes of one, its outline at least. read: one
-    whole, and checked.
-    """
+    box: Box
+    memory: torch.Tensor
 
-    count: int
-    head: Callable[[int], memoryview | bytes]
-    read: Callable[[int], memoryview]
+
+def targets_in(shards: Shards) -> dict[str, Target]:
+    """The targets that a state's sharded tensors are, by the tensors' names in parts."""
+    boxes = boxes_of(shards)
+    return {repr(way): Target(box, local_of(shards[way])) for way, box in boxes.items()}
 
 
 def load_parts(
-    parts: Parts,
+    heads: Sequence[bytes],
+    read: Callable[[int], memoryview],
     like: object = None,
     *,
-    parameters: Parameters = MappingProxyType({}),
     map_location: MapLocation,
 ) -> Any:
-    """The state, whatever the number of ranks was that saved it.
+    """The state in the parts of one checkpoint, whatever the number of ranks was that saved it.
 
     Args:
+        heads: the first bytes of each part, its outline at least. read: gives one whole, checked.
         like: a state whose sharded tensors say how those of the result are to be sharded, on
             this many ranks; with None, each is put together whole. Nothing in it is changed.
-        parameters: of the optimizers in it, which may have taken no step yet.
         map_location: where tensors go that are not sharded, and with no `like` all.
 
     Raises:
         StateMismatch: `like` has other sharded tensors than the checkpoint.
         CheckpointCorrupt: a part is damaged.
     """
-    chunks = {at: chunks_of(read_meta(parts.head(at))) for at in range(parts.count)}
-    lacks = lacking(chunks, parts.count)
+    chunks = {part: chunks_of(read_meta(head)) for part, head in enumerate(heads)}
+    lacks = lacking(chunks, len(heads))
     if lacks:
         raise CheckpointCorrupt(f"it {lacks}")
-    whole = unpack(parts.read(0), map_location=map_location)["whole"]
-    tensors = {name: rows[0][2] for name, rows in tensors_of(chunks).items()}
-    ways: list[Way] = whole["ways"]
+    whole = whole_in(read(0), map_location=map_location)
+    saved = saved_tensors(whole["ways"], chunks)
     found: dict[Way, torch.Tensor]
     if like is None:
-        found = {way: _memory_for(tensors[repr(way)]) for way in ways}
-        needs = {repr(way): ((0,) * t.dim(), tuple(t.shape)) for way, t in found.items()}
+        found = {way: _memory_for(tensor) for way, tensor in saved.items()}
+        boxes = {way: ((0,) * tensor.dim(), tuple(tensor.shape)) for way, tensor in found.items()}
+        into = {repr(way): Target(box, found[way]) for way, box in boxes.items()}
     else:
-        live = targets_of(ways, tensors, take_shards(like)[1], parameters)
-        found = {way: torch.empty_like(shard.detach()) for way, shard in live.items()}
-        needs = {repr(way): box for way, box in boxes_of(live).items()}
-    into = {repr(way): local_of(tensor) for way, tensor in found.items()}
-    wanted = shares(needs, chunks, lambda _: (0,), 0, -1)
-    for part, group in groupby(sorted(wanted, key=attrgetter("part")), attrgetter("part")):
-        # One part in memory at a time; its tensors are views of it.
-        copy_shares(group, chunks[part], parts.read(part), needs, into)
+        live = matched(saved, take_shards(values_of(like))[1], parameters_in(like))
+        fresh: dict[Way, Any] = {}
+        for way, shard in live.items():
+            fresh[way] = torch.empty_like(shard.detach())
+        found, into = fresh, targets_in(fresh)
+    needs = {name: target.box for name, target in into.items()}
+    copy_shares(shares(needs, chunks, lambda _: (0,), 0, -1), chunks, read, into)
     if like is None:
         for way, tensor in found.items():
-            found[way] = moved(tensor, tensors[repr(way)].device, map_location)
+            found[way] = moved(tensor, saved[way].device, map_location)
     return put_shards(whole["state"], found)
+
+
+def whole_in(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
+    """What is not sharded, in a part that says that it has it."""
+    whole = unpack(pack, map_location=map_location, copy=copy)["whole"]
+    if not isinstance(whole, dict) or whole.keys() != {"state", "ways"}:
+        raise CheckpointCorrupt("a part says that it has what is not sharded, and has not")
+    return whole
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,71 +204,57 @@ def _memory_for(chunk: Chunk) -> torch.Tensor:
     return torch.empty(form.shape, dtype=form.dtype)
 
 
-def targets_of(
-    ways: Iterable[Way], tensors: Mapping[str, Chunk], shards: Shards, parameters: Parameters
-) -> dict[Way, DTensor]:
-    """The sharded tensors that those which were saved are for: those there are, and new ones where
-    an optimizer has taken no step yet.
-
-    Args:
-        ways, tensors: those that were saved, and what one part or another says of each.
-        shards: those that there are.
-
-    Raises:
-        StateMismatch: some are on one side alone, or have another shape.
-        CheckpointCorrupt: no part has one of those that were saved.
-    """
-    known = {}
+def saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> dict[Way, Chunk]:
+    """What one part or another says of each sharded tensor that was saved."""
+    tensors = {name: rows[0][2] for name, rows in tensors_of(parts).items()}
     for way in ways:
         if repr(way) not in tensors:
             raise CheckpointCorrupt(f"{spoken(way)} is in none of its parts")
-        known[way] = tensors[repr(way)]
-    sizes = {way: (torch.Size(t.shape), dtype_named(t.dtype)) for way, t in known.items()}
-    found = _with_states(shards, sizes, parameters)
-    for missing, side in ((known, found), (found, known)):
-        for way in missing:
-            if way not in side:
-                has = "the checkpoint" if side is found else "the given state"
-                raise StateMismatch(f"{spoken(way)} is a sharded tensor in {has} alone")
-    for way, shard in found.items():
-        if known[way].shape != shard.shape:
-            raise StateMismatch(
-                f"{spoken(way)} has the shape {list(known[way].shape)} in the checkpoint, "
-                f"and {list(shard.shape)} in the given state"
-            )
-    return found
+    return {way: tensors[repr(way)] for way in ways}
 
 
-def _with_states(
-    shards: Mapping[Way, Any],
-    saved: Mapping[Way, tuple[torch.Size, torch.dtype]],
-    parameters: Parameters,
-) -> dict[Way, Any]:
-    """The sharded tensors that say how those that were `saved` are to be sharded.
+def matched(
+    saved: Mapping[Way, Chunk], shards: Shards, parameters: Mapping[Way, Sequence[torch.Tensor]]
+) -> dict[Way, DTensor]:
+    """The sharded tensors that those which were saved are for.
 
     Most optimizers make their state at the first step, like the parameter that it is of. So in one
     that has taken none, a saved tensor of a parameter's size is sharded as that parameter is, and
     nobody takes a step for it: even with gradients and a rate of zero that would change some
-    parameters (a negative zero, say).
-
-    An optimizer's are those that were saved of it, whatever it has now: it takes a state whole.
+    parameters (a negative zero, say). An optimizer's are those that were saved of it, whatever it
+    has now: it takes a state whole.
 
     Args:
-        shards: those that there are now. saved: size and dtype of those that were saved.
+        shards: those that there are. parameters: see `state.parameters_in`.
+
+    Raises:
+        StateMismatch: some are on one side alone, or have another shape.
     """
-    found = {
-        way: shard
-        for way, shard in shards.items()
-        if way in saved or _parameter_of(way, parameters) is None
-    }
-    for way, (size, dtype) in saved.items():
-        parameter = _parameter_of(way, parameters)
-        if way not in found and isinstance(parameter, DTensor) and parameter.shape == size:
-            found[way] = torch.empty_like(parameter.detach(), dtype=dtype)
+    found: dict[Way, DTensor] = {}
+    for way, tensor in saved.items():
+        shard: Any
+        shard, parameter = shards.get(way), _parameter_of(way, parameters)
+        if shard is None and isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
+            shard = torch.empty_like(parameter.detach(), dtype=dtype_named(tensor.dtype))
+        if shard is None:
+            raise _on_one_side(way, "the checkpoint")
+        if shard.shape != tensor.shape:
+            raise StateMismatch(
+                f"{spoken(way)} has the shape {list(tensor.shape)} in the checkpoint, "
+                f"and {list(shard.shape)} in the given state"
+            )
+        found[way] = shard
+    for way in shards:
+        if way not in saved and _parameter_of(way, parameters) is None:
+            raise _on_one_side(way, "the given state")
     return found
 
 
-def _parameter_of(way: Way, parameters: Parameters) -> Any:
+def _on_one_side(way: Way, side: str) -> StateMismatch:
+    return StateMismatch(f"{spoken(way)} is a sharded tensor in {side} alone")
+
+
+def _parameter_of(way: Way, parameters: Mapping[Way, Sequence[torch.Tensor]]) -> Any:
     """The parameter that a tensor with this way is an optimizer's state of; None if it is none."""
     for at in range(len(way) - 2):
         # As `torch.optim.Optimizer.state_dict` has them: state, the parameter's number, a name.
@@ -275,21 +266,23 @@ def _parameter_of(way: Way, parameters: Parameters) -> Any:
 
 def copy_shares(
     wanted: Iterable[Share],
-    chunks: Sequence[Chunk],
-    part: memoryview,
-    needs: Mapping[str, Box],
-    into: Mapping[str, torch.Tensor],
+    chunks: Mapping[int, Sequence[Chunk]],
+    read: Callable[[int], memoryview],
+    into: Mapping[str, Target],
 ) -> None:
-    """Copy what is wanted of a part.
+    """Copy what is wanted of parts, one part after the other: there is one in memory at a time.
 
     Args:
-        chunks: in that part. needs: the boxes whose memory `into` has.
+        chunks: of each part. read: gives a part's pack. into: by the tensors' names.
     """
-    shards = unpack(part, copy=False)["shards"]
-    for share in wanted:
-        chunk = chunks[share.place]
-        target = narrowed(into[chunk.name], needs[chunk.name], share.box)
-        target.copy_(narrowed(shards[share.place], chunk.box, share.box))
+    by_part = attrgetter("part")
+    for part, group in groupby(sorted(wanted, key=by_part), by_part):
+        shards = unpack(read(part), copy=False)["shards"]
+        for share in group:
+            chunk = chunks[part][share.place]
+            target = into[chunk.name]
+            given = narrowed(shards[share.place], chunk.box, share.box)
+            narrowed(target.memory, target.box, share.box).copy_(given)
 
 
 def narrowed(tensor: torch.Tensor, has: Box, box: Box) -> torch.Tensor:

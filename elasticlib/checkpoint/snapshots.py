@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,24 @@ import torch
 
 from ..clock import Clock, monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
+from ..threads import helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
-from .interface import MEMORY, Held, Source
+from .choose import MEMORY, Agreed, Held, Source
 from .memory import (
-    NEWS,
+    CHUNK,
+    SUMS,
     Found,
     Record,
     Slots,
     given_up,
-    outlived,
+    newest_in,
+    tell,
     that_count,
-    torch_sum,
+    word_sum,
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
-from .restore import Agreed
-from .sealing import Sealing
 from .state import take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -108,9 +110,8 @@ class SnapshotMemory(Source):
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
         self._clock = clock
-        self._era = int(Path(where.folder).name)
-        self._memory = Path(where.folder).parent
-        self._news = Path(where.folder, NEWS)
+        self._folder = Path(where.folder)
+        self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
         self._slots = Slots(where.folder)
         self._sealing = Sealing(self._slots)
@@ -132,7 +133,7 @@ class SnapshotMemory(Source):
     @property
     def folder(self) -> str:
         """Where this start of the agent's workers leaves its snapshots."""
-        return str(self._news.parent)
+        return str(self._folder)
 
     def snapshot(self, step: int, state: object) -> Snapshot | None:
         """Keep `state` as it is after `step`; None where this worker makes none.
@@ -184,8 +185,10 @@ class SnapshotMemory(Source):
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
                 copied = self._clock() - copying
             self._record = record
-            self._tell()  # what is of no more use goes before memory for the next one is made
-        self._sealing.seal(record)
+            # What is of no more use goes before memory for the next one is made.
+            if not tell(self._folder):
+                self._clear_up()
+        self._sealing.begin(record)
         return Snapshot(step, layout.size, self._clock() - began, copied)
 
     def held(self) -> Sequence[Held]:
@@ -208,8 +211,7 @@ class SnapshotMemory(Source):
     def check(self, held: Held, part: int = 0) -> None:
         view = self.view(held, part)
         found, _ = self._pinned[held.name]
-        data = torch.frombuffer(view, dtype=torch.uint8)
-        flaw = memory.flaw(self._memory, found, lambda: torch_sum(data))
+        flaw = memory.flaw(self._memory, found, view, serial=False)
         if flaw:
             raise CheckpointCorrupt(flaw)
         if size_of(view[:HEAD_BYTES])[0] != found.record.size:
@@ -226,16 +228,11 @@ class SnapshotMemory(Source):
         To be called by every rank once it is agreed where to go on and before the first snapshot;
         a later restart else might find parts of one step that were made by two different runs.
         """
-        name, era = self._record.name, self._era
-        memory.remove(self._memory, given_up(memory.look(self._memory), era, name, step))
-        for one in self._found():
-            if one.record.step == step and self._makes_such(one.record):
-                self._sealing.prepare(one.record)  # the first one is as large
-
-    def _makes_such(self, record: Record) -> bool:
-        if record.sharded:
-            return (record.part, record.parts) == (self._rank, self._world_size)
-        return self._writes
+        memory.remove(self._memory, given_up(self._look(), self._era, step))
+        mine = (self._rank, self._world_size)
+        for one in (one.record for one in self._found() if one.record.step == step):
+            if (one.part, one.parts) == mine if one.sharded else self._writes:
+                self._sealing.begin(one, seal=False)  # the first one is as large
 
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
@@ -259,47 +256,22 @@ class SnapshotMemory(Source):
         self._sealing.close()
         self._slots.close()
 
+    def _look(self) -> list[Found]:
+        """Those of this name."""
+        return [one for one in memory.look(self._memory) if one.record.name == self._record.name]
+
     def _found(self) -> Sequence[Found]:
-        name, run = self._record.name, self._record.run
-        found = memory.look(self._memory)
-        return that_count(one for one in found if (one.record.name, one.record.run) == (name, run))
+        return that_count(one for one in self._look() if one.record.run == self._record.run)
 
     def _made_before(self, part: int) -> int:
         """By this worker with another object of the same name."""
-        like = (self._record.name, part)
-        return max(
-            (
-                one.record.sequence
-                for one in memory.look(self._memory)
-                if (one.record.name, one.record.part) == like
-                and one.era == self._era
-                and not one.owner
-            ),
-            default=0,
-        )
-
-    def _tell(self) -> None:
-        """Wake the agent if it looks after snapshots; if not, clear up here."""
-        try:
-            handle = os.open(self._news, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            self._clear_up()
-            return
-        try:
-            os.write(handle, b"\n")
-        except OSError:
-            pass  # full: it has not heard of the last ones yet either
-        finally:
-            os.close(handle)
+        made = (one.record for one in newest_in(self._folder))
+        name = self._record.name
+        return max((r.sequence for r in made if (r.name, r.part) == (name, part)), default=0)
 
     def _clear_up(self) -> None:
-        if not self._earlier or self._record.sequence < self._record.keep:
-            return
-        name, era = self._record.name, self._era
-        found = [one for one in memory.look(self._memory) if one.record.name == name]
-        useless = outlived(found, era, name)
-        memory.remove(self._memory, useless)
-        self._earlier = len(useless) < sum(one.era < era for one in found)
+        if self._earlier and self._record.sequence >= self._record.keep:
+            self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
 
 
 def _held(found: Found) -> Held:
@@ -312,3 +284,76 @@ def _held(found: Found) -> Held:
 
 def _is_same_on_all(shard: Any) -> bool:
     return all(placement.is_replicate() for placement in shard.placements)
+
+
+class Sealing:
+    """What is done with a worker's slots behind the training: memory is made for the next snapshot
+    before that is due, and the last one is summed.
+
+    It is one thread, which stands still during a copy. No step waits for it: the record that makes
+    a snapshot count is written before.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._changed = threading.Condition()
+        self._next: tuple[Record, bool] | None = None
+        self._copying = self._over = False
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is done meanwhile."""
+        self._copying = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._copying = False
+                self._changed.notify()
+
+    def begin(self, record: Record, *, seal: bool = True) -> None:
+        """When there is time, make memory for another snapshot like this one, and then sum it; of
+        two that wait, the later one."""
+        with self._changed:
+            self._next = record, seal
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = helper(self._run, "elasticlib-seal")
+            self._thread.start()
+
+    def close(self) -> None:
+        """Do no more."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._next)
+                (record, seal), self._next = self._next or (None, False), None
+            if self._over or record is None:
+                return
+            self._slots.prepare(record, self._may_go_on)
+            if seal and (summed := self._sum(record)) is not None:
+                self._slots.seal(record, summed)
+
+    def _may_go_on(self) -> bool:
+        if self._copying:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or not self._copying)
+        return not self._over
+
+    def _sum(self, record: Record) -> int | None:
+        summed = 0
+        for at in range(0, record.size, CHUNK):
+            # Looked for anew each time: the slot may have been given to a later snapshot.
+            view = self._slots.view_of(record) if self._may_go_on() else None
+            if view is None:
+                return None
+            with view, view[at : at + CHUNK] as chunk:
+                summed += word_sum(chunk)
+        return summed % SUMS

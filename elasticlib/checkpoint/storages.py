@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import attrs
 import torch
-from torch.serialization import default_restore_location
+from torch.serialization import _get_restore_location
 
 MapLocation: TypeAlias = (
     str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 )
-"""Where tensors go, as `torch.load` takes it: a device; a dict from the device that they were
-saved from to another; a function of a storage and that device, which returns a storage, or None
-to leave it to torch; or None for the device that they were saved from."""
+"""Where tensors go, as `torch.load` takes it."""
 
 
 @attrs.frozen
@@ -72,16 +70,13 @@ class Copies:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy; the same one each time."""
         if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = (tensor, self._made(tensor))
+            copy = self._copy(tensor).requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            self._tensors[id(tensor)] = (tensor, copy)
         return self._tensors[id(tensor)][1]
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = self._memory_of(tensor)
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-        return copy.requires_grad_() if tensor.requires_grad else copy
-
-    def _memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = (tensor.device, storage.data_ptr())
         known = self._storages.get(key)
@@ -164,33 +159,12 @@ def bare(storage: torch.UntypedStorage, offset: int, form: Form) -> torch.Tensor
     return found.set_(storage, offset, form.shape, form.stride)
 
 
-def placed(base: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
-    """The memory of a block where it is wanted. Raises what torch and the caller's function do."""
-    if not location or map_location == "cpu":
-        return base
-    storage = _located(base.untyped_storage(), location, map_location)
-    return bare(storage, 0, Form(torch.uint8, (storage.nbytes(),), (1,)))
-
-
-def _located(
-    storage: torch.UntypedStorage, location: str, map_location: MapLocation
-) -> torch.UntypedStorage:
-    """The storage where `map_location` wants what was saved from `location`."""
-    wanted: Any = location
-    if callable(map_location):
-        found = map_location(storage, location)
-        if found is not None:
-            # A function may give one of the typed kind.
-            return cast(torch.UntypedStorage, getattr(found, "_untyped_storage", found))
-    elif isinstance(map_location, dict):
-        wanted = map_location.get(location, location)
-    elif map_location is not None:
-        wanted = str(map_location)
-    restored = default_restore_location(storage, wanted)  # type: ignore[no-untyped-call]
-    return cast(torch.UntypedStorage, restored)
-
-
 def moved(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
-    """A tensor of a storage of its own, which was saved from there, where it is wanted."""
-    storage = _located(tensor.untyped_storage(), location, map_location)
+    """A tensor that was saved from the device `location` ("" for memory that stays), with its
+    storage where it is wanted. Raises what torch and the caller's function do."""
+    if not location or map_location == "cpu":
+        return tensor
+    found = _get_restore_location(map_location)(tensor.untyped_storage(), location)  # type: ignore[no-untyped-call]
+    # A function may give one of the typed kind.
+    storage = getattr(found, "_untyped_storage", found)
     return bare(storage, int(tensor.storage_offset()), form_of(tensor))

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 from ..threads import helper
-from .place import no_news
 
 T = TypeVar("T")
 
@@ -35,6 +34,10 @@ _ONE, _X = 1 << 31, 1 << 30
 Fill: TypeAlias = Callable[[int, memoryview, Callable[[memoryview], None]], int]
 """Reads from a byte on into a buffer, and shows each piece as soon as it is there; how many bytes,
 none only at the end. See `Place.read_into`."""
+
+
+def no_news(_chunk: memoryview) -> None:
+    """Nobody wants to see the bytes as they come."""
 
 
 def room(size: int) -> mmap.mmap:

@@ -16,12 +16,10 @@ from typing import Any, TextIO
 
 import attrs
 
-from ..checkpoint.commit import Committer
-from ..checkpoint.contents import Row, rows_of
-from ..checkpoint.fence import Writer
+from ..checkpoint.commit import Committer, Writer
 from ..checkpoint.folder import CheckpointFolder, Found, open_place
-from ..checkpoint.pack_head import read_head
-from ..checkpoint.prune import Retention
+from ..checkpoint.manifest import Retention
+from ..checkpoint.pack_head import Row, read_head, rows_of
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible
@@ -168,8 +166,7 @@ def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     # It never claims the folder: a job that writes there goes on.
     committer = Committer(folder, Writer("", "", 0, ""), retention)
     with Progress("verified", 0) as progress:
-        choose = committer.choose if chosen.dry_run else committer.prune
-        selection = choose(progress.seen)
+        selection = committer.prune(progress.seen, dry_run=chosen.dry_run)
     if chosen.json:
         print(json.dumps({"kept": selection.kept, "deleted": selection.deleted}))
         return 0
@@ -233,7 +230,7 @@ def _convert(chosen: argparse.Namespace) -> int:
         and (not os.path.isdir(target) or os.listdir(target))
     ):
         raise CheckpointError(f"{target} is there already: name a new file or folder")
-    ours = "://" in source or (os.path.isdir(source) and not convert.is_dcp(source))
+    ours = convert.is_folder(source)
     if ours and chosen.to == "folder":
         raise ConfigError(f"{source} is a folder of checkpoints already")
     if not ours and chosen.to == "folder" and chosen.step is None:

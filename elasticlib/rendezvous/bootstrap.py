@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -94,19 +93,21 @@ def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
     return open_torch_store if use_libuv else open_threaded_torch_store
 
 
-def import_torch() -> None:
-    """In a thread of its own, so that opening one takes milliseconds later. What fails here fails
-    then as well. A process that ended amid the import might be aborted by it, and waits."""
+def import_torch() -> threading.Thread:
+    """Begin to import it, which takes seconds: opening a store takes milliseconds afterwards.
+
+    What fails here fails then as well. A process that ended during the import might be aborted by
+    it, so its exit waits for the thread.
+    """
 
     def work() -> None:
         with contextlib.suppress(Exception):
             import torch.distributed  # noqa: F401
 
-    if "torch.distributed" in sys.modules:
-        return
     thread = helper(work, "rendezvous-import")
     thread.start()
     atexit.register(thread.join, IMPORT_SECONDS)
+    return thread
 
 
 class Serving:

@@ -33,6 +33,7 @@ from ..errors import (
 from ..stores.interface import Listing, Store, Watched
 from ..threads import helper
 from .bootstrap import (
+    IMPORT_SECONDS,
     OF_TORCH,
     BootstrapStore,
     Front,
@@ -552,8 +553,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def prepare(self) -> None:
         if self._open_bootstrap in OF_TORCH:
-            # Beside whatever else a node does before it joins: it takes seconds.
-            import_torch()
+            import_torch().join(IMPORT_SECONDS)
 
     def follow(self, silent: Callable[[], float]) -> None:
         self._loop.silent = silent

@@ -77,7 +77,10 @@ class RendezvousHandler(abc.ABC):
         """The id that all nodes of the job were given."""
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Begin what takes its time and needs no other node, and return."""
+        """Do what takes its time and needs no other node, such as a long import.
+
+        The agent calls it once, in a thread, before it asks for its first generation: the other
+        nodes go on meanwhile."""
 
     def follow(self, silent: Callable[[], float]) -> None:  # noqa: B027 - not all keep a lease
         """Before the first rendezvous: `silent()` says, to any thread, for how many seconds the

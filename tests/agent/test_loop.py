@@ -254,6 +254,29 @@ def test_what_breaks_the_preparation_ends_the_run_with_its_words() -> None:
     assert result.reason == "ZeroDivisionError: a preparation of mine"
 
 
+class Prepares(LoneNode):
+    """A rendezvous whose preparation takes until `ready` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ready = threading.Event(), threading.Event()
+
+    def prepare(self) -> None:
+        self.begun.set()
+        self.ready.wait(60)
+
+
+def test_a_node_that_is_not_prepared_does_not_join_and_can_be_told_to_leave() -> None:
+    workers, handler = OneWorker(), Prepares()
+    workers.up.set()
+    with running(workers, handler) as run:
+        assert handler.begun.wait(60)
+        run.agent.heed(signal.SIGTERM)
+        result = run.result()
+        handler.ready.set()
+    assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
+
+
 class Listens(OneWorker):
     """A worker that saves and ends when it is told to, and not before `finish`."""
 

@@ -42,12 +42,12 @@ from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import manifest, summing
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.manifest import Retention
 from elasticlib.checkpoint.restore import restore_from
+from elasticlib.checkpoint.saving import Writers
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.checkpoint.summing import room
 
@@ -235,9 +235,9 @@ def python_step() -> int:
 
 def writing(data: memoryview, folder: Path, saves: int) -> None:
     place = CheckpointFolder(LocalPlace(folder))
-    commits = Committer(place, Writer("", "b", 0, secrets.token_hex(8)), Retention(1))
+    writers = Writers(Committer(place, Writer("", "b", 0, secrets.token_hex(8)), Retention(1)))
     for step in range(saves):
-        commits.save(step, data)
+        writers.write(step, data)
 
 
 def beside(mib: int, repeat: int, folder: Path) -> Iterator[Row]:

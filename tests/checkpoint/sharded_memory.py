@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk_source import DiskSource
-from elasticlib.checkpoint.restore import restore_from
+from elasticlib.checkpoint.restore import DiskSource, restore_from
 
 Mesh = tuple[int, ...]
 """Its sizes: of two, the first holds copies and the second shards."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.errors import CheckpointError
 
 

@@ -20,10 +20,9 @@ from older_state import Best, Pair, Parts, Phase, in_words
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.interface import Unreadable
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
-from elasticlib.errors import CheckpointError, StateMismatch
+from elasticlib.errors import CheckpointError, StateMismatch, Unreadable
 
 
 class Level(enum.IntEnum):

@@ -9,8 +9,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint.choose import Leg, choose, legs, state_of
-from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.choose import Held, choose, givers, origin, state_of
 
 Inventories = list[list[Held]]
 
@@ -78,57 +77,45 @@ def test_parts_of_two_generations_are_two_states():
     assert set(choose([[parts[0]], [parts[1]]]).holders) == {1}
 
 
-def deliver(found: tuple[Leg, ...], holders: set[int]) -> set[int]:
-    """Who has it in the end; whoever passes on has it before."""
-    got = set(holders)
-    busy: list[int] = []
-    for leg in found:
-        assert leg.sender in holders
-        has = {leg.sender}
-        for receiver, giver in leg.hops:
-            assert giver in has
-            assert receiver not in got, "sent to one who has it"
-            has.add(receiver)
-            got.add(receiver)
-        busy += has
-    assert len(busy) == len(set(busy)), "a rank is on two legs at once"
-    return got
-
-
 @given(
     st.lists(st.sampled_from("abc"), min_size=1, max_size=6).flatmap(
-        lambda nodes: st.tuples(st.just(nodes), st.sets(st.integers(0, len(nodes) - 1), min_size=1))
+        lambda nodes: st.tuples(
+            st.just(nodes),
+            st.sets(st.integers(0, len(nodes) - 1), min_size=1),
+            st.sets(st.integers(0, len(nodes) - 1)),
+        )
     )
 )
-def test_all_who_lack_a_pack_are_sent_it_once(job):
-    nodes, holders = job
-    held = Held(1, "disk", "d")
-    found = legs(dict.fromkeys(holders, held), nodes)
-    assert deliver(found, holders) == set(range(len(nodes)))
+def test_all_who_need_a_pack_and_lack_it_are_sent_it_once(job):
+    nodes, holders, takers = job
+    got = {*holders}
+    route = givers(holders, nodes, takers)
+    for taker, giver in route.items():
+        assert giver in got
+        got.add(taker)
+        assert origin(route, taker) in holders
+    assert route.keys() == takers - holders
 
 
 def test_a_thousand_nodes_are_served_by_all_holders_alike_and_each_once():
-    held = Held(9, "disk", "d")
     nodes = [f"n{rank // 4}" for rank in range(4000)]
-    found = legs(dict.fromkeys(range(40), held), nodes)
-    assert {leg.sender for leg in found} == set(range(0, 40, 4))
-    assert {len(leg.hops) for leg in found} == {4 * 99}
-    depth = {leg.sender: 0 for leg in found}
+    route = givers(range(40), nodes, range(4000))
+    served = Counter(origin(route, taker) for taker in route)
+    assert served == dict.fromkeys(range(0, 40, 4), 4 * 99)
+    depth = dict.fromkeys(range(40), 0)
     fan: Counter[int] = Counter()
     entered: Counter[str] = Counter()
-    for leg in found:
-        for receiver, giver in leg.hops:
-            depth[receiver] = depth[giver] + 1
-            fan[giver] += 1
-            entered[nodes[receiver]] += nodes[giver] != nodes[receiver]
+    for taker, giver in route.items():
+        depth[taker] = depth[giver] + 1
+        fan[giver] += 1
+        entered[nodes[taker]] += nodes[giver] != nodes[taker]
     assert set(entered.values()) == {1}
     assert max(fan.values()) <= 3
     assert max(depth.values()) <= 10
 
 
 def test_few_are_served_in_a_chain_and_the_own_node_first():
-    held = Held(9, "disk", "d")
-    found = legs({0: held, 3: held}, ["a", "a", "b", "c", "c"])
-    assert [(leg.sender, leg.hops) for leg in found] == [(0, ((1, 0), (2, 0))), (3, ((4, 3),))]
-    [leg] = legs({0: held}, ["0", "1", "2", "3"])
-    assert leg.hops == tuple((after, before) for before, after in pairwise(range(4)))
+    route = givers({0, 3}, ["a", "a", "b", "c", "c"], range(5))
+    assert [*route.items()] == [(1, 0), (2, 0), (4, 3)]
+    route = givers({0}, ["0", "1", "2", "3"], range(4))
+    assert [*route.items()] == [(after, before) for before, after in pairwise(range(4))]

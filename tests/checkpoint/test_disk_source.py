@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
-from elasticlib.checkpoint.disk_source import DiskSource
 from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 

@@ -11,11 +11,11 @@ import pytest
 from managers import manager_at
 
 from elasticlib import CheckpointManager, FileStore
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import LOCK, LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import LOCK, LocalPlace
+from elasticlib.checkpoint.manifest import Retention
+from elasticlib.checkpoint.saving import Writers
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreUnavailable
 from elasticlib.hard_lock import hard_lock
 
@@ -92,10 +92,10 @@ def test_a_file_system_without_locks_is_an_error(
 def test_the_best_by_a_metric_stay_beside_the_newest(tmp_path: Path) -> None:
     folder = CheckpointFolder(LocalPlace(tmp_path))
     retention = Retention(1, best=("loss", "min", 2))
-    committer = Committer(folder, Writer("", "l", 0, "0" * 16), retention)
+    writers = Writers(Committer(folder, Writer("", "l", 0, "0" * 16), retention))
     for step, loss in enumerate([3.0, 1.0, 2.0, 1.0, 5.0]):
-        committer.save(step, memoryview(b"state"), metrics={"loss": loss}, world=4)
-    committer.save(5, memoryview(b"state"))
+        writers.write(step, memoryview(b"state"), {"loss": loss}, 4)
+    writers.write(5, memoryview(b"state"))
     found = {one.step: one.manifest for one in folder.found()}
     assert sorted(found) == [1, 3, 5]
     assert found[3] is not None

@@ -19,7 +19,7 @@ from jobs import Job, until
 from managers import manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
-from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.manager import Restored
 from elasticlib.checkpoint.manifest import summed
 from elasticlib.errors import (

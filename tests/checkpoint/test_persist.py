@@ -25,8 +25,8 @@ from elasticlib import (
     Store,
     deal_seats,
 )
-from elasticlib.checkpoint.disk import Disk, LocalPlace
 from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.local import Disk, LocalPlace
 from elasticlib.checkpoint.memory import Record, Slots
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import LastWrites

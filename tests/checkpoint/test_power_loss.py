@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import Disk, LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import Disk, LocalPlace
+from elasticlib.checkpoint.manifest import Retention
+from elasticlib.checkpoint.saving import Writers
 
 Image = dict[str, bytes]
 
@@ -116,9 +116,9 @@ class Forgetful(Disk):
         self._note()
 
 
-def committer(folder: Path, disk: Disk | None = None) -> Committer:
+def writers(folder: Path, disk: Disk | None = None) -> Writers:
     writer = Writer("r", "l", 1, os.urandom(8).hex())
-    return Committer(CheckpointFolder(LocalPlace(folder, disk)), writer, Retention(1))
+    return Writers(Committer(CheckpointFolder(LocalPlace(folder, disk)), writer, Retention(1)))
 
 
 def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:
@@ -147,14 +147,14 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
     )
     for step, data, older in commits:
         disk = Forgetful(folder)
-        committer(folder, disk).save(step, memoryview(data))
+        writers(folder, disk).write(step, memoryview(data))
         assert len(disk.images) > 6
         seen = set()
         for image in disk.images:
             newest = next(restored(image, folder, place), None)
             assert newest in (older, (step, data)), (newest, list(image))
             seen.add(newest)
-            committer(place).save(3, memoryview(b"next"))
+            writers(place).write(3, memoryview(b"next"))
             assert list(restored_in(place)) == [3]
         assert seen == {older, (step, data)}
         assert next(restored(disk.images[-1], folder, place)) == (step, data)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from elasticlib.checkpoint.pack import fill, lay_out, unpack
-from elasticlib.checkpoint.put import fit, owned, put
-from elasticlib.checkpoint.state import values_of
+from elasticlib.checkpoint.state import fit, owned, put, values_of
 from elasticlib.errors import CheckpointError, StateMismatch
 
 

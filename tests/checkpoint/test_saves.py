@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.manifest import summed
 from elasticlib.errors import CheckpointError, ConfigError
 
@@ -266,6 +266,9 @@ def test_a_metric_that_is_no_number_costs_the_metric_and_not_the_checkpoint(
     assert "step 2: the metric 'loss' is nan, and is left out" in caplog.text
 
 
+NO_NUMBERS = (None, 1j, 10**1000, torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
@@ -273,6 +276,7 @@ def test_a_metric_that_is_no_number_costs_the_metric_and_not_the_checkpoint(
         ({"loss": "0.1"}, r"metrics\['loss'\] is '0.1'"),
         ({"loss": [0.1]}, r"metrics\['loss'\] is \[0.1\]"),
         ({"loss": 0.1, 3: 0.1}, r"metrics\[3\]"),
+        *(({"loss": value}, r"metrics\['loss'\] is .* a finite number") for value in NO_NUMBERS),
     ],
 )
 def test_metrics_that_cannot_be_kept_are_refused_before_anything_is_written(

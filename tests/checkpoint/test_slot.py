@@ -16,7 +16,6 @@ from elasticlib.checkpoint.memory import (
     decode,
     encode,
     given_up,
-    newest_of_each,
     outlived,
     that_count,
 )
@@ -54,24 +53,23 @@ def test_a_record_that_does_not_fit_its_page_is_refused() -> None:
 def test_the_newest_whole_ones_are_never_written_whatever_is_pinned_or_fails(
     keep: int, history: list[tuple[int, int]]
 ) -> None:
-    slots: dict[str, Slot] = {}
+    slots: list[Slot] = []
     whole: list[int] = []
     parts = 2 if keep > 1 else 1
     for sequence, (size, pins) in enumerate(history, 1):
-        choice = choose(slots.values(), size, keep)
-        for name in choice.drop:
-            del slots[name]
-        free = choice.use[pins:]
-        name = free[0] if free else f"new {sequence}"
-        slots[name] = Slot(name, slots[name].capacity if free else size)
-        held = [s.record.sequence for s in slots.values() if s.record]
+        use, drop = choose(slots, size, keep)
+        slots = [slot for slot in slots if slot not in drop]
+        slot = use[pins] if pins < len(use) else Slot(size)
+        slot.record = None
+        if slot not in slots:
+            slots.append(slot)
+        held = [s.record.sequence for s in slots if s.record]
         # In the middle of writing: killed now, the last whole ones are there.
         assert set(whole[-keep:]) <= set(held)
         if pins < 2:  # else it fails
-            record = Record("state", sequence, sequence, size, "run", 1, parts=parts)
-            slots[name] = attrs.evolve(slots[name], record=record)
+            slot.record = Record("state", sequence, sequence, size, "run", 1, parts=parts)
             whole.append(sequence)
-        assert size <= slots[name].capacity
+        assert size <= slot.capacity
         assert len(slots) <= keep + 3
 
 
@@ -87,46 +85,43 @@ def test_what_counts_is_what_was_not_gone_back_behind(made: list[tuple[bool, int
 
 def test_earlier_eras_go_when_the_new_one_stands_on_its_own() -> None:
     old = [found(1, 5, 5), found(1, 4, 4, owner="2")]
-    assert outlived(old, 2, "state") == ()
+    assert outlived(old, 2) == ()
     # A replica of another node's says nothing of what is made here.
-    assert outlived([*old, found(2, 1, 6, owner="2")], 2, "state") == ()
+    assert outlived([*old, found(2, 1, 6, owner="2")], 2) == ()
     new = found(2, 1, 6)
-    assert set(outlived([*old, new], 2, "state")) == set(old)
-    assert outlived([*old, new], 1, "state") == outlived([*old, new], 2, "other") == ()
+    other = attrs.evolve(new, record=attrs.evolve(new.record, name="other"))
+    assert outlived([*old, other], 2) == ()
+    assert set(outlived([*old, new], 2)) == set(old)
+    assert outlived([*old, new], 1) == ()
     # Of a state in parts the other ranks may not have their first yet; with two they have.
     one, two = (found(2, n, 5 + n, parts=2) for n in (1, 2))
-    assert outlived([*old, one], 2, "state") == ()
-    assert set(outlived([*old, one, two], 2, "state")) == set(old)
+    assert outlived([*old, one], 2) == ()
+    assert set(outlived([*old, one, two], 2)) == set(old)
     # A copy of what was restored, a part that came from a node that is gone, is no first one.
     part_of_5 = found(1, 5, 5, part=1, parts=2)
     copy, first, second = (found(2, n, 4 + n, parts=2) for n in (1, 2, 3))
-    assert outlived([part_of_5, copy, first], 2, "state") == ()
-    assert outlived([part_of_5, copy, first, second], 2, "state") == (part_of_5,)
+    assert outlived([part_of_5, copy, first], 2) == ()
+    assert outlived([part_of_5, copy, first, second], 2) == (part_of_5,)
     # In whatever way the new world cuts it up.
-    assert set(outlived([found(1, 5, 5, part=3, parts=4), one, two], 2, "state"))
+    assert set(outlived([found(1, 5, 5, part=3, parts=4), one, two], 2))
 
 
 def test_what_was_made_after_the_step_that_is_gone_back_to_is_given_up() -> None:
     old, late, new = found(1, 4, 4), found(1, 5, 5, owner="1"), found(2, 1, 6)
-    assert given_up([old, late, new], 2, "state", 4) == (late,)
+    assert given_up([old, late, new], 2, 4) == (late,)
 
 
 def test_of_what_was_made_before_it_as_many_stay_as_are_kept_while_another_is_made() -> None:
     whole = [found(1, n, n) for n in (3, 4, 5)]
-    assert set(given_up(whole, 2, "state", 5)) == {whole[0], whole[1]}
-    assert set(given_up(whole, 2, "state", 4)) == {whole[0], whole[2]}
+    assert set(given_up(whole, 2, 5)) == {whole[0], whole[1]}
+    assert set(given_up(whole, 2, 4)) == {whole[0], whole[2]}
     # What was gone back behind counts no more, and does not take the place of what does.
-    assert given_up([found(1, 9, 7), found(2, 1, 5)], 3, "state", 8) == (found(1, 9, 7),)
+    assert given_up([found(1, 9, 7), found(2, 1, 5)], 3, 8) == (found(1, 9, 7),)
     parts = [found(1, n, n, part=part, parts=2) for n in (3, 4, 5) for part in (0, 1)]
-    assert {one.record.step for one in given_up(parts, 2, "state", 5)} == {3}
+    assert {one.record.step for one in given_up(parts, 2, 5)} == {3}
     # Of each node that gave replicas as many.
     replicas = [found(1, n, n, owner="1") for n in (4, 5)]
-    assert set(given_up([*whole, *replicas], 2, "state", 5)) == {*whole[:2], replicas[0]}
-
-
-def test_of_each_worker_the_newest_is_given_away() -> None:
-    mine = [found(3, n, n, part=part, parts=2) for n in (1, 2) for part in (0, 1)]
-    assert {(one.record.part, one.record.step) for one in newest_of_each(mine)} == {(0, 2), (1, 2)}
+    assert set(given_up([*whole, *replicas], 2, 5)) == {*whole[:2], replicas[0]}
 
 
 @given(st.integers(1, 9), st.integers(0, 9))

@@ -31,7 +31,7 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.interface import Held
+from elasticlib.checkpoint.choose import Held
 from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack
@@ -137,7 +137,8 @@ def test_slots_are_used_again_and_a_failed_snapshot_takes_nothing_away(
     with contextlib.suppress(ZeroDivisionError), slots_of.writing(attrs.evolve(record, step=100)):
         raise ZeroDivisionError
     assert 100 not in steps(worker)
-    slots_of.remove()
+    memory.remove(agent.folder, [one for one in memory.look(agent.folder) if one.record.step == 99])
+    slots_of.close()
     assert steps(worker) == before
 
 

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.disk import LocalPlace
-from elasticlib.checkpoint.place import no_news
-from elasticlib.checkpoint.summing import SEGMENT, crc32_combine, crc32_of, read_summed
+from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.summing import SEGMENT, crc32_combine, crc32_of, no_news, read_summed
 from elasticlib.errors import CheckpointError
 
 SIZE = 3 * SEGMENT + 12345

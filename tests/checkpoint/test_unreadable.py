@@ -12,9 +12,9 @@ import torch
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import manifest as manifests
-from elasticlib.checkpoint.disk import LocalPlace
+from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.manifest import DataFile, Manifest
-from elasticlib.checkpoint.place import no_news
+from elasticlib.checkpoint.summing import no_news
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.commit import Committer
-from elasticlib.checkpoint.disk import LocalPlace
-from elasticlib.checkpoint.fence import Writer
+from elasticlib.checkpoint.commit import Committer, Writer
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.prune import Retention
+from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.manifest import Retention
+from elasticlib.checkpoint.saving import Writers
 from elasticlib.launch.checkpoints import Progress
 from elasticlib.launch.commands import main
 
@@ -29,11 +29,10 @@ from elasticlib.launch.commands import main
 def folder(tmp_path: Path) -> Path:
     """With three checkpoints of a job."""
     writer = Writer("job7", "l", 2, "0" * 16)
-    commits = Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5))
-    commits.save(8, memoryview(bytes(3000)))
+    writers = Writers(Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5)))
+    writers.write(8, memoryview(bytes(3000)))
     for step in (9, 10):
-        metrics = {"loss": 1 / step, "top1": 77}
-        commits.save(step, memoryview(bytes(3000)), metrics=metrics, world=4)
+        writers.write(step, memoryview(bytes(3000)), {"loss": 1 / step, "top1": 77}, 4)
     return tmp_path
 
 
@@ -188,7 +187,7 @@ def test_what_a_manifest_says_is_shown_and_not_obeyed_by_the_terminal(
 ) -> None:
     writer = Writer("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
     commits = Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5))
-    commits.save(1, memoryview(bytes(30)))
+    Writers(commits).write(1, memoryview(bytes(30)))
     assert main(["checkpoints", "ls", str(tmp_path)]) == 0
     assert r"job\x1b]0;title\x07\ud800 generation 2" in capsys.readouterr().out
 

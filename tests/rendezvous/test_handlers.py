@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -313,3 +315,22 @@ def test_static_nodes_stand_where_they_asked(cluster: Cluster) -> None:
 def test_a_static_rank_outside_the_job_is_refused(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="0 <= node rank < nnodes=2, got 2"):
         static(cluster, 2)
+
+
+PREPARED = """
+import sys
+from elasticlib import DynamicRendezvousHandler, Limits, Node
+from elasticlib.stores.memory import MemoryStore
+
+node = Node("n-1", "n", "127.0.0.1", slots=1)
+with MemoryStore() as store:
+    handler = DynamicRendezvousHandler(store, "run", node, Limits(1, 1))
+    handler.prepare()
+    print("torch.distributed" in sys.modules)
+    handler.shutdown()
+"""
+
+
+def test_a_prepared_handler_has_imported_what_its_bootstrap_store_needs() -> None:
+    told = subprocess.run((sys.executable, "-c", PREPARED), capture_output=True, timeout=120)
+    assert told.stdout == b"True\n", told.stderr.decode()

@@ -1,4 +1,4 @@
-"""Count the files of elasticlib that three walks pass: see README.md beside this file.
+"""Count the files of elasticlib that five walks pass: see README.md beside this file.
 
 python tests/walks [--of CHECKOUT] [--only NAME,NAME] [--runs N] [--json]
 """

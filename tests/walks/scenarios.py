@@ -1,4 +1,4 @@
-"""The three fixed scenarios, each played by real agents through the command line."""
+"""The fixed scenarios, each played by real agents through the command line."""
 
 from __future__ import annotations
 
@@ -103,6 +103,13 @@ class Stage:
 
         return self.until(f"agent {name} joins", look)[0]
 
+    def keeps_a_replica(self, agent: int) -> bool:
+        """Whether an agent's memory has a whole snapshot of another node's."""
+        return any(
+            (call.process, call.file, call.function) == (agent, "checkpoint/replicas.py", "_end")
+            for call in records.read(self.records)
+        )
+
     def until(self, what: str, look: Callable[[], Found]) -> Found:
         deadline = time.monotonic() + BOUND
         while not (found := look()):
@@ -177,10 +184,38 @@ def stop_to_ranks(stage: Stage) -> Walk:
     return stage.walk(start, end)
 
 
+def disk_and_back(stage: Stage) -> Walk:
+    """A checkpoint's bytes to the disk and back: a worker saves a state and restores it."""
+    stage.agent("a", "disk", "--standalone")
+    (end,) = stage.said("restored")
+    return stage.walk(stage.said("saves")[0]["at"], end["at"])
+
+
+def snapshot_to_disk(stage: Stage) -> Walk:
+    """A snapshot to another node's memory and, as the job is told to end, to the disk."""
+    flags = (*two_nodes(), "--snapshot-replicas", "1")
+    stage.agent("a", "lost", *flags)
+    stage.agent("b", "lost", *flags)
+    stage.said("ready", 2)
+    (stage.folder / "go").touch()
+    (kept,) = stage.said("keeps")
+    other = stage.agents["b" if kept["node"] == "a" else "a"]
+    stage.until("the other node keeps it", lambda: stage.keeps_a_replica(other.pid))
+    for agent in stage.agents.values():
+        agent.terminate()
+    for agent in stage.agents.values():
+        agent.wait(BOUND)
+    if not list((stage.folder / "checkpoints").glob("*1*")):
+        raise SystemExit("the snapshot did not reach the disk")
+    return stage.walk(kept["at"], time.monotonic_ns())
+
+
 SCENARIOS: dict[str, tuple[Callable[[Stage], Walk], int]] = {
     "exit": (exit_to_start, 15),
     "join": (join_to_worker, 12),
     "stop": (stop_to_ranks, 10),
+    "disk": (disk_and_back, 10),
+    "lost": (snapshot_to_disk, 10),
 }
 """Each with its goal: at most so many files."""
 THREADS_GOAL = 3

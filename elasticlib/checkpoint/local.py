@@ -1,11 +1,16 @@
-"""A folder on a disk: a file is there whole or not at all, whenever the machine or we die.
+"""A folder of checkpoints: what must be possible wherever it lies, and one on a disk.
 
-Each file is synced before its name counts, and each name by syncing its folder; what is replaced
-is replaced by a rename. All system calls that change anything go through `Disk`.
+Names are relative, with `/` in them. Whatever fails is an OSError; a commit is data first, each
+file new and durable before the next begins, and one small file put last.
+
+On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
+before its name counts, and each name by syncing its folder; what is replaced is replaced by a
+rename. All system calls that change anything go through `Disk`.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import errno
@@ -17,14 +22,23 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from ..clock import monotonic
 from ..foreign import opened
-from .names import aside_name
-from .place import CHUNK, MAX_SMALL, PIECE, NotAFile, Place, no_news
-from .summing import READERS
+from .manifest import aside_name
+from .summing import READERS, no_news
 
 log = logging.getLogger("elasticlib.checkpoint")
+
+CHUNK = 16 << 20
+"""Bytes that are read or written at once: large, so that a disk streams, and few calls are made."""
+
+PIECE = 1 << 20
+"""Bytes that are read at once and then summed, while they are in a core's cache."""
+
+MAX_SMALL = 64 << 20
+"""Bytes of a small file, such as a manifest of a hundred thousand parts."""
 
 LOCK = ".lock"
 LOCK_TIMEOUT = 60.0
@@ -33,9 +47,78 @@ LOCK_POLL = 0.05
 MAKES = 100
 """So often a folder is made that goes again before there is a file in it."""
 
-
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _ALL, _SYNC_FILE_RANGE_WRITE = ctypes.c_int64(0), 2
+
+
+class NotAFile(OSError):
+    """Something else stands where a file belongs (a folder, a pipe), or one that is far too large.
+    It was looked at: no disk has failed, and it will not be another thing the next time."""
+
+
+class Place(abc.ABC):
+    """One folder, and the folders in it.
+
+    name: for messages. atomic: whether `put` leaves the old file or the new one whatever happens,
+    and `locked` keeps others out.
+    """
+
+    name: str
+    atomic: bool
+    readers = 1
+    """How many threads may call `read_into` at once, for one file or for several."""
+
+    @abc.abstractmethod
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other writers out, if that is possible here; makes the folder."""
+
+    @abc.abstractmethod
+    def folders(self) -> list[str]:
+        """The names of the folders in it; none if it is not there."""
+
+    def is_linked(self, folder: str) -> bool:  # noqa: ARG002 - most know no links
+        """Whether a folder in it is a link to another place: it is read like any other, and what
+        lies there is never written or deleted."""
+        return False
+
+    @abc.abstractmethod
+    def files(self, folder: str) -> dict[str, int]:
+        """The files in a folder in it (`""` for itself) with their bytes; none if not there."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """A small file whole; None if it is not there. Raises NotAFile where nothing can be read
+        as one; it never waits for what may not come, as of a pipe."""
+
+    @abc.abstractmethod
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        seen: Callable[[memoryview], None] = no_news,
+    ) -> int:
+        """Read a file from the byte `start` on into `buffer`, until either ends; how many bytes.
+
+        seen: called with each part of the buffer once it is filled, in order.
+        """
+
+    @abc.abstractmethod
+    def write(self, name: str, data: memoryview) -> None:
+        """Write a new file, durably; makes its folder. Of one that fails nothing is left."""
+
+    @abc.abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Put a small file in the place of what stands there, durably; the folder is there."""
+
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Take a file away, to stay away; harmless if it is not there."""
+
+    @abc.abstractmethod
+    def remove_folder(self, folder: str) -> None:
+        """Take an empty folder away; harmless if it is not there, or not empty."""
 
 
 class Disk:
