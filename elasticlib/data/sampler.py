@@ -61,7 +61,7 @@ class Progress:
         """Who counts what was trained on; "warned of": nobody does, and the user knows."""
 
     def next_to_count(self, over: Over) -> Position:
-        """Where the next sample stands that is to be counted."""
+        """Where the next sample to be counted stands."""
         used_up = self.position.consumed > 0 and over(self.position)
         return next_epoch(self.position) if used_up and self._named is None else self.position
 
@@ -101,8 +101,8 @@ class Progress:
         )
 
     def advance(self, count: int) -> None:
-        """As the sampler's. Who counts is refused an epoch that began because the one before it had
-        been drawn: which of the two is trained on?"""
+        """As the sampler's. Refused in an epoch that began because the one before it was drawn:
+        which of the two is trained on?"""
         if self._guessed and self._named is None and self._account != "advance's":
             raise ConfigError(
                 f"epoch {self.position.epoch} began by itself, as the one before it was drawn to"
@@ -125,7 +125,7 @@ class Progress:
         """Go to where `state` stands; see `resume` for what it raises."""
         self._go_to(resume(state, self.position, on_mismatch))
         if self._account != "nobody's":
-            self._account = "warned of"  # who counted before the load knows that one has to
+            self._account = "warned of"  # a program that has counted knows that it has to
 
     def restore(self, state: Mapping[str, Any], over: Over) -> Position:
         """Go to where an iterator stood: where.
@@ -177,7 +177,7 @@ class Cursor:
         if self._ran_out:
             raise StateMismatch("an iterator that has run out cannot go on: load into a new one")
         start = self._source.progress.restore(state, self._source._over)
-        for _ in self._current:  # whoever iterates holds this list: empty it in their hands
+        for _ in self._current:  # the chain holds this list: use it up
             pass
         self._begin(start)
 

@@ -147,10 +147,10 @@ class ModelSum:
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether these are the parameters that it was made for, where and as they were then."""
-        here = list(parameters.values())
-        return len(here) == len(self.parameters) and all(
+        before = zip(self.parameters.values(), self._kinds, strict=True)
+        return len(parameters) == len(self.parameters) and all(
             one is other and _kind(one) == kind
-            for one, other, kind in zip(here, self.parameters.values(), self._kinds, strict=True)
+            for one, (other, kind) in zip(parameters.values(), before, strict=True)
         )
 
     def take(self, worker: int) -> None:

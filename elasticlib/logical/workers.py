@@ -134,7 +134,7 @@ class LogicalWorkers:
 
         Each turn begins without gradients, and with torch's random numbers seeded by seed, step
         and logical worker. A step that was left in the middle may be begun again. At the first
-        step, and when the model's parameters are others than before, the ranks compare their
+        step, and when there are other parameters than before, the ranks compare their
         weights and what they compute with; that reads all weights once.
 
         Raises:
