@@ -26,7 +26,7 @@ from .local import LocalPlace
 from .manifest import Health, Manifest, folder_of
 from .pack import lay_out, unpack
 from .peers import CHUNK_BYTES, Search, peers_of, raise_any, tried
-from .state import fit, put
+from .state import fit
 from .storages import in_memory_order
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -190,8 +190,8 @@ def restore_from(
             while taken is None and (plan := search.choose()) is not None:
                 taken = _fetched(search, plan, state, strict=strict)
             if taken is not None:
-                found, agreed = taken
-                peers.all_do(lambda: put(state, found), f"failed at restoring step {agreed.step}")
+                put, agreed = taken
+                peers.all_do(put, f"failed at restoring step {agreed.step}")
             else:
                 agreed = Agreed(0, "", -1, peers.rank)
         finally:
@@ -207,9 +207,9 @@ def restore_from(
 
 def _fetched(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> tuple[Any, Agreed] | None:
-    """What was saved, on each rank, and known to fit into its state; None, on all of them, if it
-    cannot be had, and the choice is to be made anew."""
+) -> tuple[Callable[[], None], Agreed] | None:
+    """What puts what was saved into this rank's state, into which it fits; None, on all ranks, if
+    it cannot be had, and the choice is to be made anew."""
     if not plan.state.parts:
         return _fetch_pack(search, plan, state, strict=strict)
     # It takes its time to import, and most states are not sharded.
@@ -219,8 +219,8 @@ def _fetched(
 
 
 def _fetch_pack(
-    search: Search, plan: Plan, state: Mapping[str, Any], *, strict: bool
-) -> tuple[Any, Agreed] | None:
+    search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
+) -> tuple[Callable[[], None], Agreed] | None:
     """Of a state that is the same on all ranks; see `_fetched`."""
     peers, step, holders = search.peers, plan.state.step, plan.holders[0]
     packs: dict[int, memoryview] = {}
@@ -241,12 +241,10 @@ def _fetch_pack(
     route = givers(holders, search.nodes, range(peers.size))
     [pack] = peers.carry(step, [route], [packs.get(0)]) if route else [packs[0]]
 
-    def fitting() -> Any:
-        found = unpack(present(pack, "the pack"), copy=False)
-        fit(state, found, strict=strict)
-        return found
+    def fitting() -> Callable[[], None]:
+        return fit(state, unpack(present(pack, "the pack"), copy=False), strict=strict)
 
-    found, error = tried(fitting)
+    put, error = tried(fitting)
     words = peers.words({}, error)
     damaged = [rank for rank, word in enumerate(words) if word.get("kind") == "corrupt"]
     if damaged:
@@ -256,7 +254,7 @@ def _fetch_pack(
         return None
     raise_any(words, error, f"cannot restore step {step}")
     holder = origin(route, peers.rank)
-    return found, Agreed(step, holders[holder].kind, holder, peers.rank)
+    return present(put, "what fits"), Agreed(step, holders[holder].kind, holder, peers.rank)
 
 
 def _differ(search: Search, holders: Mapping[int, Held], prints: Mapping[int, str]) -> bool:

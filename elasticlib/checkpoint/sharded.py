@@ -24,7 +24,7 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .pack import Layout, lay_out, read_meta, unpack
-from .state import Way, parameters_in, put_shards, spoken, take_shards, values_of
+from .state import Way, local_of, parameters_in, put_shards, spoken, take_shards, values_of
 from .storages import Form, MapLocation, dtype_named, moved, name_of
 
 Shards = Mapping[Way, DTensor]
@@ -187,13 +187,6 @@ def whole_in(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool 
     if not isinstance(whole, dict) or whole.keys() != {"state", "ways"}:
         raise CheckpointCorrupt("a part says that it has what is not sharded, and has not")
     return whole
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of what this rank has of it, to be written to."""
-    with torch.no_grad():
-        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return found.detach()
 
 
 def _memory_for(chunk: Chunk) -> torch.Tensor:
