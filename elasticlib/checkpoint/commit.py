@@ -13,7 +13,6 @@ import errno
 import json
 import logging
 import re
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from types import MappingProxyType
 
@@ -113,14 +112,14 @@ def why_not(fence: Fence | None, writer: Writer, *, beside: bool = False) -> str
 def encode_fence(fence: Fence) -> bytes:
     """One line of JSON, and one with its sum."""
     body = json.dumps({"format": _FORMAT, **attrs.asdict(fence)}).encode("ascii")
-    return body + b"\n%08x\n" % zlib.crc32(body)
+    return manifests.summed(body, b"")
 
 
 def decode_fence(data: bytes) -> Fence:
     """The fence again. Raises CheckpointCorrupt."""
-    body, _, summed = data.removesuffix(b"\n").rpartition(b"\n")
+    body = manifests.body_of(data, b"")
     try:
-        if int(summed, 16) != zlib.crc32(body):
+        if body is None:
             raise ValueError("it was changed or cut short")
         fields = read_object(body)
         if fields.get("format") != _FORMAT:

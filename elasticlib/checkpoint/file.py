@@ -29,7 +29,7 @@ from .pack import Layout, lay_out, pieces, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
 from .state import values_of
 from .storages import MapLocation
-from .summing import READERS, read_summed, room
+from .summing import READERS, new_memory, read_summed
 
 _CHUNK = 1 << 20
 
@@ -93,7 +93,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
             return _unpickled(file, path, map_location)
         head = _head(file, path)
         # The memory is the tensors' own.
-        memory = memoryview(room(head.size))
+        memory = memoryview(new_memory(head.size))
         os.preadv(file.fileno(), [memory[: head.start]], 0)
         _check_pack(file, path, head, memory[head.start :])
     try:

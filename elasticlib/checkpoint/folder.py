@@ -22,7 +22,7 @@ from .local import CHUNK, LocalPlace, NotAFile, Place
 from .manifest import Health, Manifest, OtherFormat, best_of
 from .pack_head import HEAD_BYTES, size_of
 from .remote import RemotePlace
-from .summing import no_news, read_summed, room
+from .summing import new_memory, no_news, read_summed
 
 if TYPE_CHECKING:
     from .storages import MapLocation
@@ -116,10 +116,6 @@ class CheckpointFolder:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "")
 
-    def steps(self) -> list[int]:
-        """See `CheckpointManager.steps`."""
-        return sorted(found.step for found in self.found() if found.manifest)
-
     def describe(self, step: int) -> str:
         """A checkpoint, for messages."""
         return f"checkpoint {self.place.name}/{manifests.folder_of(step)}"
@@ -187,7 +183,7 @@ class CheckpointFolder:
             raise self._damaged(manifest, reason)
         size = manifest.files[number].size
         try:
-            memory = room(max(1, size))
+            memory = new_memory(max(1, size))
         except (OSError, OverflowError) as error:
             # It may be whole: to go on from an older one, on a machine that is too small, loses it.
             what = self.describe(manifest.step)

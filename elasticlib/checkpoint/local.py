@@ -57,14 +57,9 @@ class NotAFile(OSError):
 
 
 class Place(abc.ABC):
-    """One folder, and the folders in it.
-
-    name: for messages. atomic: whether `put` leaves the old file or the new one whatever happens,
-    and `locked` keeps others out.
-    """
+    """One folder, and the folders in it. name: for messages."""
 
     name: str
-    atomic: bool
     readers = 1
     """How many threads may call `read_into` at once, for one file or for several."""
 
@@ -154,7 +149,6 @@ class Disk:
 class LocalPlace(Place):
     """A folder that the machine's own system calls reach."""
 
-    atomic = True
     readers = READERS
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
@@ -175,11 +169,7 @@ class LocalPlace(Place):
                     raise
                 # Another user made it. Whoever may read it can lock it, if the disk is local.
                 handle = stack.enter_context(opened(path))
-            deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
-            while not _locks(handle, path):
-                if monotonic() > deadline:
-                    raise _not_locked(path, f"somebody has it for {LOCK_TIMEOUT:g} s")
-                pause.wait(LOCK_POLL)
+            _lock(handle, path)
             try:
                 yield
             finally:
@@ -199,12 +189,11 @@ class LocalPlace(Place):
 
     def files(self, folder: str) -> dict[str, int]:
         found = {}
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._path(folder)):
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path(folder)) as entries:
+            for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(os.path.join(self._path(folder), name))
-                    if stat.S_ISREG(status.st_mode):
-                        found[name] = status.st_size
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
         return found
 
     def read(self, name: str) -> bytes | None:
@@ -240,20 +229,16 @@ class LocalPlace(Place):
         folder = os.path.dirname(path)
         if folder != self.name and os.path.islink(folder):
             self._unlink_folder(folder)
-        self._write(path, data, make=folder)
+        self._write(self._created(path, folder), path, data)
         self._sync_folder(folder)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         folder, base = os.path.split(path)
         aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
-        self._write(aside, memoryview(data))
-        try:
+        self._write(self._disk.create(aside), aside, memoryview(data))
+        with self._or_removed(aside):
             self._disk.rename(aside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._disk.remove(aside)
-            raise
         self._sync_folder(folder)
 
     def remove(self, name: str) -> None:
@@ -265,10 +250,8 @@ class LocalPlace(Place):
     def remove_folder(self, folder: str) -> None:
         try:
             self._disk.remove_folder(self._path(folder))
-        except FileNotFoundError:
-            return
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 raise
 
     def _path(self, name: str) -> str:
@@ -298,22 +281,26 @@ class LocalPlace(Place):
             self._make(folder)
             with contextlib.suppress(FileNotFoundError):
                 return self._disk.create(path)
-        self._make(folder)
-        return self._disk.create(path)
+        raise FileNotFoundError(errno.ENOENT, f"it was taken away {MAKES} times", folder)
 
-    def _write(self, path: str, data: memoryview, *, make: str = "") -> None:
-        handle = self._created(path, make) if make else self._disk.create(path)
-        try:
+    def _write(self, handle: int, path: str, data: memoryview) -> None:
+        with self._or_removed(path):
             try:
                 done = 0
                 while done < len(data):
                     count = self._disk.write(handle, data[done : done + CHUNK])
                     if not count:
-                        raise OSError(errno.EIO, "the disk took no byte of what was written", path)
+                        raise OSError(errno.EIO, "write() returned 0 bytes", path)
                     done += count
                 self._disk.sync(handle)
             finally:
                 os.close(handle)
+
+    @contextlib.contextmanager
+    def _or_removed(self, path: str) -> Iterator[None]:
+        """Whatever fails, nothing is left of this file."""
+        try:
+            yield
         except BaseException:
             with contextlib.suppress(OSError):
                 self._disk.remove(path)
@@ -343,16 +330,15 @@ def _opened(path: str) -> io.FileIO:
     return io.FileIO(handle, "rb")
 
 
-def _locks(handle: int, path: str) -> bool:
-    try:
-        # It ends with its holder, however that ended.
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise _not_locked(path, error) from error
-    return True
-
-
-def _not_locked(path: str, why: object) -> OSError:
-    return OSError(errno.EAGAIN, f"{path} could not be locked: {why}")
+def _lock(handle: int, path: str) -> None:
+    """Wait for the lock, which ends with its holder, however that ended."""
+    deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            held = isinstance(error, BlockingIOError)
+            if not held or monotonic() > deadline:
+                why = f"somebody has it for {LOCK_TIMEOUT:g} s" if held else error
+                raise OSError(errno.EAGAIN, f"{path} could not be locked: {why}") from error
+        pause.wait(LOCK_POLL)

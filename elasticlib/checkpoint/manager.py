@@ -108,9 +108,9 @@ class Restored:
 class CheckpointManager:
     """The checkpoints in one folder, as one rank of a job saves and loads them.
 
-    All ranks make the same calls. A state is the same on all ranks, and then one rank writes it;
-    or it holds sharded tensors (DTensors, as FSDP2 has them), and then each rank writes its part.
-    What is kept is what any of `keep_last`, `keep_every` and `keep_best` keeps.
+    All ranks make the same calls. A state that is the same on all ranks is written by one of them;
+    of one with sharded tensors (DTensors, as FSDP2 has them) each rank writes its part. What any of
+    `keep_last`, `keep_every` and `keep_best` keeps is kept.
 
     Args:
         folder: a path, any fsspec URL, or a place of your own.
@@ -145,11 +145,9 @@ class CheckpointManager:
             )
         self.stall = 0.0
         self.durable: float | None = None
-        self._folder = folder
+        self._folder, self._shared, self._group = folder, shared, group
         self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every, _with_count(keep_best))
-        self._shared = shared
-        self._group = group
         self._host = HostBuffer()
         self._last: OwnSave | None = None
         self._expected: deque[OthersSave] = deque(maxlen=REMEMBERED)
@@ -168,10 +166,8 @@ class CheckpointManager:
         before is replaced once the new one is whole.
 
         Args:
-            state: nested containers (dicts, default dicts, lists, tuples, named tuples, deques,
-                sets) of tensors, NumPy arrays and numbers, plain values, enums, random states, and
-                objects with `state_dict` and `load_state_dict`: modules, optimizers, samplers.
-                docs/checkpoints.md has them all.
+            state: nested containers of tensors, NumPy arrays, plain values, and objects with
+                `state_dict` and `load_state_dict`; docs/checkpoints.md lists all that is taken.
             metrics: what was measured of it, by name, for `best`, `keep_best` and people. Those of
                 the rank that commits are kept; one that is infinite or not a number is left out,
                 and a warning says so.
@@ -192,8 +188,7 @@ class CheckpointManager:
         try:
             return self._begin(step, state, self._measured(step, metrics), number, began)
         except BaseException as error:
-            if self.writes:
-                self._outcomes.tell(number, step, error)
+            self._outcomes.tell(number, step, error)
             raise
         finally:
             self.stall = monotonic() - began
@@ -220,31 +215,18 @@ class CheckpointManager:
         if self._forget is None:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
-        write = partial(self._write, step, data, writers)
-        write = partial(write, metrics=metrics, number=number, began=began)
-        self._last = OwnSave(step, write)
+        write = partial(writers.write, step, data, metrics, self._rank_info.world_size)
+        self._last = OwnSave(step, partial(self._write, step, write, number, began))
         return self._last
 
-    def _write(
-        self,
-        step: int,
-        data: memoryview,
-        writers: Writers,
-        *,
-        metrics: Mapping[str, float],
-        number: int,
-        began: float,
-    ) -> None:
+    def _write(self, step: int, write: Callable[[], None], number: int, began: float) -> None:
         """Behind the training step."""
-        error: BaseException | None = None
         try:
-            writers.write(step, data, metrics, self._rank_info.world_size)
-        except BaseException as failure:
-            error = failure
+            write()
+        except BaseException as error:
+            self._outcomes.tell(number, step, error)
             raise
-        finally:
-            if self.writes:
-                self._outcomes.tell(number, step, error)
+        self._outcomes.tell(number, step)
         committed = self._committer.committed
         # Where another rank commits, it has when this one hears of it.
         self.durable = (committed if committed > began else monotonic()) - began
@@ -303,8 +285,8 @@ class CheckpointManager:
         return not (self._rank_info.rank if self._shared else self._rank_info.local_rank)
 
     def claim(self) -> None:
-        """Take the folder for this generation, if this rank writes: older ones cannot commit
-        from now on. `save` does so, too, if nobody did before.
+        """Take the folder for this generation, if this rank writes: older ones cannot commit from
+        now on. `restore` does so, too, and `save`, if nobody did before.
 
         Raises:
             CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
@@ -316,14 +298,14 @@ class CheckpointManager:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all that was saved is durable, on whichever rank: then `steps` shows it on
-        all. Raises what a save has failed with, once, unless somebody asked the save itself. Not
-        all ranks need to call it.
+        all. Not all ranks need to call it.
 
         Args:
             timeout: seconds, as of `Save.wait`.
 
         Raises:
-            CheckpointError: one was not saved; or that is not known by then.
+            CheckpointError: one was not saved, and nobody has asked that save about it; or it is
+                not known by then.
         """
         if self._is_fork:
             return
@@ -387,8 +369,8 @@ class CheckpointManager:
 
         Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
         others, in chunks. What is damaged is passed over by all; the result says why. From then
-        on no earlier generation can commit to the folder. (Where it takes no writes, as it is full
-        or may only be read, this is not said there: a warning tells so, and `save` says it first.)
+        on no earlier generation can commit to the folder, unless it takes no writes, which is said
+        in a warning.
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
@@ -412,17 +394,17 @@ class CheckpointManager:
             manifests.check_step(step)
         began = monotonic()
         context().starting()
-        memory, place = self._memory, self._rank_info
-        if place.world_size > 1 and not dist.is_initialized():
+        memory, rank_info = self._memory, self._rank_info
+        if rank_info.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
-                f"restore is agreed by all {place.world_size} ranks, and there is no process "
+                f"restore is agreed by all {rank_info.world_size} ranks, and there is no process "
                 "group yet: call torch.distributed.init_process_group before"
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(self._reader, self._claim_to_go_on)
         sources = [disk] if memory is None else [memory, disk]
         # Whoever shares an agent's memory is on one node.
-        node = place.host if memory is None else f"{place.host}:{memory.folder}"
+        node = rank_info.host if memory is None else f"{rank_info.host}:{memory.folder}"
         names = check_names(state)
         agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
         found = Restored(agreed.step, agreed.source, agreed.passed_over)
@@ -461,9 +443,7 @@ class CheckpointManager:
             like: for sharded states: a state with sharded tensors in the same places (or objects
                 with such), which say how those of the result are sharded, on however many ranks.
                 It is not changed. Without it, sharded tensors are put together whole.
-            map_location: where tensors go that are not sharded, as `torch.load` takes it: a
-                device; a dict from the device that they were saved from to another; a function of
-                a storage and that device; or None for that device.
+            map_location: where tensors go that are not sharded, as `torch.load` takes it.
 
         Raises:
             FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
@@ -501,7 +481,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
-        return self._reader.steps()
+        return sorted(found.step for found in self._reader.found() if found.manifest)
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
@@ -567,24 +547,24 @@ class CheckpointManager:
 
     @cached_property
     def _outcomes(self) -> Outcomes:
-        place = self._rank_info
-        writer = 0 if self._shared else place.rank - place.local_rank
-        return Outcomes(self._group, self._name, writer)
+        rank_info = self._rank_info
+        writer = 0 if self._shared else rank_info.rank - rank_info.local_rank
+        return Outcomes(self._group, self._name, writer, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:
         """What is kept in the agent's memory. Where no agent keeps any there is no memory that
         outlives this process."""
-        where, rank, place = agent_memory(), self._rank_info, self._reader.place
-        if where is None:
+        memory, rank_info, place = agent_memory(), self._rank_info, self._reader.place
+        if memory is None:
             return None
         return SnapshotMemory(
-            where,
+            memory,
             # Two managers in one program must not take each other's for theirs.
             name=f"state-{zlib.crc32(self._name.encode()):08x}",
-            rank=rank.rank,
-            world_size=rank.world_size,
-            writes=self._group is not None or rank.local_rank == 0,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            writes=self._group is not None or rank_info.local_rank == 0,
             # Of a place of the caller's own an agent knows nothing.
             folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
             shared=self._shared,

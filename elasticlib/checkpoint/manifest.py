@@ -32,8 +32,6 @@ NAME = "manifest.json"
 MAX_STEP = MAX_BYTES = 2**63 - 1
 
 _FOLDER = re.compile(r"step-([0-9]{10,19})")
-_END = re.compile(rb"\ncrc32 ([0-9a-f]{8})\n")
-_END_BYTES = len(b"\ncrc32 00000000\n")
 _FILE = re.compile(r"[^/\0]+")
 _ASIDE = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
 _YEAR_10000 = 253402300800
@@ -118,9 +116,15 @@ def encode(manifest: Manifest) -> bytes:
     return summed(json.dumps(fields, separators=(",", ":")).encode("ascii"))
 
 
-def summed(body: bytes) -> bytes:
-    """With the sum behind it."""
-    return body + b"\ncrc32 %08x\n" % zlib.crc32(body)
+def summed(body: bytes, label: bytes = b"crc32 ") -> bytes:
+    """With a line behind it that has its sum."""
+    return body + b"\n%b%08x\n" % (label, zlib.crc32(body))
+
+
+def body_of(data: bytes, label: bytes = b"crc32 ") -> bytes | None:
+    """What `summed` was given; None if any byte was changed since then, or is missing."""
+    body = data[: -len(summed(b"", label))]
+    return body if summed(body, label) == data else None
 
 
 def decode(data: bytes) -> Manifest:
@@ -130,8 +134,8 @@ def decode(data: bytes) -> Manifest:
         CheckpointCorrupt: it was cut short or changed, or is none. OtherFormat: it is of a newer
             version.
     """
-    body, end = data[:-_END_BYTES], _END.fullmatch(data[-_END_BYTES:])
-    if end is None or int(end[1], 16) != zlib.crc32(body):
+    body = body_of(data)
+    if body is None:
         raise CheckpointCorrupt("its manifest was changed or cut short")
     try:
         return _manifest(read_object(body))
@@ -147,8 +151,8 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if found < 3:
         surplus |= fields.keys() & {"metrics", "world"}
     if found > FORMAT or surplus:
-        told = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
-        raise OtherFormat(f"its manifest has {told}, this version reads formats 1 to {FORMAT}")
+        newer = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
+        raise OtherFormat(f"its manifest has {newer}, this version reads formats 1 to {FORMAT}")
     rows = fields.pop("files", None)
     if type(rows) is not list:
         raise ValueError(f"files is {rows!r:.80}, must be a list")

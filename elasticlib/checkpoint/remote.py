@@ -19,7 +19,6 @@ from .summing import no_news
 class RemotePlace(Place):
     """A folder that fsspec reaches (the extra `fsspec`, imported when one is first used)."""
 
-    atomic = False
     readers = 8
 
     def __init__(self, url: str) -> None:

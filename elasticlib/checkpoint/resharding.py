@@ -155,19 +155,18 @@ class _Resharding:
         here = [part for part in self._routes if self._rank in self._ranks[part]]
         gives = [part for part in here if self._rank in self._routes[part].values()]
         read: dict[int, Any] = {}
+        packs: dict[int, memoryview] = {}
 
         def act(part: int) -> None:
             read[part] = whole_in(self._view(part), copy=False)
+            if part in gives:
+                packs[part] = _packed(read[part])
 
         if self._search.attempt(self._plan, {*gives, mine} & {*here}, act) is None:
             return None
         if any(self._routes.values()):
-            packs = [_packed(read[part]) if part in gives else None for part in self._routes]
-            came = self._peers.carry(self._step, [*self._routes.values()], packs)
-            for part, pack in zip(self._routes, came, strict=True):
-                if pack is not None and part not in read:
-                    read[part] = unpack(pack, copy=False)
-        return read[mine]
+            self._peers.carry(self._step, self._routes, packs)
+        return read[mine] if mine in read else unpack(packs[mine], copy=False)
 
     # -- what is ------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class _Resharding:
         into = targets_in(live)
         needs = {name: target.box for name, target in into.items()}
         own = self._rank if self._is_as_many else -1
-        wanted = shares(needs, self._chunks, self._ranks.__getitem__, self._rank, own)
+        wanted = shares(needs, self._chunks, self._ranks, self._rank, own)
         for share in wanted:
             name = self._chunks[share.part][share.place].name
             if name in self._apart and share.part != own:

@@ -25,7 +25,7 @@ from .folder import CheckpointFolder
 from .local import LocalPlace
 from .manifest import Health, Manifest, folder_of
 from .pack import lay_out, unpack
-from .peers import CHUNK_BYTES, Search, peers_of, raise_any, tried
+from .peers import Search, peers_of, raise_any, tried
 from .state import fit
 from .storages import in_memory_order
 
@@ -143,7 +143,6 @@ def restore_from(
     node: str = "",
     step: int | None = None,
     strict: bool = True,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Agreed:
     """Bring `state` to the newest state that is whole over all ranks, on all of them.
 
@@ -171,11 +170,9 @@ def restore_from(
         step: this one and no other, by default the newest. All ranks ask for the same.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
-        chunk_bytes: what is sent at once; where ranks differ, the least.
 
     Raises:
-        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's;
-            `chunk_bytes` is less than 1.
+        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's.
         StateMismatch: what was saved does not fit into `state`.
         CheckpointError: on some rank a source could not say what it holds, an object could not
             load its state, or memory ran out, or ranks ask for different steps; on all ranks
@@ -183,7 +180,7 @@ def restore_from(
         RuntimeError: of torch: a peer is gone, or the group's timeout is over, within which the
             slowest rank must have read its pack.
     """
-    with peers_of(group, chunk_bytes=chunk_bytes) as peers:
+    with peers_of(group) as peers:
         search, taken = Search(peers, sources), None
         try:
             search.begin(node or socket.gethostname(), step)
@@ -201,7 +198,7 @@ def restore_from(
     if agreed.rank == 0:
         for sentence in passed_over:
             log.warning("passed over: %s", sentence)
-        log.info("restored step %s", agreed.step or "0: there is nothing to restore")
+        log.info("restored step %s", agreed.step if taken else "0: there is nothing to restore")
     return attrs.evolve(agreed, passed_over=passed_over)
 
 
@@ -239,10 +236,11 @@ def _fetch_pack(
     if _differ(search, holders, {rank: said[rank][0] for rank in sorted(holders)}):
         return None
     route = givers(holders, search.nodes, range(peers.size))
-    [pack] = peers.carry(step, [route], [packs.get(0)]) if route else [packs[0]]
+    if route:
+        peers.carry(step, {0: route}, packs)
 
     def fitting() -> Callable[[], None]:
-        return fit(state, unpack(present(pack, "the pack"), copy=False), strict=strict)
+        return fit(state, unpack(packs[0], copy=False), strict=strict)
 
     put, error = tried(fitting)
     words = peers.words({}, error)

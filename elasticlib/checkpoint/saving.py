@@ -34,7 +34,8 @@ from .commit import Committer, Writer, data_name
 from .folder import CheckpointFolder
 from .manifest import DataFile
 from .pack import Layout, fill
-from .summing import room
+from .peers import Peers, raise_any, tried
+from .summing import new_memory
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -95,19 +96,15 @@ class Writers:
 
     Args:
         group: of gloo and theirs alone, so that what goes on behind a training step never mixes
-            with the step's collectives. Only small tensors of numbers are exchanged.
+            with the step's collectives. Only sentences are exchanged.
     """
 
     def __init__(self, commits: Committer, group: dist.ProcessGroup | None = None) -> None:
-        self._commits, self._group, self._count = commits, group, 0
+        self._commits, self._peers, self._count = commits, Peers(group), 0
+        self.rank = self._peers.rank
+        self._kind = "state" if group is None else f"part-{self.rank:05d}"
         # The files of all ranks bear the name of the writer that will commit them.
-        self._token, self._names, self.rank = commits.writer.token, ["state"], 0
-        if group is not None:
-            self.rank = dist.get_rank(group)
-            self._names = [f"part-{rank:05d}" for rank in range(dist.get_world_size(group))]
-            token = torch.tensor(list(bytes.fromhex(self._token)), dtype=torch.uint8)
-            dist.broadcast(token, dist.get_global_rank(group, 0), group)
-            self._token = bytes(token.tolist()).hex()
+        self._token: str = self._peers.words({"token": commits.writer.token})[0]["token"]
 
     def write(
         self,
@@ -123,56 +120,39 @@ class Writers:
             metrics, world_size: what the manifest says beside it.
 
         Raises:
-            CheckpointError: one of them failed; here, or on a rank that says why itself.
+            CheckpointError: on all ranks; one of them failed.
         """
         self._count += 1
         commits, first = self._commits, self.rank == 0
-        names = [data_name(kind, self._token, self._count) for kind in self._names]
-        mine, parts = names[self.rank], 0 if self._group is None else len(names)
+        name = data_name(self._kind, self._token, self._count)
         self._all_do(step, commits.claim if first else None)
         try:
-            rows = self._all_do(step, partial(commits.write, step, mine, data))
-            files = tuple(DataFile(name, *row) for name, row in zip(names, rows, strict=True))
+            files = self._all_do(step, partial(commits.write, step, name, data))
+            parts = 0 if self._peers.group is None else len(files)
             commit = partial(commits.commit, step, files, parts, metrics=metrics, world=world_size)
             self._all_do(step, commit if first else None)
         except BaseException:
-            commits.abandon(step, mine)
+            commits.abandon(step, name)
             raise
 
     def close(self) -> None:
         """Give the group back, if the process group is still there."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._peers.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._peers.group)
 
-    def _all_do(
-        self, step: int, act: Callable[[], DataFile | None] | None
-    ) -> list[tuple[int, int]]:
-        """Do this rank's part of something; every rank's size and sum, if all could do theirs."""
-        error: Exception | None = None
-        row = [1, 0, 0]
+    def _all_do(self, step: int, act: Callable[[], DataFile | None] | None) -> tuple[DataFile, ...]:
+        """Do this rank's part of something; the files of all ranks, if all could do theirs."""
+        file, error = tried(act) if act else (None, None)
         try:
-            file = act() if act else None
-            row = [1, file.size, file.crc32] if file else row
-        except Exception as failure:
-            error, row = failure, [0, 0, 0]
-        mine = torch.tensor(row, dtype=torch.int64)
-        rows = [mine] if self._group is None else [torch.empty_like(mine) for _ in self._names]
-        try:
-            if self._group is not None:
-                dist.all_gather(rows, mine, group=self._group)
+            words = self._peers.words({"file": attrs.astuple(file) if file else None}, error)
         except RuntimeError as lost:
             raise CheckpointError(
                 f"step {step} was not saved: another rank is gone: {lost}"
             ) from error
         if error is not None:
             raise error
-        said = [row.tolist() for row in rows]
-        failed = [rank for rank, (ok, _, _) in enumerate(said) if not ok]
-        if failed:
-            raise CheckpointError(
-                f"step {step} was not saved: rank {failed[0]} failed, and says why"
-            )
-        return [(size, crc32) for _, size, crc32 in said]
+        raise_any(words, None, f"could not save step {step}")
+        return tuple(DataFile(*word["file"]) for word in words if word["file"])
 
 
 class HostBuffer:
@@ -190,7 +170,7 @@ class HostBuffer:
         """Copy a state here, and wait until it is; its bytes."""
         if self._memory is None or len(self._memory) < layout.size:
             self.close()
-            self._memory = room(layout.size)
+            self._memory = new_memory(layout.size)
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         if not self._locked and any(tensor.is_cuda for tensor in layout.tensors):
             # Where the machine allows no more locked memory, copies are slower, and no less right.
@@ -315,8 +295,8 @@ class OthersSave(Save):
         # Asked again and again: who waits in the store keeps it from this process's other threads.
         while not (self._over or self._ask()):
             if monotonic() < deadline:
-                pause.wait(STORE_SECONDS if outcomes.told else FOLDER_SECONDS)
-            elif outcomes.told:
+                pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
+            elif outcomes.reachable:
                 return (
                     f"nothing was heard of the save of step {step}, which rank {outcomes.writer} "
                     "makes: it has died, is still at it, or was not asked to save"
@@ -329,7 +309,7 @@ class OthersSave(Save):
     def _ask(self) -> bool:
         """Whether it is over, and keep why it failed."""
         outcomes, step = self._outcomes, self.step
-        if not outcomes.told:
+        if not outcomes.reachable:
             # Older ones may have made room for the newest, which began when they were over.
             looked = map(self._folder.look, {step, outcomes.newest})
             return any(found is not None and found.manifest for found in looked)
@@ -353,20 +333,23 @@ class Outcomes:
 
     Args:
         name, writer: the folder, and the rank that writes: the same on all ranks.
+        mine: whether that is this one, which tells the others.
 
     Attributes:
-        told: whether there is such a store, as far as is known by now.
+        reachable: whether there is such a store, as far as is known by now.
         newest: the step of the last save that another rank was to make.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, name: str, writer: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, name: str, writer: int, *, mine: bool
+    ) -> None:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         named = zlib.crc32(f"{name}\0{ranks}\0{writer}".encode())
         self._prefix = f"elasticlib/saves/{named:08x}"
-        self.writer, self.newest = writer, 0
-        self.told = dist.is_available() and dist.is_initialized()
+        self.writer, self.newest, self._mine = writer, 0, mine
+        self.reachable = dist.is_available() and dist.is_initialized()
         # torch has no public name for the store that a process group met in.
-        self._store: Any = dist.distributed_c10d._get_default_store() if self.told else None
+        self._store: Any = dist.distributed_c10d._get_default_store() if self.reachable else None
 
     def begin(self) -> int:
         """The number of a save that begins here, or on the rank that writes."""
@@ -374,8 +357,8 @@ class Outcomes:
         return _saves[self._prefix]
 
     def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
-        """How a save of this rank came out."""
-        if not self.told:
+        """Say how a save came out, if this rank is the one to say it."""
+        if not (self.reachable and self._mine):
             return
         why = "" if error is None else str(error)[:4000]
         try:
@@ -394,7 +377,7 @@ class Outcomes:
         except RuntimeError as lost:
             # Its host may have ended once it had saved.
             log.info("the ranks' store does not say how save %d came out: %s", number, lost)
-            self.told = False
+            self.reachable = False
             return None
         return said
 

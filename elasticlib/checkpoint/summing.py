@@ -40,7 +40,7 @@ def no_news(_chunk: memoryview) -> None:
     """Nobody wants to see the bytes as they come."""
 
 
-def room(size: int) -> mmap.mmap:
+def new_memory(size: int) -> mmap.mmap:
     """So many bytes, all zero, that go when nobody refers to them any more."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -69,7 +69,7 @@ def read_summed(
 
     def spare() -> memoryview:
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(room(min(size, SEGMENT)))
+            own.buffer = memoryview(new_memory(min(size, SEGMENT)))
         return own.buffer  # type: ignore[no-any-return]
 
     def segment(number: int) -> tuple[int, int]:
@@ -92,20 +92,17 @@ def read_summed(
     return _joined(found[: whole + 1])
 
 
-def crc32_of(data: memoryview, threads: int = 1) -> int:
-    """The CRC-32 of bytes in memory."""
-
-    def segment(number: int) -> tuple[int, int]:
-        part = data[number * SEGMENT : (number + 1) * SEGMENT]
-        return len(part), zlib.crc32(part)
-
-    return _joined(in_threads(segment, -(-len(data) // SEGMENT), threads))[1]
-
-
 def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
     """The CRC-32 of `data`, which must not change, summed by other threads while `act` runs."""
-    both = (act, lambda: crc32_of(data, BESIDE))
-    return in_threads(lambda which: both[which](), 2, 2)[1]  # type: ignore[return-value]
+
+    def do(number: int) -> tuple[int, int]:
+        if number == 0:
+            act()
+            return 0, 0
+        part = data[(number - 1) * SEGMENT : number * SEGMENT]
+        return len(part), zlib.crc32(part)
+
+    return _joined(in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
 
 
 def in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
@@ -161,14 +158,12 @@ def _joined(found: list[tuple[int, int]]) -> tuple[int, int]:
 
 @functools.lru_cache(256)
 def _power(exponent: int) -> int:
-    """x^exponent modulo the CRC's polynomial, by squaring."""
-    found, square = _ONE, _X
-    while exponent:
-        if exponent & 1:
-            found = _product(found, square)
-        square = _product(square, square)
-        exponent >>= 1
-    return found
+    """x^exponent modulo the CRC's polynomial."""
+    if exponent < 2:
+        return (_ONE, _X)[exponent]
+    half = _power(exponent // 2)
+    square = _product(half, half)
+    return _product(square, _X) if exponent & 1 else square
 
 
 def _product(one: int, other: int) -> int:

@@ -49,7 +49,7 @@ from elasticlib.checkpoint.manifest import Retention
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.saving import Writers
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
-from elasticlib.checkpoint.summing import room
+from elasticlib.checkpoint.summing import new_memory
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -243,7 +243,7 @@ def writing(data: memoryview, folder: Path, saves: int) -> None:
 def beside(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
     """The same loop alone, beside a thread that saves, and beside a process that does."""
     size = mib << 20
-    memory = room(size)
+    memory = new_memory(size)
     memory[:] = os.urandom(1 << 20) * mib
     data = memoryview(memory)
     context = multiprocessing.get_context("fork")
