@@ -39,7 +39,7 @@ PIECE_BYTES = 2 << 20
 
 _Into = Mapping[str, Target]
 _Sent = Sequence[tuple[int, int, Share]]
-"""What ranks want of others: the how manieth of a rank's, that rank, and what it is."""
+"""What ranks want of others: the position among what a rank wants, that rank, and what it is."""
 
 
 def fetch_parts(
@@ -173,8 +173,8 @@ class _Resharding:
     def fitted(
         self, whole: Any, state: MutableMapping[str, Any], *, strict: bool
     ) -> tuple[Any, dict[str, Target], list[Share]]:
-        """What was saved, with this rank's own sharded tensors in it; where these are; and whence
-        it has what it needs of them. Raises StateMismatch: it does not fit into the state."""
+        """What was saved, with this rank's own sharded tensors in it; where these are; and from
+        where it has what it needs of them. Raises StateMismatch: it does not fit into the state."""
         saved = whole["state"]
 
         def is_in_both(way: Way) -> bool:
