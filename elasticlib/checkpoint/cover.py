@@ -222,7 +222,7 @@ def shares(
     rank: int,
     own: int,
 ) -> list[Share]:
-    """Whence a rank has what it needs, each element once; of a state that is not `lacking`.
+    """From where a rank has what it needs, each element once; of a state that lacks nothing.
 
     First what is in its own part; then what it can reach by itself; then what others can, of whom
     each rank begins with another one.

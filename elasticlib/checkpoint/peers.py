@@ -289,13 +289,14 @@ def peers_of(group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
 class Search:
     """What one restore knows: the same on all ranks, but for what this one can reach.
 
-    nodes: each rank's. told: why something was passed over, in the order in which that was found.
+    nodes: the name of each rank's.
     """
 
     def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
         self.peers, self._sources = peers, sources
         self.nodes: list[str] = []
-        self.told: dict[str, None] = {}
+        self._reasons: dict[str, None] = {}
+        """Why something was passed over, in the order in which that was found."""
         self._inventories: list[list[Held]] = []
         self._reach: dict[Held, Source] = {}
         self._failed: set[tuple[int, Held]] = set()
@@ -330,16 +331,16 @@ class Search:
         newest = sorted(self._reach, key=lambda held: -held.step)
         # What could not be read is always told: nothing older is taken in its place.
         troubles.sort(key=lambda one: (one.unread, one.step))
-        told = [(one.step, one.why[:_MAX_WHY], one.unread) for one in troubles]
+        rows = [(one.step, one.why[:_MAX_WHY], one.unread) for one in troubles]
         return {
             "held": [attrs.astuple(held) for held in newest[:_MAX_HELD]],
-            "troubles": told[-_MAX_TROUBLES:],
+            "troubles": rows[-_MAX_TROUBLES:],
         }
 
     def passed_over(self, step: int) -> tuple[str, ...]:
         """Why nothing newer than this step was taken, and what is damaged of this one."""
         damaged = (one.why for one in self._troubles if one.step >= step and not one.unread)
-        return (*self.told, *dict.fromkeys(damaged))
+        return (*self._reasons, *dict.fromkeys(damaged))
 
     def choose(self) -> Plan | None:
         """What all go on from, as far as is known by now.
@@ -393,7 +394,7 @@ class Search:
             ranks = range(self.peers.size)
             self._failed |= {(at, held) for at in ranks if self.place(at, held) == place}
         self._failed.add((rank, held))
-        self.told[f"rank {rank}'s step {held.step} ({held.kind}, {held.name}): {why}"] = None
+        self._reasons[f"rank {rank}'s step {held.step} ({held.kind}, {held.name}): {why}"] = None
         if kind == "unreadable":
             self._troubles.append(Trouble(held.step, why, unread=True))
 
@@ -401,4 +402,4 @@ class Search:
         """Nobody is to have this state."""
         for rank, inventory in enumerate(self._inventories):
             self._failed |= {(rank, held) for held in inventory if state_of(held) == state}
-        self.told[why] = None
+        self._reasons[why] = None

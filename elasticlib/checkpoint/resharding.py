@@ -39,7 +39,7 @@ PIECE_BYTES = 2 << 20
 
 _Into = Mapping[str, Target]
 _Sent = Sequence[tuple[int, int, Share]]
-"""What ranks want of others: the how manieth of a rank's, that rank, and what it is."""
+"""What ranks want of others: the position among what a rank wants, that rank, and what it is."""
 
 
 def fetch_parts(
@@ -174,7 +174,7 @@ class _Resharding:
         self, whole: Any, state: MutableMapping[str, Any], *, strict: bool
     ) -> tuple[Callable[[], None], dict[str, Target], list[Share]]:
         """What puts what was saved into the state; where this rank's own sharded tensors are; and
-        whence it has what it needs of them. Raises StateMismatch: it does not fit."""
+        from where it has what it needs of them. Raises StateMismatch: it does not fit."""
         saved = whole["state"]
 
         def is_in_both(way: Way) -> bool:

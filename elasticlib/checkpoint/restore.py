@@ -146,18 +146,18 @@ def restore_from(
 ) -> Agreed:
     """Bring `state` to the newest state that is whole over all ranks, on all of them.
 
-    A collective: all ranks of `group` call it with the same arguments but `sources`. Whoever
-    lacks a state that is the same on all ranks is sent it, in chunks, by one who has it: then it
-    takes one pack of memory beside the state. Of a sharded one, be it of any number of ranks, each
-    rank reads what it needs where its sources have it, and is sent the rest in small pieces,
-    straight into the tensors that are there. What turns out to be damaged is passed over by all.
-    An object whose `load_state_dict` neither copies nor keeps what it is given (modules copy,
-    optimizers keep) takes that object's share once more.
+    A collective: all ranks of `group` call it with the same arguments but `sources`. A rank that
+    lacks a state that is the same on all ranks is sent it, and needs memory for one pack beside the
+    state. Of a sharded one, of any number of ranks, each rank reads what it needs where its sources
+    have it, and is sent the rest in small pieces, straight into the tensors that are there. What
+    turns out to be damaged is passed over by all.
 
     What happens to `state`: objects with `load_state_dict` are given theirs, which is their own.
     Tensors are copied into (a DTensor's local one), so their shape and dtype must be the same. A
     dict or list becomes what was saved, in place, key by key, its tensors and objects as here;
-    keys that were not saved go. All else is replaced. If something does not fit, nothing is changed
+    keys that were not saved go. All else is replaced. An object whose `load_state_dict` neither
+    copies nor keeps what it is given (modules copy, optimizers keep) takes its share of memory once
+    more. If something does not fit, nothing is changed
     on any rank; if a `load_state_dict` or a peer fails, what came before has been.
 
     Args:
