@@ -32,7 +32,7 @@ from .file import load_checkpoint
 from .manager import CheckpointManager
 from .outline import full_name
 
-DCP_LIST = ".metadata"
+_DCP_LIST = ".metadata"
 """The file that makes a folder one of DCP's."""
 
 _LISTED = {
@@ -52,14 +52,13 @@ _PICKLED = (
 """What Python's unpickler answers to what is none."""
 
 
-def is_dcp(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a folder of DCP's."""
-    return Path(path, DCP_LIST).is_file()
+def _is_dcp(path: str) -> bool:
+    return Path(path, _DCP_LIST).is_file()
 
 
 def is_folder(source: str) -> bool:
     """Whether this is a folder of ours, or the URL of one."""
-    return "://" in source or (os.path.isdir(source) and not is_dcp(source))
+    return "://" in source or (os.path.isdir(source) and not _is_dcp(source))
 
 
 def read(source: str, step: int | None = None) -> tuple[Any, int | None]:
@@ -69,12 +68,11 @@ def read(source: str, step: int | None = None) -> tuple[Any, int | None]:
         step: of a folder of ours, which one; the newest by default.
 
     Raises:
-        CheckpointError, FileNotFoundError: there is none, it is damaged, or cannot be read.
+        CheckpointError, FileNotFoundError: there is none, it is damaged, or holds what
+            `weights_only` does not read.
     """
-    if is_dcp(source):
-        return read_dcp(source), None
     if not is_folder(source):
-        return read_torch_save(source), None
+        return (_read_dcp if _is_dcp(source) else _read_torch_save)(source), None
     manager = CheckpointManager(source)
     steps = manager.steps()
     if not steps:
@@ -96,10 +94,10 @@ def write(target: str, state: object, form: str, step: int | None = None) -> lis
         CheckpointError: the form does not hold such a state, or the disk failed.
     """
     if form == "dcp":
-        write_dcp(target, state)
+        _write_dcp(Path(target), state)
         return _empty(state)
     if form == "torch":
-        write_torch_save(target, state)
+        _write_torch_save(Path(target), state)
         return []
     with CheckpointManager(target) as manager:
         manager.save(present(step, "a step"), state).wait()
@@ -109,12 +107,8 @@ def write(target: str, state: object, form: str, step: int | None = None) -> lis
 # -- torch.save -----------------------------------------------------------------------------------
 
 
-def read_torch_save(path: str | os.PathLike[str]) -> Any:
-    """The state in a file of `torch.save`; one that `save_checkpoint` wrote is checked by its sum.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds what `weights_only` does not read.
-    """
+def _read_torch_save(path: str) -> Any:
+    """The state in a file of `torch.save`; what `save_checkpoint` wrote is checked by its sum."""
     try:
         return load_checkpoint(path)
     except CheckpointCorrupt:
@@ -122,32 +116,26 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
     except CheckpointError:
         pass  # it has no sum to check it by
     except OSError as error:
-        raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, *_PICKLED) as error:
         raise CheckpointError(
-            f"{os.fspath(path)} cannot be read by torch.load(weights_only=True): {error}"
+            f"{path} cannot be read by torch.load(weights_only=True): {error}"
         ) from error
 
 
-def write_torch_save(path: str | os.PathLike[str], state: object) -> None:
-    """Write a new file of `torch.save` that `torch.load(weights_only=True)` reads.
-
-    Raises:
-        CheckpointError: that would not read it back, or the disk failed. Then nothing is left.
-    """
-    target = Path(path)
+def _write_torch_save(target: Path, state: object) -> None:
+    """Write a new file that `torch.load(weights_only=True)` reads; of one that fails nothing is
+    left."""
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
-            made = Path(aside, "made")
+        with _aside(target) as made:
             with open(made, "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
             # Mapped, so that no tensor is read.
             torch.load(made, weights_only=True, mmap=True)
-            os.rename(made, target)
     except pickle.UnpicklingError as error:
         why = re.search(r"Unsupported [^.]*(\.[^ ][^.]*)*", str(error))
         raise CheckpointError(
@@ -158,50 +146,54 @@ def write_torch_save(path: str | os.PathLike[str], state: object) -> None:
         raise CheckpointError(f"{target} could not be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """Where something is made that then gets the name of `target`, unless it fails."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        made = Path(folder, "made")
+        yield made
+        os.rename(made, target)
+
+
 # -- torch.distributed.checkpoint -----------------------------------------------------------------
 
 
-def write_dcp(path: str | os.PathLike[str], state: object) -> None:
-    """Write the state as `torch.distributed.checkpoint.save` does, into a new folder.
+def _write_dcp(target: Path, state: object) -> None:
+    """Write a new folder as `torch.distributed.checkpoint.save` does; of one that fails nothing is
+    left.
 
     What DCP makes of a state it also makes of this one: keys become strings, containers dicts and
     lists, and containers that are empty are lost.
-
-    Raises:
-        CheckpointError: DCP cannot save it, or the disk failed. Then nothing is left.
     """
-    target = Path(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"DCP saves a dict of names, and the state is a {full_name(state)}")
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
-            with _in_one_process():
-                dcp_save(dict(state), checkpoint_id=Path(aside, "made"), no_dist=True)
-            os.rename(Path(aside, "made"), target)
+        with _aside(target) as made, _in_one_process():
+            dcp_save(dict(state), checkpoint_id=made, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{target} could not be written by DCP: {_why(error)}") from error
 
 
-def read_dcp(path: str | os.PathLike[str]) -> Any:
+def _read_dcp(path: str) -> Any:
     """The state in a folder of DCP's, whatever the number of ranks was; its tensors put together.
 
     Keys are strings, as DCP has no others; but an optimizer's state has numbers again, as
     `load_state_dict` knows nothing else by its parameters.
-
-    Raises:
-        CheckpointError: it is none, was cut short, or holds what `weights_only` does not read.
     """
     reader, planner = _Reader(path), _Planner(flatten_state_dict=False)
     try:
         listed = reader.read_metadata()
-        flat = {name: _room(about) for name, about in listed.state_dict_metadata.items()}
+        flat = {
+            name: torch.empty(about.size, dtype=about.properties.dtype)
+            if isinstance(about, metadata.TensorStorageMetadata)
+            else None
+            for name, about in listed.state_dict_metadata.items()
+        }
         with _in_one_process():
             dcp_load(flat, storage_reader=reader, planner=planner, no_dist=True)
         return _numbered(_nested(flat, listed.planner_data or {}))
     except (CheckpointException, OSError, RuntimeError, MemoryError, *_PICKLED) as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} cannot be read as DCP's: {_why(error)}"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read as DCP's: {_why(error)}") from error
 
 
 @contextlib.contextmanager
@@ -216,10 +208,10 @@ class _Reader(FileSystemReader):
     """Reads its list of contents without running what is pickled there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002
-        with open(Path(self.path, DCP_LIST), "rb") as file:
+        with open(Path(self.path, _DCP_LIST), "rb") as file:
             found = _ListUnpickler(file).load()
         if not isinstance(found, metadata.Metadata):
-            raise pickle.UnpicklingError(f"{DCP_LIST} is a {full_name(found)}")
+            raise pickle.UnpicklingError(f"{_DCP_LIST} is a {full_name(found)}")
         return found
 
 
@@ -233,7 +225,7 @@ class _ListUnpickler(pickle.Unpickler):
                 return ours
             if (module, name) in _LISTED:
                 return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{DCP_LIST} names {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(f"{_DCP_LIST} names {module}.{name}, which has no place there")
 
 
 class _Planner(DefaultLoadPlanner):
@@ -245,18 +237,12 @@ class _Planner(DefaultLoadPlanner):
             raise CheckpointError(f"what it has as {name!r} is no plain value: {error}") from error
 
 
-def _room(about: Any) -> Any:
-    if isinstance(about, metadata.TensorStorageMetadata):
-        return torch.empty(about.size, dtype=about.properties.dtype)
-    return None
-
-
 def _nested(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
     """The state again. In a path a whole number is the place in a list, all else a key."""
-    root: dict[Any, Any] = {}
+    root = _Inner()
     for name, value in flat.items():
         *above, last = paths.get(name, (name,))
-        inner = root
+        inner: dict[Any, Any] = root
         for key in above:
             inner = inner.setdefault(key, _Inner())
         inner[last] = value
@@ -267,11 +253,10 @@ class _Inner(dict[Any, Any]):
     """A container on the way to its values: none of those."""
 
 
-def _with_lists(inner: dict[Any, Any]) -> Any:
-    found = {
-        key: _with_lists(value) if isinstance(value, _Inner) else value
-        for key, value in inner.items()
-    }
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, _Inner):
+        return value
+    found = {key: _with_lists(part) for key, part in value.items()}
     if found and all(type(key) is int for key in found):
         return [found[key] for key in sorted(found)]
     return found
@@ -304,11 +289,8 @@ def _empty(value: object, name: str = "") -> list[str]:
         return []
     if not value and name:
         return [name]
-    return [
-        found
-        for key, item in value.items()
-        for found in _empty(item, f"{name}.{key}" if name else str(key))
-    ]
+    inner = ((f"{name}.{key}" if name else str(key), part) for key, part in value.items())
+    return [found for path, part in inner for found in _empty(part, path)]
 
 
 def _why(error: BaseException) -> str:

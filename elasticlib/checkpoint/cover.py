@@ -8,8 +8,7 @@ in any other way. What follows from these is computed here alone, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -34,23 +33,23 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 def without(box: Box, hole: Box) -> list[Box]:
     """What is left of a box when another one, which lies within it, is taken out."""
-    begins, sizes = [*box[0]], [*box[1]]
-    left: list[Box] = []
-
-    def leave(axis: int, begin: int, size: int) -> None:
-        if size:
-            left.append(
-                (
-                    (*begins[:axis], begin, *begins[axis + 1 :]),
-                    (*sizes[:axis], size, *sizes[axis + 1 :]),
-                )
-            )
-
+    left = []
     for axis, (begin, size) in enumerate(zip(*hole, strict=True)):
-        leave(axis, begins[axis], begin - begins[axis])
-        leave(axis, begin + size, begins[axis] + sizes[axis] - begin - size)
-        begins[axis], sizes[axis] = begin, size
-    return left
+        first, end = box[0][axis], box[0][axis] + box[1][axis]
+        left.append(_between(box, axis, first, begin))
+        left.append(_between(box, axis, begin + size, end))
+        box = _between(box, axis, begin, begin + size)
+    return [one for one in left if all(one[1])]
+
+
+def _between(box: Box, axis: int, begin: int, end: int) -> Box:
+    """The same box, but for its indices along one axis."""
+    begins, sizes = box
+    size = end - begin
+    return (
+        (*begins[:axis], begin, *begins[axis + 1 :]),
+        (*sizes[:axis], size, *sizes[axis + 1 :]),
+    )
 
 
 def taken(need: Box, held: Iterable[tuple[_T, Box]]) -> tuple[list[tuple[_T, Box]], list[Box]]:
@@ -79,23 +78,14 @@ def pieces(box: Box, row: Sequence[int], most: int) -> Iterator[Box]:
         row: the sizes of what the box is copied from. So many elements of it lie between the first
             and the last one of each piece at most, unless a single index has more.
     """
-    begins, sizes = box
-    axis = next((at for at, n in enumerate(sizes) if n > 1), None)
+    axis = next((at for at, n in enumerate(box[1]) if n > 1), None)
     index = 0 if axis is None else math.prod(row[axis + 1 :])
-    if axis is None or sizes[axis] * index <= most:
+    if axis is None or box[1][axis] * index <= most:
         yield box
         return
-    step = max(1, most // index)
-    for at in range(0, sizes[axis], step):
-        n = min(step, sizes[axis] - at)
-        piece = (
-            (*begins[:axis], begins[axis] + at, *begins[axis + 1 :]),
-            (*sizes[:axis], n, *sizes[axis + 1 :]),
-        )
-        if n == 1:
-            yield from pieces(piece, row, most)
-        else:
-            yield piece
+    step, end = max(1, most // index), box[0][axis] + box[1][axis]
+    for begin in range(box[0][axis], end, step):
+        yield from pieces(_between(box, axis, begin, min(end, begin + step)), row, most)
 
 
 @attrs.frozen
@@ -177,18 +167,19 @@ def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
     """
     known: dict[tuple[Any, ...], int] = {}
     lacks = {}
-    boxes: dict[tuple[str, int], list[Box]] = {}
-    shapes = {name: rows[0][2].shape for name, rows in tensors_of(parts).items()}
-    for chunk in chain.from_iterable(parts.values()):
-        boxes.setdefault((chunk.name, chunk.mesh), []).append(chunk.box)
-    for (name, _), held in boxes.items():
-        # Most tensors of a shape are cut in one way.
-        shape, key = shapes[name], (shapes[name], *held)
-        if key not in known:
-            left = taken(((0,) * len(shape), shape), ((None, box) for box in held))[1]
-            known[key] = sum(math.prod(sizes) for _, sizes in left)
-        if known[key]:
-            lacks[name] = f"{known[key]} of the {math.prod(shape)} elements of {name}"
+    for name, rows in tensors_of(parts).items():
+        shape = rows[0][2].shape
+        boxes: dict[int, list[Box]] = {}
+        for _, _, chunk in rows:
+            boxes.setdefault(chunk.mesh, []).append(chunk.box)
+        for held in boxes.values():
+            # Most tensors of a shape are cut in one way.
+            key = (shape, *held)
+            if key not in known:
+                left = taken(((0,) * len(shape), shape), ((None, box) for box in held))[1]
+                known[key] = sum(math.prod(sizes) for _, sizes in left)
+            if known[key]:
+                lacks[name] = f"{known[key]} of the {math.prod(shape)} elements of {name}"
     lost = [part for part in range(count) if part not in parts]
     if not lacks and len(lost) < count:
         return ""
@@ -202,10 +193,8 @@ def lacking(parts: Mapping[int, Sequence[Chunk]], count: int) -> str:
 def apart(parts: Mapping[int, Sequence[Chunk]]) -> set[str]:
     """The names of tensors that were sharded over several meshes, as the stages of a pipeline have
     them: what has one name there may be another tensor in each."""
-    meshes: dict[str, set[int]] = {}
-    for chunk in chain.from_iterable(parts.values()):
-        meshes.setdefault(chunk.name, set()).add(chunk.mesh)
-    return {name for name, found in meshes.items() if len(found) > 1}
+    tensors = tensors_of(parts).items()
+    return {name for name, rows in tensors if len({chunk.mesh for _, _, chunk in rows}) > 1}
 
 
 def some(numbers: Sequence[int], what: str) -> str:
@@ -229,7 +218,7 @@ class Share:
 def shares(
     needs: Mapping[str, Box],
     parts: Mapping[int, Sequence[Chunk]],
-    holders: Callable[[int], Sequence[int]],
+    holders: Mapping[int, Sequence[int]],
     rank: int,
     own: int,
 ) -> list[Share]:
@@ -245,7 +234,7 @@ def shares(
     """
     order = {}
     for part in parts:
-        ranks = holders(part)
+        ranks = holders[part]
         source = rank if rank in ranks else ranks[(rank + part) % len(ranks)]
         order[part] = (part != own, source != rank, (part - rank) % (max(parts) + 1)), source
     tensors = tensors_of(parts)

@@ -60,7 +60,9 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         raise CheckpointError(f"{target} was not written: {error}") from None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
+        for beside in target.parent.iterdir():
+            if target_of(beside.name) == target.name:
+                beside.unlink(missing_ok=True)
         aside = target.with_name(aside_name(target.name, secrets.randbits(32)))
         try:
             _write(aside, layout)
@@ -92,7 +94,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
         head = _head(file, path)
         # The memory is the tensors' own.
         memory = memoryview(new_memory(head.size))
-        _check_pack(file, path, head, memory)
+        os.preadv(file.fileno(), [memory[: head.start]], 0)
+        _check_pack(file, path, head, memory[head.start :])
     try:
         return unpack(memory, map_location=map_location, copy=False)
     except CheckpointCorrupt as error:
@@ -159,13 +162,6 @@ def _put_in_place(aside: Path, target: Path) -> None:
         os.close(folder)
 
 
-def _remove_leftovers(target: Path) -> None:
-    with os.scandir(target.parent) as entries:
-        for entry in entries:
-            if target_of(entry.name) == target.name:
-                Path(entry).unlink(missing_ok=True)
-
-
 def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"{os.fspath(path)} is no whole checkpoint: {reason}")
 
@@ -192,18 +188,15 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
 
 
 def _check_pack(
-    file: BinaryIO, path: str | os.PathLike[str], head: Head, memory: memoryview | None = None
+    file: BinaryIO, path: str | os.PathLike[str], head: Head, into: memoryview | None = None
 ) -> None:
-    """Read a pack, all of it, into `memory` if there is some, and compare its sum."""
+    """Read a pack's data, all of them, and compare their sum."""
 
     def read(at: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
         count = os.preadv(file.fileno(), [buffer[:_CHUNK]], head.start + at)
         piece(buffer[:count])
         return count
 
-    if memory is not None:
-        os.preadv(file.fileno(), [memory[: head.start]], 0)
-    into = None if memory is None else memory[head.start :]
     size = head.size - head.start
     count, summed = read_summed(read, size, into, threads=READERS)
     if count < size:

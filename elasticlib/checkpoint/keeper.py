@@ -1,8 +1,8 @@
 """What an agent does for its workers' snapshots: replicas to other nodes, clearing up, the disk.
 
-It begins anew with each generation, and frees what was being written when earlier workers ended.
-Else, without replicas, it does nothing before the end: the workers write into its memory and clear
-up themselves. What is in memory alone at the end is for `persist.py` to write.
+It begins anew with each generation, and frees what workers that ended were writing. Without
+replicas that is all until the end: the workers write into its memory and clear up themselves. What
+is in memory alone at the end `persist.py` writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .persist import LastWrites
 from .replicas import Replicating, Stores
 
 FLUSH_SECONDS = 5.0
-"""For which a node that leaves waits until the others have its last replicas."""
+"""So long a node that leaves waits for the others to get its last replicas."""
 
 
 class SnapshotKeeper(Memory):
@@ -79,8 +79,7 @@ class SnapshotKeeper(Memory):
 
     def rest(self) -> None:
         if self._folder is not None and self._helping is None:
-            # A node that leaves may need parts that are here, and is waited for before others
-            # start.
+            # A node that leaves may need parts that are here, and the others wait for it.
             self._helping = self._last_writes(self._folder, leaves=False)
             helper(self._helping.run, "agent-helps").start()
 

@@ -3,13 +3,13 @@
 Each writer has files of its own, its slots. A slot's first page holds the record of the snapshot
 that follows, with a sum of its own. The record is cleared before the bytes behind it are touched
 and written when they are all there, so a reader sees a whole snapshot or none, whenever a writer is
-killed. Writer and reader lock the slot that they use, without waiting for each other.
+killed. Writer and reader lock the slot that they use, and neither waits for the other.
 
 Behind the training the words of a snapshot are summed, and the sum (its seal) is written into the
-same page. It shows a byte that has changed in shared memory since then. A snapshot whose worker
-ended before it was sealed is used as it is: nothing says that it is damaged.
+same page. It shows a byte of shared memory that has changed since then. A snapshot whose worker was
+killed before it was sealed is used as it is.
 
-Torch is not imported here unless words are summed for which that pays: agents use this, too.
+Agents import this, so torch is imported only to sum what is so large that it pays.
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ NEWS = "news"
 """A pipe in an era's folder by which workers wake an agent that looks after their snapshots."""
 
 RECORD_BYTES = 4096
-"""Of a slot, before the snapshot's own bytes; a page, as the tensors want to be aligned."""
-SEAL_BYTES = 64
-SEAL_AT = RECORD_BYTES - SEAL_BYTES
+"""Of a slot, before the snapshot's own bytes: a page, so that the tensors are aligned."""
+SEAL_AT = RECORD_BYTES - 64
 ROOMY = 2
-"""A slot is not used for what fills less than one part in so many of it."""
+"""A slot is at most so many times as large as the snapshot in it."""
 
 SUMS = 1 << 64
 CHUNK = 4 << 20
-"""Bytes summed before it is looked whether a copy has begun, or the slot has another snapshot."""
+"""Bytes that are summed or made between two looks whether a copy has begun."""
 TORCH_PAYS_BYTES = 512 << 20
 """Torch sums a hundred times as fast as Python: for so many bytes it is worth importing."""
 _SERIAL = 24576
-"""Of so few words torch makes no work for further threads, which are the training's."""
+"""So few words torch sums in the calling thread, and leaves its others to the training."""
 
 MAGIC = b"ELSLOT1\n"
 _HEAD = struct.Struct("<8sII")
@@ -71,11 +70,11 @@ _SEAL = struct.Struct("<8sQI")
 class Record:
     """What a slot holds.
 
-    name: of the snapshots, where a program has several kinds. sequence: the how manieth of its
-    writer, from 1. size: of the pack behind the record, in bytes. part, parts: as `Held` has them.
-    folder: where it is written when the job ends without it; empty for nowhere. shared: whether
-    that folder is one for all nodes. run, launch, generation: see `commit.Writer`. sharded: whether
-    it is a rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
+    name: of the snapshots, where a program has several kinds. sequence: counted from 1 by its
+    writer. size: of the pack behind the record, in bytes. part, parts: as `Held` has them. folder:
+    where it is written when the job ends without it; empty for nowhere. shared: whether that folder
+    is one for all nodes. run, launch, generation: see `commit.Writer`. sharded: whether it is a
+    rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
     """
 
     name: str
@@ -96,20 +95,15 @@ class Record:
         """How many whole snapshots stay while another is written.
 
         One that is the same on all ranks: any rank's will do. Of a state in parts, two: a rank
-        begins to write step n + 1 when it has entered that step's collective; if its GPU has not
-        come out of it yet, another rank may be writing step n still, and hold n - 1 only. Nobody
-        is further: who has n + 1 whole has come out of its collective, which needs all ranks to
-        have n whole.
+        begins to write step n + 1 when it has entered that step's collective; another rank, whose
+        GPU has not come out of it yet, may still be writing step n, and hold n - 1 only. No rank is
+        further ahead: it has come out of the collective of n + 1, so all ranks have n whole.
         """
         return 2 if self.parts > 1 else 1
 
 
 def encode(record: Record) -> bytes:
-    """The first bytes of a slot.
-
-    Raises:
-        CheckpointError: the names in it are too long for a page.
-    """
+    """The first bytes of a slot. Raises CheckpointError: its names are too long for a page."""
     text = json.dumps(attrs.asdict(record), separators=(",", ":")).encode()
     if _HEAD.size + len(text) > SEAL_AT:
         raise CheckpointError(
@@ -134,11 +128,7 @@ def decode(page: bytes | memoryview) -> Record | None:
 
 
 def read_record(fields: Any) -> Record:
-    """The record with these fields, each of its type and in its range.
-
-    Raises:
-        ValueError: they are not a record's.
-    """
+    """The record with these fields. Raises ValueError where one is of another type or range."""
     record = read_fields(Record, fields)
     if not (0 <= record.part < record.parts and record.size > 0 and record.sequence > 0):
         raise ValueError(f"no record of a snapshot: {record!s:.200}")
@@ -153,11 +143,9 @@ def encode_seal(record: Record, summed: int) -> bytes:
 
 def decode_seal(page: bytes, record: Record) -> int | None:
     """The sum of a snapshot's bytes, by its slot's first page; None if it has none yet."""
-    seal = page[SEAL_AT : SEAL_AT + _SEAL.size + 4]
-    if len(seal) < _SEAL.size + 4:
-        return None
-    _, summed, _ = _SEAL.unpack_from(seal)
-    return int(summed) if seal == encode_seal(record, summed) else None
+    summed = int.from_bytes(page[SEAL_AT + 8 : SEAL_AT + 16], "little")
+    seal = encode_seal(record, summed)
+    return summed if page[SEAL_AT : SEAL_AT + len(seal)] == seal else None
 
 
 # -- which slot is written next, and which snapshots count: pure -----------------------------------
@@ -192,8 +180,8 @@ Line = tuple[str, str, int, int]
 class Found:
     """A whole snapshot in an agent's memory.
 
-    era: the how manieth start of the agent's workers it was put there in. owner: who put it there:
-    empty for workers here, else what names the node that sent it. file: its path in the memory.
+    era: the number of the start of the agent's workers in which it was put there. owner: empty if
+    workers here did, else what names the node that sent it. file: its path in the memory.
     """
 
     era: int
@@ -211,10 +199,10 @@ class Found:
 
 
 def that_count(found: Iterable[Found]) -> tuple[Found, ...]:
-    """Those that may be gone back to, the newest step first, and of one step our own first.
+    """Those that a job may go back to, the newest step first, and of one step our own first.
 
-    Who has gone back to an earlier step has given up the later ones: a snapshot counts only if
-    all that were made after it in its place are of later steps.
+    A worker that has gone back to an earlier step has given up the later ones: a snapshot counts
+    only if all that were made after it in its line are of later steps.
     """
     lowest: dict[Line, int] = {}
     counts = []
@@ -227,12 +215,11 @@ def that_count(found: Iterable[Found]) -> tuple[Found, ...]:
 
 
 def outlived(found: Iterable[Found], era: int) -> tuple[Found, ...]:
-    """The snapshots of earlier eras that are of no more use once this one's stand on their own.
+    """The snapshots of earlier eras that are of no more use, as all ranks have one of this era.
 
-    They do, of each name, once a worker here has made as many in this era as are kept: then all
-    ranks have one. Replicas count as what they are replicas of. Of a state in parts a step that
-    earlier eras have here is the one that was restored: a copy of a part that this node was sent
-    says nothing of where the other ranks are, which may have to go back to that step.
+    They have, of each name, once a worker here has made as many in this era as are kept. What it
+    makes of a state in parts at a step that earlier eras have here, too, does not count: it is a
+    copy of what was restored, and the other ranks may have to go back to that step.
     """
     found = tuple(found)
     before = {(one.record.name, one.record.step) for one in found if one.era < era}
@@ -305,11 +292,8 @@ class Slots:
     def writing(self, record: Record) -> Iterator[memoryview]:
         """The memory for a pack of `record.size` bytes, all of which the caller writes.
 
-        It counts when the block is left without an error; the last `record.keep` whole ones stay
-        as they are until then, and after it if it fails.
-
-        Raises:
-            CheckpointError: there is no memory for it.
+        The snapshot counts when the block is left without an error. The last `record.keep` whole
+        ones stay until then, and after it if it fails. Raises CheckpointError: there is no memory.
         """
         text = encode(record)
         with self._lock:
@@ -339,9 +323,9 @@ class Slots:
     def prepare(self, record: Record, ready: Callable[[], bool]) -> None:
         """Make a slot for the snapshot after this one, if there is none and memory is not short.
 
-        Its pages are made, too, which takes several times as long as to write into them. Whoever
-        needs the slot meanwhile takes it as it is. ready: asked before each piece: whether to go
-        on, once it has waited for what must not be disturbed.
+        Its pages are made, too, which takes several times as long as to write into them; a writer
+        that needs the slot meanwhile takes it as it is. ready: called before each piece; it waits
+        while the training must not be disturbed, and says whether to go on.
         """
         if not ready():
             return
@@ -367,7 +351,7 @@ class Slots:
                         zeros.readinto(chunk)
 
     def make_folder(self) -> None:
-        """Anew, if others have removed it; whoever writes there says why that cannot be."""
+        """Make it anew, if others have removed it; whoever writes there says why that fails."""
         for folder in (self._folder.parent, self._folder):
             with contextlib.suppress(OSError):
                 folder.mkdir(0o700)
@@ -380,7 +364,12 @@ class Slots:
             self._files.clear()
 
     def _locked(self, size: int, keep: int) -> _File:
-        self._leave_what_was_removed()
+        # Nobody would find what is written from now on into what others removed, with the folder.
+        gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
+        if gone:
+            self._drop(gone)
+            what = "snapshots in %s were removed by others; those of the next steps are kept again"
+            log.warning(what, self._folder)
         use, drop = choose(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)
@@ -395,16 +384,6 @@ class Slots:
             self._files.remove(file)
             file.path.unlink(missing_ok=True)
             file.close()
-
-    def _leave_what_was_removed(self) -> None:
-        """By others, with the folder: nobody would find what is written there from now on."""
-        gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
-        self._drop(gone)
-        if gone:
-            log.warning(
-                "snapshots in %s were removed by others; those of the next steps are kept again",
-                self._folder,
-            )
 
     def _make(self, size: int) -> _File:
         self._made += 1
@@ -509,8 +488,8 @@ def held(memory: str | os.PathLike[str], found: Found) -> Iterator[int | None]:
 def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview | None]:
     """The pack of a snapshot, which stays as it is within the block; None if it is gone.
 
-    Its writer must have ended, or be this process: reading what it cuts meanwhile would end the
-    reader. Who reads beside it takes `pieces`.
+    Only for a writer that has ended, or is this process: if it cut the file meanwhile, reading
+    would kill the reader. To read beside a writer that is at work, take `pieces`.
     """
     with held(memory, found) as handle:
         if handle is None:
@@ -532,11 +511,8 @@ def pinned(memory: str | os.PathLike[str], found: Found) -> Iterator[memoryview 
 
 
 def pieces(handle: int, size: int, piece: int) -> Iterator[bytes]:
-    """The pack of a snapshot that is `held`, of `size` bytes, in pieces of at most `piece`.
-
-    Raises:
-        CheckpointError: the file was cut short meanwhile.
-    """
+    """The pack of a snapshot that is `held`, in pieces of at most `piece` of its `size` bytes.
+    Raises CheckpointError: the file was cut short meanwhile."""
     at = 0
     while at < size:
         data = os.pread(handle, min(piece, size - at), RECORD_BYTES + at)

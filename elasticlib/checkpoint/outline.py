@@ -56,7 +56,6 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.device: ("device", str, torch.device),
 }
 """By type: its name in JSON, and how it is written and read."""
-_READ = {name: read for name, _, read in _LEAVES.values()}
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -254,21 +253,11 @@ class _Decoder:
             return _found_member(encoded["class"], kind, payload)
         if kind == "number":
             return _number_of(_from_text(payload), encoded["dtype"])
-        if kind == "int":
-            return int(payload, 16)
-        return _READ[kind](payload) if kind in _READ else self._items(encoded, kind)
-
-    def _items(self, encoded: dict[str, Any], kind: str) -> Any:
-        if kind not in ("tuple", "deque", "namedtuple", *_SETS.values()):
-            raise ValueError(f"there is no kind {kind!r}")
-        items = self.decode(encoded[kind])
-        if kind == "deque":
-            return deque(items, encoded["maxlen"])
-        if kind == "namedtuple":
-            return _named_tuple(encoded["class"], items)
-        if kind == "tuple":
-            return tuple(items)
-        return set(items) if kind == "set" else frozenset(items)
+        if kind in _READ:
+            return _READ[kind](payload)
+        if kind in _ITEMS:
+            return _ITEMS[kind](self.decode(payload), encoded)
+        raise ValueError(f"there is no kind {kind!r}")
 
     def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
         found: Any = MAPPINGS[kind]()
@@ -278,6 +267,19 @@ class _Decoder:
         for name, item in encoded.get("attributes", {}).items():
             found.__dict__[name] = self.decode(item)
         return found
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    **{name: read for name, _, read in _LEAVES.values()},
+}
+_ITEMS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
+    "tuple": lambda items, _: tuple(items),
+    "set": lambda items, _: set(items),
+    "frozenset": lambda items, _: frozenset(items),
+    "deque": lambda items, about: deque(items, about["maxlen"]),
+    "namedtuple": lambda items, about: _named_tuple(about["class"], items),
+}
 
 
 def _placed(kind: str, tensor: torch.Tensor, encoded: dict[str, Any]) -> Any:

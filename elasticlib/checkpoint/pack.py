@@ -107,7 +107,7 @@ def lay_out(
     entries, end = [], 0
     for at, block in zip(order, blocks, strict=True):
         begin, end = end, end + block.size
-        entries.append(Entry(names[at], block.dtype, block.shape, begin, end))
+        entries.append(Entry(names[at], *(block.like or ("U8", (block.size,))), begin, end))
     head = write_head(entries, outline, end)
     return Layout(
         len(head) + end,
@@ -174,8 +174,8 @@ def _names(blocks: Sequence[_Block]) -> list[str]:
     choose first."""
     names = [""] * len(blocks)
     taken = {"__metadata__"}
-    for at in sorted(range(len(blocks)), key=lambda at: not blocks[at].is_tensor):
-        path = blocks[at].path if blocks[at].is_tensor else f"{blocks[at].path}.storage"
+    for at in sorted(range(len(blocks)), key=lambda at: blocks[at].like is None):
+        path = blocks[at].path if blocks[at].like else f"{blocks[at].path}.storage"
         # Half a character, which Python can hold, is none in a file that others read.
         path = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
         name, count = path, 1
@@ -187,6 +187,9 @@ def _names(blocks: Sequence[_Block]) -> list[str]:
     return names
 
 
+_Like: TypeAlias = tuple[str, tuple[int, ...]]
+
+
 class _Block(NamedTuple):
     """Memory that is written as one entry.
 
@@ -194,34 +197,36 @@ class _Block(NamedTuple):
     lies in memory: 0 if it lies on the CPU as it does in the entry; or a row of the device, as
     torch names it ("" for memory that is no tensor's, and stays on the CPU), its bytes there, if
     these are not the entry's, and, if elements have gaps between them there, how they lie.
-    is_tensor: whether the entry's dtype and shape are those of the tensor at `path`.
+    like: the entry's dtype and shape, if these are the ones of the tensor at `path`; else it has
+    bytes.
     """
 
     source: torch.Tensor
     size: int
     about: Any
     path: str
-    dtype: str
-    shape: tuple[int, ...]
-    is_tensor: bool
+    like: _Like | None
 
 
 class _Member(NamedTuple):
-    """A tensor of a storage, by its number; begin, end: the bytes of it that the tensor is in."""
+    """A tensor of a storage, by its number.
+
+    begin, end: the bytes of the storage that it is in. bits: whether it is conjugated, and negated.
+    """
 
     number: int
     tensor: torch.Tensor
     form: Form
     begin: int
     end: int
-    has_bits: bool
+    bits: tuple[bool, bool]
 
     @staticmethod
     def of(number: int, tensor: torch.Tensor) -> _Member:
         form = form_of(tensor)
         begin = int(tensor.storage_offset()) * form.dtype.itemsize if form.extent else 0
         end = begin + form.extent * form.dtype.itemsize
-        return _Member(number, tensor, form, begin, end, tensor.is_conj() or tensor.is_neg())
+        return _Member(number, tensor, form, begin, end, (tensor.is_conj(), tensor.is_neg()))
 
 
 class _Blocks:
@@ -251,24 +256,13 @@ class _Blocks:
                 self.rows[number] = len(self.blocks)
                 location = self._location(number)
                 about = 0 if location == "cpu" else [location]
-                self._add(tensor, tensor.nbytes, about, number, entry)
+                path = self._paths[number]
+                self.blocks.append(_Block(tensor, tensor.nbytes, about, path, entry))
                 continue
             for run in _overlapping([_Member.of(one, self._tensors[one]) for one in numbers]):
                 self._add_shared(run)
 
-    def _add(
-        self,
-        source: torch.Tensor,
-        size: int,
-        about: Any,
-        number: int,
-        entry: tuple[str, tuple[int, ...]] | None,
-    ) -> None:
-        dtype, shape = entry or ("U8", (size,))
-        path = self._paths[number]
-        self.blocks.append(_Block(source, size, about, path, dtype, shape, entry is not None))
-
-    def _entry_of(self, number: int) -> tuple[str, tuple[int, ...]] | None:
+    def _entry_of(self, number: int) -> _Like | None:
         """The dtype and shape of the entry that a plain tensor or array is; None if it is none."""
         if number in self._arrays:
             name, shape, order = self._arrays[number]
@@ -297,7 +291,7 @@ class _Blocks:
         owner: _Member | None
         if form.has_gaps and all((one.begin, one.form) == (begin, first.form) for one in run):
             about.append([name_of(form.dtype), [*form.shape], [*form.stride]])
-            owner = first if form.shape == first.form.shape and not first.has_bits else None
+            owner = first if form.shape == first.form.shape and not any(first.bits) else None
             size = form.bytes
         else:
             dtype = first.form.dtype
@@ -307,16 +301,16 @@ class _Blocks:
             size = up(end - begin, item)
             whole = (one for one in run if (one.begin, one.end) == (begin, begin + size))
             # Whose elements lie in the order of their indices, whatever its strides say.
-            fits = (one for one in whole if one.tensor.is_contiguous() and not one.has_bits)
+            fits = (one for one in whole if one.tensor.is_contiguous() and not any(one.bits))
             owner = next(fits, None)
         for one in run:
             offset = (one.begin - begin) // one.form.dtype.itemsize
-            bits = one.tensor.is_conj(), one.tensor.is_neg()
             row = [name_of(one.form.dtype), one.form.shape, len(self.blocks), one.form.stride]
-            self.rows[one.number] = [*row, offset, *bits]
+            self.rows[one.number] = [*row, offset, *one.bits]
         source = bare(storage, begin // form.dtype.itemsize, form)
         entry = self._entry_of(owner.number) if owner else None
-        self._add(source, size, about, (owner or first).number, entry)
+        path = self._paths[(owner or first).number]
+        self.blocks.append(_Block(source, size, about, path, entry))
 
 
 def _overlapping(members: list[_Member]) -> Iterator[list[_Member]]:

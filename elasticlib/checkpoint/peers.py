@@ -31,6 +31,7 @@ from ..errors import (
 from .choose import SHARDED_DISK, Held, Plan, Source, State, Trouble, choose, origin, state_of
 
 CHUNK_BYTES = 16 << 20
+"""Of a pack, what is sent at once."""
 _IN_FLIGHT = 4
 _TAG = 0x5E00
 _MAX_SENTENCE = 4000
@@ -75,15 +76,10 @@ class Peers:
     raises, at the latest when the group's timeout is over.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, *, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        if chunk_bytes < 1:
-            raise ConfigError(f"need chunk_bytes >= 1, got {chunk_bytes}")
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
-        self.chunk_bytes = chunk_bytes
 
     def words(self, mine: Mapping[str, Any], error: Exception | None = None) -> list[Any]:
         """What each rank says, by rank: plain JSON, and what has failed there."""
@@ -105,12 +101,9 @@ class Peers:
         return cast(_T, found)
 
     def carry(
-        self,
-        step: int,
-        routes: Sequence[Mapping[int, int]],
-        packs: Sequence[memoryview | None],
-    ) -> list[memoryview | None]:
-        """Bring packs, of which this rank may have some, to the ranks that lack them.
+        self, step: int, routes: Mapping[int, Mapping[int, int]], packs: dict[int, memoryview]
+    ) -> None:
+        """Bring packs, each by its number, to the ranks that lack them: they come into `packs`.
 
         Args:
             routes: of each pack, from whom each rank has it, as of `choose.givers`.
@@ -118,37 +111,31 @@ class Peers:
         Raises:
             CheckpointError: on all ranks; one has no memory, or got other bytes.
         """
-        sizes = self.words({"sizes": [len(pack) if pack else 0 for pack in packs]})
+        sizes = self.words({"sizes": [len(packs.get(number, b"")) for number in routes]})
 
-        def room() -> list[memoryview | None]:
-            return [
-                memoryview(mmap.mmap(-1, sizes[origin(route, self.rank)]["sizes"][at]))
-                if self.rank in route
-                else pack
-                for at, (route, pack) in enumerate(zip(routes, packs, strict=True))
-            ]
+        def make_room() -> None:
+            for at, (number, route) in enumerate(routes.items()):
+                if self.rank in route:
+                    size = sizes[origin(route, self.rank)]["sizes"][at]
+                    packs[number] = memoryview(mmap.mmap(-1, size))
 
-        found = self.all_do(room, "has no memory for what it is sent")
+        self.all_do(make_room, "has no memory for what it is sent")
         sums = []
-        for route, pack in zip(routes, found, strict=True):
-            giver = route.get(self.rank)
-            takers = [taker for taker, by in route.items() if by == self.rank]
-            if pack is not None and (takers or giver is not None):
-                sums.append(self._relay(pack, giver, takers))
-            else:
-                sums.append(0)
+        for number, route in routes.items():
+            takers = [taker for taker, giver in route.items() if giver == self.rank]
+            is_in = takers or self.rank in route
+            sums.append(self._relay(packs[number], route.get(self.rank), takers) if is_in else 0)
         words = self.words({"sums": sums})
-        for at, route in enumerate(routes):
+        for at, route in enumerate(routes.values()):
             for taker, giver in route.items():
                 sender = origin(route, taker)
                 ends = (words[sender]["sums"][at], words[taker]["sums"][at])
                 _compare(step, (sender, taker), ends, f" by rank {giver}")
-        return found
 
     def _relay(self, pack: memoryview, giver: int | None, takers: Sequence[int]) -> int:
         """Send a pack to these ranks; where there is a giver, what came of it while the next chunks
         come. Its CRC-32."""
-        chunks = torch.split(_bytes(pack), self.chunk_bytes)
+        chunks = torch.split(_bytes(pack), CHUNK_BYTES)
         ahead = iter(chunks if giver is not None else ())
         coming = deque(self._move(dist.irecv, one, giver) for one in islice(ahead, _IN_FLIGHT))
         going: deque[list[Any]] = deque()
@@ -267,9 +254,7 @@ def raise_any(words: Words, mine: Exception | None, what: str) -> None:
 
 
 @contextlib.contextmanager
-def peers_of(
-    group: dist.ProcessGroup | None = None, *, chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[Peers]:
+def peers_of(group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
     """The ranks of `group`, by default of the default group, if there is one.
 
     Where the default group moves no CPU tensors (NCCL), they get a gloo group for the time being.
@@ -282,7 +267,7 @@ def peers_of(
     if group is not None and dist.get_rank(group) < 0:
         raise ConfigError("this process is not in the group given, and restores nothing with it")
     if group is None or "cpu:" in dist.get_backend_config(group):
-        yield Peers(group, chunk_bytes=chunk_bytes)
+        yield Peers(group)
         return
     if dist.get_world_size(group) != dist.get_world_size():
         raise ConfigError(
@@ -293,7 +278,7 @@ def peers_of(
     # of the same ranks would find the addresses of this one, and wait for them.
     own = dist.new_group(backend="gloo")
     try:
-        yield Peers(own, chunk_bytes=chunk_bytes)
+        yield Peers(own)
     finally:
         dist.destroy_process_group(own)
 
@@ -318,9 +303,8 @@ class Search:
 
     def begin(self, node: str, step: int | None) -> None:
         """Tell everybody what is here; of one step alone, if one is given."""
-        mine = {"node": node, "only": step, "chunk": self.peers.chunk_bytes}
         found, error = tried(lambda: self._list(step))
-        words = self.peers.words(mine | (found or {}), error)
+        words = self.peers.words({"node": node, "only": step, **(found or {})}, error)
         raise_any(words, error, "could not say which states it holds")
         for rank, word in enumerate(words):
             if word["only"] != words[0]["only"]:
@@ -332,8 +316,6 @@ class Search:
                     f"rank 0 asked for {first}, and rank {rank} for {other}: all ranks have to ask "
                     "for the same one, and nothing was restored"
                 )
-        # Both ends of a wire must cut alike, or wait for ever.
-        self.peers.chunk_bytes = min(word["chunk"] for word in words)
         self.nodes = [word["node"] for word in words]
         self._inventories = [[Held(*row) for row in word["held"]] for word in words]
         self._troubles = [Trouble(*row) for word in words for row in word["troubles"]]
@@ -400,9 +382,9 @@ class Search:
         for rank, word in enumerate(words):
             for part, said in word["bad"]:
                 self.fail(rank, plan.holders[part][rank], said["error"], said["kind"])
-        return (
-            None if any(word["bad"] for word in words) else [dict(word["done"]) for word in words]
-        )
+        if any(word["bad"] for word in words):
+            return None
+        return [dict(word["done"]) for word in words]
 
     def fail(self, rank: int, held: Held, why: str, kind: str = "") -> None:
         """Nobody is to have this from there. kind: of the error, as words have it."""

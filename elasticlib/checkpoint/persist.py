@@ -51,16 +51,16 @@ WRITE_SECONDS = 600.0
 """For all that is to be written: a disk that hangs must not hold a node for ever."""
 RENEW_SECONDS = 5.0
 CLAIM_SECONDS = 60.0
-"""For which a node that says it writes is believed, since it said so last."""
+"""What a node has said that it writes, and has not said again for so long, others take over."""
 FAILED_SECONDS = 3.0
 """For which others may take over what a node could not write."""
 SETTLE_SECONDS = 5.0
-"""For which nodes that have not said what they hold are waited for, where others hold enough."""
+"""For which nodes that have not said what they hold are waited for, if the others hold enough."""
 AGREE_SECONDS = 60.0
-"""The same, where it cannot: as long as the slowest takes to end its workers."""
+"""The same, if they do not: the slowest node may take so long to end its workers."""
 LOOK_SECONDS = 1.0
 ATTEMPTS = 4
-"""At a write beside a worker that clears it away, which does so once a save."""
+"""To commit what a worker beside us clears away, which it does once a save."""
 WHOLE, COMMIT = "whole", "commit"
 """The one share of a state that is the same on all ranks; and what comes after all shares."""
 
@@ -72,8 +72,8 @@ _ALL = Retention(last=1 << 62)  # which are too many is for the job's own manage
 
 @attrs.frozen(order=True)
 class State:
-    """What parts fit together: a step that was trained twice, before a loss and after it, is two
-    states. parts: the number of ranks that hold it; 1 where it is the same on all of them."""
+    """Parts of one state fit together. A step that was trained twice, before a loss and after it,
+    is two states. parts: the number of ranks that hold it; 1 if it is the same on all of them."""
 
     generation: int
     step: int
@@ -83,10 +83,10 @@ class State:
 
 @attrs.frozen
 class Piece:
-    """A part of a state, as a node says that it holds it.
+    """A part of a state that a node says it holds.
 
-    share: names the boxes of tensors that it has: two parts of one share may stand for one another.
-    elements: in those boxes. total: in the tensors that they belong to.
+    share: a name for its boxes of tensors: of two parts with one share either will do. elements: in
+    those boxes. total: in the tensors that they belong to.
     """
 
     state: State
@@ -109,7 +109,7 @@ _Shares = dict[str, list[Piece]]
 
 
 def piece_of(state: State, part: int, chunks: Sequence[Chunk]) -> Piece:
-    """What a part that holds these is told as."""
+    """What a node says of a part that holds these."""
     boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
     named = json.dumps(sorted(boxes)).encode()
     return Piece(
@@ -205,13 +205,11 @@ def next_move(
     failed: AbstractSet[str],
     others: bool,
 ) -> str | Over | None:
-    """What a node takes next of a plan, a share or the commit; None while others are at work.
+    """What a node does next of a plan: a share, or the commit; None while others are at work.
 
-    Args:
-        said: by share, and of the commit, what the nodes have said of it.
-        mine: the shares that this node holds, those first that it should write first.
-        failed: what this node has tried in vain.
-        others: whether there are other nodes, who may take over what one could not do.
+    said: by share, and of the commit, what the nodes have said of it. mine: the shares that this
+    node holds, those first that it should write first. failed: what it has tried in vain. others:
+    whether there are other nodes, which may take over what one could not do.
     """
     commit = said.get(COMMIT)
     if commit is not None and commit.value.get("done"):
@@ -234,14 +232,13 @@ def next_move(
 class Board:
     """Where the nodes of a generation say what they hold and write; a node alone says it to itself.
 
-    What is to be done once is claimed by writing under a key, again and again for as long as it
-    takes.
+    A node claims what is to be done once: it writes under a key, and again for as long as it takes.
     """
 
     def __init__(self, alone: Callable[[], Store], info: RendezvousInfo | None = None) -> None:
         self._store, self._prefix, self.nodes, self.rank = alone(), "", 1, 0
         self.token = secrets.token_hex(8)
-        """Of the writer that all nodes are; of one node alone, its own."""
+        """All nodes write to the disk as one writer, with this token."""
         if info is not None and info.store is not None and info.board and info.world_size > 1:
             self._store, self._prefix = info.store, f"{info.board}persist/"
             self.nodes, self.rank = info.world_size, info.rank
@@ -281,8 +278,8 @@ class Board:
         return self._store.delete(self._prefix + key, expected=version)
 
     def take(self, key: str, version: int) -> int:
-        """Claim a key that is at this version: the version of the claim, which grows from claim to
-        claim; 0 if another was first."""
+        """Claim a key that is at this version. Returns the version of the claim, which is larger
+        than that of any claim before it; 0 if another was first."""
         with self._lock:
             self._times += 1
             value = _written({"by": self.rank, "times": self._times})
@@ -292,7 +289,7 @@ class Board:
             return claim
 
     def renew(self) -> None:
-        """We are at it still, if we are: the others wait for as long again."""
+        """Say again that we are at what we have claimed, if anything."""
         with self._lock:
             try:
                 if self._claim is not None:
@@ -301,8 +298,8 @@ class Board:
                 log.info("the other nodes are not told about a snapshot: %s", error)
 
     def done(self, **value: object) -> bool:
-        """Say what came of what is claimed, or nothing where it is to be claimed anew; whether it
-        was ours still."""
+        """Say what came of the claim; without a value, let others claim it anew. Whether it was
+        still ours."""
         with self._lock:
             (key, version), self._claim = self._claim or ("", ABSENT), None
             if not key or not value:

@@ -2,20 +2,18 @@
 
 Node r gives to the next nodes by rank, wrapping at the end; so each node keeps as many as it gives,
 and the loss of any one node leaves another with its snapshots. This goes on behind the training:
-the newest is given as soon as the one before is there, and those that came in between are passed
-over.
+the newest is given as soon as the one before is there, and those made in between are left out.
 
-Each node serves a TCP store of its own for one generation, whose place stands on the generation's
-board. What is written there is not kept: it becomes a replica in the agent's memory, by the keys
+For each generation a node serves a TCP store of its own, and says on the generation's board where.
+What is written there is not kept: it becomes a replica in the agent's memory, by the keys
 
     RANK/OFFER/offer     the record of a snapshot; refused where there is no memory for it
     RANK/OFFER/CRC       its pack, piece after piece, each with its CRC-32
     RANK/OFFER/seal      its sum, or nothing if it has none yet: now it is whole
 
-where RANK is the giver's and OFFER a number of this one. To come in, both ends prove that they have
-read the place and know the job's secret where there is one; the taker first, so that who pretends
-to be one is given nothing to guess the secret from. What breaks off in the middle leaves the last
-whole replica as it was.
+where RANK is the giver's and OFFER names this snapshot. Both ends prove that they have read the
+board, and know the job's secret if there is one; the taker first, so that a false one is given
+nothing to guess the secret from. What breaks off leaves the last whole replica as it was.
 """
 
 from __future__ import annotations
@@ -69,14 +67,14 @@ ANSWER_SECONDS = 60.0
 """For a node to answer, which may have to find memory first."""
 RETRY_SECONDS = 0.5
 LOOK_SECONDS = 2.0
-"""After which is looked without news, as workers may have made anew what others had removed."""
+"""Without news the memory is looked at so often: others may remove it, and workers make it anew."""
 SORTS = 256
-"""So many different snapshots, by name and part, are kept of one node."""
+"""So many different names and parts of snapshots are kept of one node."""
 SPARE_BYTES = 16 << 20
-"""Of memory, which replicas leave to the workers here besides what one more snapshot takes."""
+"""Memory that replicas leave to the workers here."""
 
 Sort = tuple[str, int]
-"""Of a snapshot, its name and part."""
+"""A snapshot's name and part."""
 
 
 class Server(Protocol):
@@ -91,7 +89,7 @@ class Server(Protocol):
 
 @attrs.frozen
 class Stores:
-    """How stores are reached, for who composes to say.
+    """How stores are reached.
 
     connect: (host, port, job=, secret=, timeout=) to a client. serve: (host, port, job=, secret=,
     space=) to a server of this keyspace. alone: makes a store in this process.
@@ -117,8 +115,8 @@ def givers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:
 
 @attrs.frozen
 class Place:
-    """Where a node takes replicas in one generation. token: what it makes sure by that whoever
-    comes has read this; 64 hexadecimal digits."""
+    """Where a node takes replicas in one generation. token: 64 hexadecimal digits, which show that
+    a giver has read this."""
 
     address: str
     port: int
@@ -167,8 +165,7 @@ class _Coming:
 
 
 class Mailbox(KeySpace):
-    """What the nodes of these ranks write here becomes replicas in this folder of an agent's
-    memory."""
+    """What nodes of these `ranks` write here becomes replicas in this era's folder."""
 
     def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         super().__init__()
@@ -203,7 +200,7 @@ class Mailbox(KeySpace):
                 slots.close()
 
     def _begin(self, rank: int, offer: str, value: bytes) -> None:
-        self._drop(rank)  # it has come again: what it began before is not going to be finished
+        self._drop(rank)  # what it began before, it does not finish
         record = read_record(read_json(value))
         kinds, sort = self._slots[rank], (record.name, record.part)
         if sort not in kinds and len(kinds) >= SORTS:
@@ -222,12 +219,10 @@ class Mailbox(KeySpace):
 
     def _add(self, coming: _Coming, crc32: int, value: bytes) -> None:
         if zlib.crc32(value) != crc32:
-            raise ValueError(
-                f"a piece was changed on its way: its CRC-32 is {zlib.crc32(value):08x}, and it "
-                f"says {crc32:08x}"
-            )
-        if not 0 < len(value) <= len(coming.view) - coming.at:
-            left = len(coming.view) - coming.at
+            found = f"its CRC-32 is {zlib.crc32(value):08x}, and it says {crc32:08x}"
+            raise ValueError(f"a piece was changed on its way: {found}")
+        left = len(coming.view) - coming.at
+        if not 0 < len(value) <= left:
             raise ValueError(f"{len(value)} bytes came where {left} were left")
         coming.view[coming.at : coming.at + len(value)] = value
         coming.at += len(value)
@@ -283,7 +278,7 @@ class Giver:
             self._idle.wait(seconds)
 
     def stop(self) -> None:
-        """Give no more; its thread ends with the call of a store that it may be in."""
+        """Give no more; the thread ends with the call of a store that it is in, if any."""
         self._over.set()
         self._news.set()
         if (store := self._store) is not None:
@@ -298,8 +293,7 @@ class Giver:
                 self._give_all()
             except (OSError, ElasticError) as error:
                 self._say(f"replicas do not reach node {self._rank}: {error}")
-            # Nobody waits for a node that cannot be reached just now.
-            self._idle.set()
+                self._idle.set()  # nobody waits for a node that cannot be reached just now
             self._over.wait(RETRY_SECONDS)
         self._idle.set()
 
@@ -309,7 +303,9 @@ class Giver:
         self._said = text
 
     def _give_all(self) -> None:
-        place = self._place()
+        """Until this ends, or that node cannot be reached; nothing while it has no place yet."""
+        said = present(self._info.store, "the store").get(place_key(self._info, self._rank))
+        place = decode_place(said.value) if said else None
         if place is None:
             return
         self._store = store = self._stores.connect(
@@ -322,7 +318,7 @@ class Giver:
         with store:
             store.get("in")  # who is not let in tries again
             while True:
-                # Cleared first: who ends this says so before it wakes it.
+                # Cleared first: `stop` sets `_over` before it wakes this.
                 self._news.clear()
                 if self._over.is_set():
                     return
@@ -332,17 +328,6 @@ class Giver:
                 if not lacking and not self._news.is_set():
                     self._idle.set()
                     self._news.wait()
-
-    def _place(self) -> Place | None:
-        store, key = present(self._info.store, "the store"), place_key(self._info, self._rank)
-        while not self._over.is_set():
-            listing = store.list(key)
-            for entry in listing.entries:
-                place = decode_place(entry.value)
-                if entry.key == key and place is not None:
-                    return place
-            store.wait(key, after=listing.version, timeout=RETRY_SECONDS)
-        return None
 
     def _lacking(self) -> list[Found]:
         """The snapshots that the node has not been offered."""
@@ -359,12 +344,12 @@ class Giver:
                 store.set(f"{offer}/offer", json.dumps(attrs.asdict(record)).encode())
                 for piece in pieces(handle, record.size, CHUNK_BYTES):
                     store.set(f"{offer}/{zlib.crc32(piece):08x}", piece)
-                # It takes longer to send than to sum: by now there is one, if its worker lives.
+                # To send takes longer than to sum: the worker, if it lives, has summed it by now.
                 summed = sum_of(self._folder.parent, found)
                 store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)
                 self.given.add((record.name, record.part))
             except StoreRefused as error:
-                # For want of memory, say: the next one is offered again.
+                # There may be no memory for it; there may be for the next one.
                 self._say(f"node {self._rank} does not keep a replica: {error}")
         self._offered[record.name, record.part] = record.sequence
         tell(self._folder)
@@ -395,7 +380,7 @@ class Replicating:
     ) -> None:
         self._info, self._folder, self._workers = info, folder, workers
         self._over = threading.Event()
-        self._safe = self._cleared = False
+        self._announced = self._safe = self._cleared = False
         rank, nodes = info.rank, info.world_size
         self._mailbox = Mailbox(folder, givers(rank, nodes, replicas))
         place = Place(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
@@ -438,43 +423,39 @@ class Replicating:
         return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _watch(self) -> None:
-        self._announce()
         while not self._over.is_set():
+            for giver in self._givers:
+                giver.wake()
+            try:
+                self._announce()
+                self._clear_up()
+            except (ElasticError, OSError) as error:
+                log.info("replicas wait for the job's store: %s", error)
             poll = select.poll()
             poll.register(self._pipe, select.POLLIN)
             if poll.poll(LOOK_SECONDS * 1000):
                 os.read(self._pipe, 65536)
-            # Removed with its folder, it is made anew as soon as a worker has made that.
+            # Removed with its folder, the pipe is made anew once a worker has made the folder anew.
             if not (self._folder / NEWS).exists():
                 with contextlib.suppress(OSError):
                     anew = self._made_pipe()
                     os.close(self._pipe)
                     self._pipe = anew
-            for giver in self._givers:
-                giver.wake()
-            try:
-                self._clear_up()
-            except (ElasticError, OSError) as error:
-                log.info("earlier snapshots stay for now: %s", error)
         os.close(self._pipe)
         (self._folder / NEWS).unlink(missing_ok=True)
 
     def _announce(self) -> None:
         """Say where this node takes replicas."""
-        store = present(self._info.store, "the store")
-        while not self._over.is_set():
-            try:
-                store.set(place_key(self._info, self._info.rank), encode_place(self._place))
-                return
-            except ElasticError as error:
-                log.info("the other nodes are not told where to leave replicas: %s", error)
-                self._over.wait(RETRY_SECONDS)
+        if not self._announced:
+            key = place_key(self._info, self._info.rank)
+            present(self._info.store, "the store").set(key, encode_place(self._place))
+            self._announced = True
 
     def _clear_up(self) -> None:
-        """Drop what earlier eras left, once this one's stand on their own.
+        """Drop what earlier eras left and the job need not go back to.
 
-        Of a state in parts that is when all nodes have made theirs *and* given them away: until
-        then the loss of a node takes back to the earlier ones.
+        Of a state in parts that is so when all nodes have made theirs *and* given them away: until
+        then a job that loses a node goes back to the earlier ones.
         """
         if self._cleared:
             return

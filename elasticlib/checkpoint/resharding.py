@@ -8,7 +8,7 @@ into the tensors that the state has: nobody ever has a second state in memory.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any
 
@@ -44,18 +44,18 @@ _Sent = Sequence[tuple[int, int, Share]]
 
 def fetch_parts(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> tuple[Any, Agreed] | None:
-    """Bring all ranks to a sharded state, but for objects whose `load_state_dict` is to be called.
+) -> tuple[Callable[[], None], Agreed] | None:
+    """Bring all ranks to a sharded state, but for what is not sharded.
 
     Returns:
-        The state as it was saved, with this rank's own sharded tensors in it. None, on all ranks,
+        What puts the rest into this rank's state. None, on all ranks,
         if it is not whole or damaged, and the choice is to be made anew.
     """
     way = _Resharding(search, plan)
     whole = way.whole() if way.is_all_there() else None
     if whole is None:
         return None
-    found, into, mine = search.peers.all_do(
+    put, into, mine = search.peers.all_do(
         lambda: way.fitted(whole, state, strict=strict), f"cannot restore step {plan.state.step}"
     )
     words = search.peers.words({"wants": [attrs.astuple(share) for share in mine]})
@@ -68,7 +68,7 @@ def fetch_parts(
         for number, share in enumerate(one for one in every if one.source != taker)
     )
     way.move(mine, sent, into)
-    return found, way.agreed(sent)
+    return put, way.agreed(sent)
 
 
 class _Resharding:
@@ -155,27 +155,26 @@ class _Resharding:
         here = [part for part in self._routes if self._rank in self._ranks[part]]
         gives = [part for part in here if self._rank in self._routes[part].values()]
         read: dict[int, Any] = {}
+        packs: dict[int, memoryview] = {}
 
         def act(part: int) -> None:
             read[part] = whole_in(self._view(part), copy=False)
+            if part in gives:
+                packs[part] = _packed(read[part])
 
         if self._search.attempt(self._plan, {*gives, mine} & {*here}, act) is None:
             return None
         if any(self._routes.values()):
-            packs = [_packed(read[part]) if part in gives else None for part in self._routes]
-            came = self._peers.carry(self._step, [*self._routes.values()], packs)
-            for part, pack in zip(self._routes, came, strict=True):
-                if pack is not None and part not in read:
-                    read[part] = unpack(pack, copy=False)
-        return read[mine]
+            self._peers.carry(self._step, self._routes, packs)
+        return read[mine] if mine in read else unpack(packs[mine], copy=False)
 
     # -- what is ------------------------------------------------------------------------------
 
     def fitted(
         self, whole: Any, state: MutableMapping[str, Any], *, strict: bool
-    ) -> tuple[Any, dict[str, Target], list[Share]]:
-        """What was saved, with this rank's own sharded tensors in it; where these are; and whence
-        it has what it needs of them. Raises StateMismatch: it does not fit into the state."""
+    ) -> tuple[Callable[[], None], dict[str, Target], list[Share]]:
+        """What puts what was saved into the state; where this rank's own sharded tensors are; and
+        whence it has what it needs of them. Raises StateMismatch: it does not fit."""
         saved = whole["state"]
 
         def is_in_both(way: Way) -> bool:
@@ -192,12 +191,11 @@ class _Resharding:
                     f"{spoken(way)} is a sharded tensor of {shard.dtype}, and one of {kind} "
                     "was saved"
                 )
-        found = put_shards(saved, live)
-        fit(state, found, strict=strict)
+        put = fit(state, put_shards(saved, live), strict=strict)
         into = targets_in(live)
         needs = {name: target.box for name, target in into.items()}
         own = self._rank if self._is_as_many else -1
-        wanted = shares(needs, self._chunks, self._ranks.__getitem__, self._rank, own)
+        wanted = shares(needs, self._chunks, self._ranks, self._rank, own)
         for share in wanted:
             name = self._chunks[share.part][share.place].name
             if name in self._apart and share.part != own:
@@ -205,7 +203,7 @@ class _Resharding:
                     f"{name} was on several meshes, perhaps as several tensors, and this rank needs"
                     " of it what it had not"
                 )
-        return found, into, wanted
+        return put, into, wanted
 
     def check(self, wants: Sequence[Sequence[Share]]) -> bool:
         """Verify all that is read by anybody, each part of each memory once; whether it is good."""

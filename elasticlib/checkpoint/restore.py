@@ -25,8 +25,8 @@ from .folder import CheckpointFolder
 from .local import LocalPlace
 from .manifest import Health, Manifest, folder_of
 from .pack import lay_out, unpack
-from .peers import CHUNK_BYTES, Search, peers_of, raise_any, tried
-from .state import fit, put
+from .peers import Search, peers_of, raise_any, tried
+from .state import fit
 from .storages import in_memory_order
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -143,7 +143,6 @@ def restore_from(
     node: str = "",
     step: int | None = None,
     strict: bool = True,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Agreed:
     """Bring `state` to the newest state that is whole over all ranks, on all of them.
 
@@ -171,11 +170,9 @@ def restore_from(
         step: this one and no other, by default the newest. All ranks ask for the same.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
-        chunk_bytes: what is sent at once; where ranks differ, the least.
 
     Raises:
-        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's;
-            `chunk_bytes` is less than 1.
+        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's.
         StateMismatch: what was saved does not fit into `state`.
         CheckpointError: on some rank a source could not say what it holds, an object could not
             load its state, or memory ran out, or ranks ask for different steps; on all ranks
@@ -183,15 +180,15 @@ def restore_from(
         RuntimeError: of torch: a peer is gone, or the group's timeout is over, within which the
             slowest rank must have read its pack.
     """
-    with peers_of(group, chunk_bytes=chunk_bytes) as peers:
+    with peers_of(group) as peers:
         search, taken = Search(peers, sources), None
         try:
             search.begin(node or socket.gethostname(), step)
             while taken is None and (plan := search.choose()) is not None:
                 taken = _fetched(search, plan, state, strict=strict)
             if taken is not None:
-                found, agreed = taken
-                peers.all_do(lambda: put(state, found), f"failed at restoring step {agreed.step}")
+                put, agreed = taken
+                peers.all_do(put, f"failed at restoring step {agreed.step}")
             else:
                 agreed = Agreed(0, "", -1, peers.rank)
         finally:
@@ -201,15 +198,15 @@ def restore_from(
     if agreed.rank == 0:
         for sentence in passed_over:
             log.warning("passed over: %s", sentence)
-        log.info("restored step %s", agreed.step or "0: there is nothing to restore")
+        log.info("restored step %s", agreed.step if taken else "0: there is nothing to restore")
     return attrs.evolve(agreed, passed_over=passed_over)
 
 
 def _fetched(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> tuple[Any, Agreed] | None:
-    """What was saved, on each rank, and known to fit into its state; None, on all of them, if it
-    cannot be had, and the choice is to be made anew."""
+) -> tuple[Callable[[], None], Agreed] | None:
+    """What puts what was saved into this rank's state, into which it fits; None, on all ranks, if
+    it cannot be had, and the choice is to be made anew."""
     if not plan.state.parts:
         return _fetch_pack(search, plan, state, strict=strict)
     # It takes its time to import, and most states are not sharded.
@@ -219,8 +216,8 @@ def _fetched(
 
 
 def _fetch_pack(
-    search: Search, plan: Plan, state: Mapping[str, Any], *, strict: bool
-) -> tuple[Any, Agreed] | None:
+    search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
+) -> tuple[Callable[[], None], Agreed] | None:
     """Of a state that is the same on all ranks; see `_fetched`."""
     peers, step, holders = search.peers, plan.state.step, plan.holders[0]
     packs: dict[int, memoryview] = {}
@@ -239,14 +236,13 @@ def _fetch_pack(
     if _differ(search, holders, {rank: said[rank][0] for rank in sorted(holders)}):
         return None
     route = givers(holders, search.nodes, range(peers.size))
-    [pack] = peers.carry(step, [route], [packs.get(0)]) if route else [packs[0]]
+    if route:
+        peers.carry(step, {0: route}, packs)
 
-    def fitting() -> Any:
-        found = unpack(present(pack, "the pack"), copy=False)
-        fit(state, found, strict=strict)
-        return found
+    def fitting() -> Callable[[], None]:
+        return fit(state, unpack(packs[0], copy=False), strict=strict)
 
-    found, error = tried(fitting)
+    put, error = tried(fitting)
     words = peers.words({}, error)
     damaged = [rank for rank, word in enumerate(words) if word.get("kind") == "corrupt"]
     if damaged:
@@ -256,7 +252,7 @@ def _fetch_pack(
         return None
     raise_any(words, error, f"cannot restore step {step}")
     holder = origin(route, peers.rank)
-    return found, Agreed(step, holders[holder].kind, holder, peers.rank)
+    return present(put, "what fits"), Agreed(step, holders[holder].kind, holder, peers.rank)
 
 
 def _differ(search: Search, holders: Mapping[int, Held], prints: Mapping[int, str]) -> bool:

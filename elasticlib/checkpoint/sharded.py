@@ -24,7 +24,7 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .pack import Layout, lay_out, read_meta, unpack
-from .state import Way, parameters_in, put_shards, spoken, take_shards, values_of
+from .state import Way, local_of, parameters_in, put_shards, spoken, take_shards, values_of
 from .storages import Form, MapLocation, dtype_named, moved, name_of
 
 Shards = Mapping[Way, DTensor]
@@ -43,20 +43,10 @@ def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copie
     Raises:
         CheckpointError: something in it cannot be saved.
     """
-    chunks: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    ways: list[Way] = []
-    for way, box in boxes_of(shards).items():
-        shard = shards[way]
-        if not (copies or _is_first(shard)):
-            continue
-        local = local_of(shard)
-        device = location_tag(local.untyped_storage())
-        form = (tuple(shard.shape), box, tuple(shard.stride()))
-        mesh = _mesh_sum(shard.device_mesh)
-        chunks.append(Chunk(repr(way), name_of(shard.dtype), *form, device, mesh).row())
-        tensors.append(local)
-        ways.append(way)
+    boxes = {way: box for way, box in boxes_of(shards).items() if copies or _is_first(shards[way])}
+    ways = [*boxes]
+    chunks = [_chunk(way, shards[way], box).row() for way, box in boxes.items()]
+    tensors = [local_of(shards[way]) for way in ways]
     rest = {"state": plain, "ways": list(shards)} if whole else None
     meta = {"step": step, "chunks": chunks, "whole": whole}
 
@@ -66,8 +56,27 @@ def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copie
     return lay_out({"whole": rest, "shards": tensors}, meta, told=in_the_state)
 
 
+def _chunk(way: Way, shard: DTensor, box: Box) -> Chunk:
+    device = location_tag(local_of(shard).untyped_storage())
+    form = (tuple(shard.shape), box, tuple(shard.stride()))
+    return Chunk(repr(way), name_of(shard.dtype), *form, device, _mesh_sum(shard.device_mesh))
+
+
+@functools.cache
+def _mesh_sum(mesh: DeviceMesh) -> int:
+    return zlib.crc32(repr(sorted(mesh.mesh.flatten().tolist())).encode())
+
+
+_Key = tuple[Any, ...]
+_boxes: dict[_Key, Box | None] = {}
+"""By what they follow from: snapshots ask for the same ones after each step, which must not wait.
+None of a tensor in whose mesh this rank is not."""
+_MOST_BOXES = 100_000
+
+
 def boxes_of(shards: Shards) -> dict[Way, Box]:
-    """What this rank has of each tensor, but for those in whose mesh it has no place.
+    """What this rank has of each tensor, as DCP's planner cuts it; but for tensors in whose mesh it
+    has no place.
 
     Raises:
         CheckpointError: a tensor is a partial sum, which is nobody's state.
@@ -76,43 +85,27 @@ def boxes_of(shards: Shards) -> dict[Way, Box]:
         raise CheckpointError(
             "state has a sharded tensor of partial sums: reduce it before it is saved"
         )
-    cuts = {way: _cut(shard) for way, shard in shards.items()}
+    keys = {}
+    for way, shard in shards.items():
+        mesh = shard.device_mesh
+        keys[way] = (shard.shape, shard.placements, mesh, tuple(mesh.get_coordinate() or ()))
     if len(_boxes) > _MOST_BOXES:
         _boxes.clear()
-    _boxes.update(_planned({cut: shards[way] for way, cut in cuts.items() if cut not in _boxes}))
-    boxes = {way: _boxes[cut] for way, cut in cuts.items()}
-    return {way: box for way, box in boxes.items() if box is not None}
+    _boxes.update(_planned({key: shards[way] for way, key in keys.items() if key not in _boxes}))
+    return {way: box for way, key in keys.items() if (box := _boxes[key]) is not None}
 
 
-@functools.cache
-def _mesh_sum(mesh: DeviceMesh) -> int:
-    return zlib.crc32(repr(sorted(mesh.mesh.flatten().tolist())).encode())
-
-
-_Cut = tuple[Any, ...]
-_boxes: dict[_Cut, Box | None] = {}
-"""As they were planned: snapshots ask for the same ones after each step, which must not wait."""
-_MOST_BOXES = 100_000
-
-
-def _cut(shard: DTensor) -> _Cut:
-    """What its box follows from."""
-    mesh = shard.device_mesh
-    return shard.shape, shard.placements, mesh, tuple(mesh.get_coordinate() or ())
-
-
-def _planned(shards: Mapping[_Cut, DTensor]) -> dict[_Cut, Box | None]:
-    """The boxes that DCP's planner cuts. None for a tensor in whose mesh this rank is not."""
+def _planned(shards: Mapping[_Key, DTensor]) -> dict[_Key, Box | None]:
     if not shards:
         return {}
-    names = {str(at): cut for at, cut in enumerate(shards)}
+    keys = {str(at): key for at, key in enumerate(shards)}
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner({name: shards[cut].detach() for name, cut in names.items()})
-    found: dict[_Cut, Box | None] = dict.fromkeys(shards)
+    planner.set_up_planner({name: shards[key].detach() for name, key in keys.items()})
+    found: dict[_Key, Box | None] = dict.fromkeys(shards)
     for item in planner.create_local_plan().items:
         if item.tensor_data is not None:
             chunk = item.tensor_data.chunk
-            found[names[item.index.fqn]] = (tuple(chunk.offsets), tuple(chunk.sizes))
+            found[keys[item.index.fqn]] = (tuple(chunk.offsets), tuple(chunk.sizes))
     return found
 
 
@@ -174,7 +167,7 @@ def load_parts(
             fresh[way] = torch.empty_like(shard.detach())
         found, into = fresh, targets_in(fresh)
     needs = {name: target.box for name, target in into.items()}
-    copy_shares(shares(needs, chunks, lambda _: (0,), 0, -1), chunks, read, into)
+    copy_shares(shares(needs, chunks, dict.fromkeys(chunks, (0,)), 0, -1), chunks, read, into)
     if like is None:
         for way, tensor in found.items():
             found[way] = moved(tensor, saved[way].device, map_location)
@@ -187,13 +180,6 @@ def whole_in(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool 
     if not isinstance(whole, dict) or whole.keys() != {"state", "ways"}:
         raise CheckpointCorrupt("a part says that it has what is not sharded, and has not")
     return whole
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of what this rank has of it, to be written to."""
-    with torch.no_grad():
-        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return found.detach()
 
 
 def _memory_for(chunk: Chunk) -> torch.Tensor:

@@ -12,12 +12,11 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 
-from ..clock import Clock, monotonic
+from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError
 from ..threads import helper
 from ..workers.spec import SNAPSHOTS
@@ -80,15 +79,11 @@ class Snapshot:
 class SnapshotMemory(Source):
     """What one worker keeps in its agent's memory, and finds there.
 
-    Args:
-        where: that memory.
-        name: tells apart several kinds of snapshots in one program, as of two managers.
-        rank, world_size: of this worker.
-        writes: whether this worker keeps a state that is the same on all ranks, which only one
-            worker of each node has to; of a sharded one each keeps its part.
-        folder: where the agent writes the newest snapshot when the job drains or fails for good;
-            empty for nowhere.
-        shared: whether that folder is one for all nodes, or each has its own.
+    where: that memory. name: tells apart several kinds of snapshots in one program, as of two
+    managers. rank, world_size: of this worker. writes: whether it keeps a state that is the same on
+    all ranks, which only one worker of each node has to; of a sharded one each keeps its part.
+    folder: where the agent writes the newest snapshot when the job drains or fails for good; empty
+    for nowhere. shared: whether that folder is one for all nodes, or each has its own.
 
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in
     between; then of a state in parts there is a step that all ranks hold, whenever they are killed.
@@ -104,12 +99,10 @@ class SnapshotMemory(Source):
         writes: bool = True,
         folder: str = "",
         shared: bool = True,
-        clock: Clock = monotonic,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
-        self._clock = clock
         self._folder = Path(where.folder)
         self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
@@ -136,22 +129,16 @@ class SnapshotMemory(Source):
         return str(self._folder)
 
     def snapshot(self, step: int, state: object) -> Snapshot | None:
-        """Keep `state` as it is after `step`; None where this worker makes none.
+        """Keep `state`, as `CheckpointManager.save` takes it, as it is after `step`; of one with
+        DTensors this rank's part. None where this worker makes none.
 
-        When it returns, the state may change: the snapshot does not.
-
-        Args:
-            step: at least 0.
-            state: as of `CheckpointManager.save`. Of one with DTensors this rank's part is kept,
-                as `sharded.lay_out_part` has it.
-
-        Raises:
-            CheckpointError: the state cannot be saved, or there is no memory for it. The earlier
-                snapshots stay.
+        When it returns, the state may change: the snapshot does not. Raises CheckpointError: the
+        state cannot be saved, or there is no memory for it. The earlier snapshots stay.
         """
-        began = self._clock()
+        began = monotonic()
         plain, shards = take_shards(values_of(state))
-        if not self._writes and all(_is_same_on_all(shard) for shard in shards.values()):
+        placements = (placement for shard in shards.values() for placement in shard.placements)
+        if not self._writes and all(placement.is_replicate() for placement in placements):
             return None
         if shards:
             # It takes its time to import, and most states are not sharded.
@@ -162,12 +149,12 @@ class SnapshotMemory(Source):
         else:
             layout, part, parts = lay_out(plain, {"step": step}), 0, 1
         made = self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
-        return attrs.evolve(made, seconds=self._clock() - began)
+        return attrs.evolve(made, seconds=monotonic() - began)
 
     def keep(
         self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
     ) -> Snapshot:
-        """Keep what was laid out: `part` of so many `parts` of a state, by `Record`'s words."""
+        """Keep what was laid out: see `Record`."""
         before = self._record.sequence or self._made_before(part)
         record = attrs.evolve(
             self._record,
@@ -178,18 +165,18 @@ class SnapshotMemory(Source):
             parts=parts,
             sharded=sharded,
         )
-        began = self._clock()
+        began = monotonic()
         with self._sealing.paused():
             with self._slots.writing(record) as view:
-                copying = self._clock()
+                copying = monotonic()
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
-                copied = self._clock() - copying
+                copied = monotonic() - copying
             self._record = record
             # What is of no more use goes before memory for the next one is made.
-            if not tell(self._folder):
-                self._clear_up()
+            if not tell(self._folder) and self._earlier and record.sequence >= record.keep:
+                self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
         self._sealing.begin(record)
-        return Snapshot(step, layout.size, self._clock() - began, copied)
+        return Snapshot(step, layout.size, monotonic() - began, copied)
 
     def held(self) -> Sequence[Held]:
         """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
@@ -198,14 +185,14 @@ class SnapshotMemory(Source):
     def view(self, held: Held, part: int = 0) -> memoryview:  # noqa: ARG002 - it is one part's
         """The memory itself, pinned until `release`."""
         if held.name not in self._pinned:
-            found = next((one for one in self._found() if _held(one) == held), None)
-            view = None
-            if found is not None:
+            for found in (one for one in self._found() if _held(one) == held):
                 view = self._pins.enter_context(memory.pinned(self._memory, found))
-            if found is None or view is None:
+                if view is not None:
+                    self._pinned[held.name] = found, view
+                    break
+            else:
                 what = f"the snapshot {held.name} of step {held.step}"
                 raise CheckpointError(f"{what} is not there any more")
-            self._pinned[held.name] = found, view
         return self._pinned[held.name][1]
 
     def check(self, held: Held, part: int = 0) -> None:
@@ -237,9 +224,9 @@ class SnapshotMemory(Source):
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
 
-        What came from another node's memory is kept in this one's as well: that node may be the
-        next to go. So does each rank of a sharded state if any was sent some of it: then they have
-        it as these ranks cut it up. What is on a disk lasts by itself.
+        What came from another node's memory is kept in this one's as well, as that node may be the
+        next to go. Of a sharded state each rank keeps its new part if any rank was sent some of
+        it. What is on a disk lasts by itself.
         """
         self.go_on_from(found.step)
         lacks = found.moved or found.step not in [held.step for held in self.held()]
@@ -269,10 +256,6 @@ class SnapshotMemory(Source):
         name = self._record.name
         return max((r.sequence for r in made if (r.name, r.part) == (name, part)), default=0)
 
-    def _clear_up(self) -> None:
-        if self._earlier and self._record.sequence >= self._record.keep:
-            self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
-
 
 def _held(found: Found) -> Held:
     record = found.record
@@ -280,10 +263,6 @@ def _held(found: Found) -> Held:
     name = f"{found.file}:{record.sequence}"
     line = (record.part if parts else 0, parts, record.run, record.generation)
     return Held(record.step, MEMORY, name, *line)
-
-
-def _is_same_on_all(shard: Any) -> bool:
-    return all(placement.is_replicate() for placement in shard.placements)
 
 
 class Sealing:

@@ -44,11 +44,6 @@ _NOTHING: dict[Any, Any] = {}
 # -- containers ------------------------------------------------------------------------------------
 
 
-def is_mapping(value: object) -> bool:
-    """Whether it is a container of keys and values."""
-    return type(value) in _MAPPINGS
-
-
 def is_named_tuple(kind: type) -> bool:
     """Whether a class is what `collections.namedtuple` or `typing.NamedTuple` makes."""
     if kind is tuple or not issubclass(kind, tuple):
@@ -56,21 +51,21 @@ def is_named_tuple(kind: type) -> bool:
     return isinstance(inspect.getattr_static(kind, "_fields", None), tuple)
 
 
-def is_sequence(value: object) -> bool:
-    """Whether it is a container of items in order."""
-    return type(value) in _SEQUENCES or is_named_tuple(type(value))
+def _is_container(kind: type) -> bool:
+    # Nearly all parts of a state are no containers, and there may be many thousands.
+    return kind in _CONTAINERS or is_named_tuple(kind)
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
     """What is in a container, by its keys or indices; of anything else nothing."""
-    if is_mapping(value):
+    if type(value) in _MAPPINGS:
         return cast("Mapping[Any, Any]", value)
-    return dict(enumerate(value)) if is_sequence(value) else _NOTHING
+    return dict(enumerate(value)) if _is_container(type(value)) else _NOTHING
 
 
-def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
+def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
     """A container like `value`, with these parts by the same keys or indices."""
-    if is_mapping(value):
+    if type(value) in _MAPPINGS:
         found = copy.copy(value)  # with the attributes that a module's state dict carries
         # Not update, which adds to a Counter.
         for key, part in parts.items():
@@ -87,7 +82,7 @@ def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
 # -- leaves ----------------------------------------------------------------------------------------
 
 
-def is_leaf(value: object) -> bool:
+def _is_leaf(value: object) -> bool:
     """Whether a state holds it as one thing: no tensor, nothing that holds others by keys."""
     if type(value) in _LEAVES or isinstance(value, enum.Enum):
         return True
@@ -135,7 +130,7 @@ class Walk:
         del way
         before = parts_of(value)
         same = all(part is before[key] for key, part in parts.items())
-        return value if same else with_parts(value, parts)
+        return value if same else _with_parts(value, parts)
 
     def walk(self, value: Any, way: Way = ()) -> Any:
         """What becomes of `value`.
@@ -143,9 +138,7 @@ class Walk:
         Raises:
             CheckpointError: it contains itself, or is nested too deeply, or too large.
         """
-        kind = type(value)
-        # Nearly all parts of a state are no containers, and there may be many thousands.
-        if kind not in _CONTAINERS and not (issubclass(kind, tuple) and is_named_tuple(kind)):
+        if not _is_container(type(value)):
             return self.leaf(way, value)
         key = id(value)
         if key in self._above:
@@ -263,17 +256,11 @@ def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
 
 def spoken(way: Way) -> str:
     """Where something stands, for messages."""
-    return "state" + "".join(key.text if isinstance(key, Step) else f"[{key!r}]" for key in way)
+    return "state" + "".join(key if isinstance(key, Step) else f"[{key!r}]" for key in way)
 
 
-@attrs.frozen
-class Step:
+class Step(str):
     """A step on a way that is no key or index: to a key itself, or to an attribute."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 # -- objects that have a state of their own --------------------------------------------------------
@@ -319,12 +306,23 @@ def check_names(state: object) -> dict[str, Any]:
     return state
 
 
-def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None:
-    """Whether `put` can put `found` into `state`; objects with `load_state_dict` are not asked.
+def fit(
+    state: MutableMapping[str, Any], found: object, *, strict: bool = True
+) -> Callable[[], None]:
+    """What puts `found` into `state`, in place, when it is called. Until then nothing changes.
+
+    Args:
+        state: names to what `restore_from` takes; objects with `load_state_dict` are not asked.
+        found: what was read. Its DTensors are this state's own, and no memory of others'.
+        strict: whether a name that is on one side alone is an error; else it is left alone.
+
+    Returns:
+        A function that raises CheckpointError if an object refuses its state, or fails. What
+        stands before it in `state` has been changed by then.
 
     Raises:
-        StateMismatch: it cannot. The message names what is missing on either side, or the first
-            things that do not fit, with both shapes or types.
+        StateMismatch: it does not fit. The message names what is missing on either side, or the
+            first things that do not fit, with both shapes or types.
     """
     if not isinstance(found, dict):
         raise StateMismatch(f"what was saved is no dict of names, but a {_name(found)}")
@@ -332,54 +330,26 @@ def fit(state: Mapping[str, Any], found: object, *, strict: bool = True) -> None
         missing = [name for name in state if name not in found]
         surplus = [name for name in found if name not in state]
         if missing or surplus:
-            raise StateMismatch(_about_names(missing, surplus))
+            told = []
+            if missing:
+                told.append(f"nothing was saved under {', '.join(map(repr, missing))}")
+            if surplus:
+                told.append(f"the state has no {', '.join(map(repr, surplus))}, which was saved")
+            advice = "give the same names, or strict=False to restore those in both"
+            raise StateMismatch(f"{'; '.join(told)}: {advice}")
     plan = _Plan()
-    for name in state:
-        if name in found:
-            plan.make(state[name], found[name], (name,))
+    both = [name for name in state if name in found]
+    steps = {name: plan.make(state[name], found[name], (name,)) for name in both}
     if plan.unfit:
         more = f" (and {len(plan.unfit) - 3} more like this)" if len(plan.unfit) > 3 else ""
         raise StateMismatch("; ".join(plan.unfit[:3]) + more)
 
+    def put() -> None:
+        with torch.no_grad():
+            for name, step in steps.items():
+                state[name] = step()
 
-def put(state: MutableMapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Put `found` into `state`, in place; both are known to `fit`. See `restore_from`.
-
-    Args:
-        state: what is changed.
-        found: what was read. Its DTensors are this state's own, and no memory of others'.
-
-    Raises:
-        CheckpointError: an object refused its state, or failed. What stands before it in `state`
-            has been changed by then.
-    """
-    plan = _Plan()
-    steps = {name: plan.make(state[name], found[name], (name,)) for name in state if name in found}
-    with torch.no_grad():
-        for name, step in steps.items():
-            state[name] = step()
-
-
-def owned(value: Any, copies: Copies | None = None) -> Any:
-    """A copy that shares no memory with the pack that `value` was read from, which has no
-    DTensors."""
-    made = Copies() if copies is None else copies
-
-    def copy(_way: Way, part: object) -> object:
-        if isinstance(part, torch.Tensor) and not is_sharded_kind(part):
-            return made.of(part)
-        return part
-
-    return changed(value, copy)
-
-
-def _about_names(missing: list[str], surplus: list[str]) -> str:
-    told = []
-    if missing:
-        told.append(f"nothing was saved under {', '.join(map(repr, missing))}")
-    if surplus:
-        told.append(f"the state has no {', '.join(map(repr, surplus))}, which was saved")
-    return "; ".join(told) + ": give the same names, or strict=False to restore those in both"
+    return put
 
 
 class _Plan:
@@ -402,20 +372,26 @@ class _Plan:
             return partial(self._load, old, holder, new, way)
         if is_array(old):
             return self._into_array(old, new, way)
-        if is_mapping(old) or is_sequence(old):
+        if _is_container(type(old)):
             return self._into_container(old, new, way)
-        if old is not None and not is_leaf(old):
+        if old is not None and not _is_leaf(old):
             self.unfit.append(f"{spoken(way)} is a {_name(old)}, which has no load_state_dict")
         return partial(self._own, new)
 
     def _own(self, new: Any) -> Any:
-        return owned(new, self._copies)
+        """A copy, which shares no memory with the pack that it was read from."""
+
+        def copy(_way: Way, part: Any) -> Any:
+            plain = isinstance(part, torch.Tensor) and not is_sharded_kind(part)
+            return self._copies.of(part) if plain else part
+
+        return changed(new, copy)
 
     def _into_tensor(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
-        if shape_of(old) != shape_of(new):
-            self.unfit.append(f"{spoken(way)} is {shape_of(old)}, and {shape_of(new)} was saved")
+        if _shape_of(old) != _shape_of(new):
+            self.unfit.append(f"{spoken(way)} is {_shape_of(old)}, and {_shape_of(new)} was saved")
         elif not _is_alike_where(local_of(old), local_of(new)):
-            what = f"{shape_of(old)} that is expanded"
+            what = f"{_shape_of(old)} that is expanded"
             self.unfit.append(f"{spoken(way)} is {what}, and what was saved is not")
 
         def copy() -> Any:
@@ -456,16 +432,16 @@ class _Plan:
         def refill() -> Any:
             parts = {key: step() for key, step in steps.items()}
             if isinstance(old, tuple):
-                return with_parts(old, parts)
+                return _with_parts(old, parts)
             old.clear()
-            old.update(parts) if is_mapping(old) else old.extend(parts.values())
+            old.update(parts) if type(old) in _MAPPINGS else old.extend(parts.values())
             return old
 
         return refill
 
     def _load(self, old: Any, holder: Holder, new: Any, way: Way) -> Any:
         # A module copies what it is given into its own parameters, and needs no copy before.
-        mine = new if isinstance(old, torch.nn.Module) else owned(new, self._copies)
+        mine = new if isinstance(old, torch.nn.Module) else self._own(new)
         try:
             with torch.enable_grad():
                 holder.take(mine)
@@ -476,7 +452,7 @@ class _Plan:
         return old
 
 
-def shape_of(value: Any) -> str:
+def _shape_of(value: Any) -> str:
     """In words, what a tensor must have in common with another to be copied into it."""
     if not isinstance(value, torch.Tensor):
         return f"a {_name(value)}"
@@ -485,9 +461,10 @@ def shape_of(value: Any) -> str:
 
 
 def local_of(value: Any) -> torch.Tensor:
-    """What this rank has of a tensor: of a plain one all of it."""
-    found: torch.Tensor = value.to_local() if is_sharded_kind(value) else value
-    return found
+    """The memory of what this rank has of a tensor, to be written to: of a plain one all of it."""
+    with torch.no_grad():
+        found: torch.Tensor = value.to_local() if is_sharded_kind(value) else value
+        return found.detach()
 
 
 def _is_alike_where(old: torch.Tensor, new: torch.Tensor) -> bool:

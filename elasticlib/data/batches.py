@@ -1,8 +1,7 @@
-"""Batches of the job rather than of a rank: each is the next so many samples of the order.
+"""Batches of the job rather than of a rank: each is the next `global_batch` samples of the order.
 
-A step uses the same samples at any world size, and a rank is given its share of them. The global
-batch is what the user chose: shares differ by at most one sample, none is over the memory's limit,
-and weights undo that they differ.
+A step uses the same samples at any world size. The ranks' shares of them differ by at most one
+sample, micro-batches keep each within its memory, and weights undo that they differ.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ConfigError
-from .deal import Position, Tail, check_int, check_one_of, end_of_deal, share_of
+from .deal import Position, Tail, check_int, check_one_of, share_of
 from .permutation import order_of, runs_of
 from .sampler import ElasticDistributedSampler, JobIterable
 
 
 @attrs.frozen
 class MicroBatch:
-    """So many samples go through the model at once, and what their mean loss is multiplied by."""
+    """Samples that go through the model at once, and what their mean loss is multiplied by."""
 
     size: int
     weight: float
@@ -162,7 +161,7 @@ def scale_learning_rates(
 
 
 class _Scaled:
-    """What one optimizer's rates are multiplied by, and what they were before the present step."""
+    """The factor of one optimizer's rates, and the rates before the present step."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -203,8 +202,8 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
                 batches.advance()                          # on every rank
 
     Its state is the sampler's. In torchdata's StatefulDataLoader give it as `batch_sampler`; the
-    position is then kept without `advance`, but `plan` and `samples` go by what was counted: who
-    never counts gets the weight of the first batch for all, also for a smaller last one.
+    position is then kept without `advance`, but `plan` and `samples` follow what it counted:
+    without it all batches have the weight of the first, a smaller last one too.
 
     Args:
         sampler: keeps the position, the order, this rank and the world size.
@@ -213,8 +212,8 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
         tail: what becomes of the last batch where the samples do not divide by `global_batch`:
             "exact" makes it smaller, "drop" leaves it out, "pad" fills it up with samples from
             the start of the order. By default the sampler's tail.
-        contiguous: whether a rank's share is a run of the batch instead of every so manieth of it:
-            for data that are read best in a row, as a `ShardDataset`'s.
+        contiguous: whether a rank's share is a run of the batch, for data that are read best in a
+            row, as a `ShardDataset`'s; otherwise samples are dealt one by one.
 
     Raises:
         ConfigError: `global_batch`, `max_micro_batch` or `tail` cannot be.
@@ -281,14 +280,8 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
             self.progress.advance(position.length)
         return samples
 
-    def _end(self, start: Position) -> int:
-        return end_of_deal(start, self.global_batch, self.tail)
-
-    def _over(self, position: Position) -> bool:
-        return self._end(position) <= position.consumed
-
     def _share(self, samples: int) -> range:
-        """Which places of a batch of so many are this rank's."""
+        """This rank's places in a batch of `samples`."""
         rank, world = self.sampler.rank, self.sampler.num_replicas
         if self.contiguous:
             return share_of(samples, rank=rank, world_size=world)
@@ -352,14 +345,14 @@ def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch 
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # A handler in Python is not told who sent a signal, and ignoring SIGTERM from all would leave
+    # A handler in Python does not learn a signal's sender; ignoring SIGTERM from all would leave
     # multiprocessing waiting for ever, at exit, for workers of an iterator that is still held.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     arguments = (os.getppid(),)
-    threading.Thread(target=_end_when_told, args=arguments, name="sigterm", daemon=True).start()
+    threading.Thread(target=_heed_parent, args=arguments, name="sigterm", daemon=True).start()
 
 
-def _end_when_told(parent: int) -> None:
+def _heed_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)

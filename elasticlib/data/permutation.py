@@ -37,20 +37,17 @@ ROUNDS = 8
 """With 5 the tests of `tests/data/test_shuffle.py` see a difference to chance; with 6 none does."""
 
 SMALL = 256
-"""Up to so many numbers a table is shuffled: of n! orders a network this small reaches few."""
+"""The longest order that is a shuffled table: of n! orders a network this small reaches few."""
 
 FOLD = 31
 """The shift that folds a product of 62 bits, and the bits that scale to a half's size."""
 
-ONE_BY_ONE = 24
-"""Up to so many results that must go through again go alone: a pass costs as much as they do."""
-
-FEW = 8
-"""Up to so many places are worked out one by one: torch takes longer to begin than they do."""
+FEW, ONE_BY_ONE = 8, 24
+"""The most places, and results that must go through again, that Python does faster than torch."""
 
 TABLED, TABLED_BITS = 1 << 14, 15
-"""From so many places on, rounds of halves of at most so many bits, which is up to 2**30 samples,
-are looked up in tables of 1 MB together, instead of being computed: that takes half the time."""
+"""From this many places on, halves of at most this many bits (up to 2**30 samples) go through
+tables of 1 MB together, in half the time."""
 
 
 @attrs.frozen
@@ -215,9 +212,9 @@ def _shuffled(length: int, words: list[int]) -> tuple[int, ...]:
 Order = Callable[[Tensor], Tensor]
 """Places (int64, one-dimensional, not negative) to indices."""
 
-FIRST, AT_ONCE, LISTED = FEW, 1 << 15, 1 << 11
-"""Places worked out in the first run and in the largest, which with its buffers is a MB.
-Of that, so many are Python's integers at a time, which need five times the memory."""
+AT_ONCE, LISTED = 1 << 15, 1 << 11
+"""Places worked out in the largest run, which with its buffers is a MB; and those that are Python's
+integers at a time, which need five times the memory."""
 
 
 def order_of(position: Position, made_of: Tensor | None = None) -> Order:
@@ -258,11 +255,11 @@ def order_of(position: Position, made_of: Tensor | None = None) -> Order:
 def runs_of(order: Order, places: range, share: range | None = None) -> Iterator[list[Any]]:
     """The indices at `places`, in lists that grow from a few to what fits the cache.
 
-    So the first comes at once, and no list's size depends on the epoch's. With a `share`, a place
-    stands for those of `share` behind it, and a list holds their indices as one list each.
+    So the first comes at once, and no list's size depends on the epoch's. With a `share`, each
+    place begins a batch: it stands for the places of `share` after it, as one list.
     """
     width = len(share) if share else 1
-    done, count, most = 0, 1 if share else FIRST, max(1, AT_ONCE // width)
+    done, count, most = 0, 1 if share else FEW, max(1, AT_ONCE // width)
     offsets = None if share is None else torch.arange(len(share)) * share.step + share.start
     while done < len(places):
         part = places[done : done + count]
@@ -296,14 +293,14 @@ class WeightedOrder:
     of 0 come last.
 
     Keys are not kept. They are counted once, by their highest bits, to know which of them stand
-    where; then what is wanted and what comes after it, about an eighth of all, is sorted at a
-    time. That takes about 8 bytes a sample. The first index comes after two passes over the
-    weights, of some 100 ns a sample each, and a whole epoch costs ten.
+    where; then an eighth of all is sorted at a time, from the place that is wanted. That takes
+    about 8 bytes a sample. The first index comes after two passes over the weights, of some 100 ns
+    a sample each, and a whole epoch costs ten.
 
     Args:
         weights: a float tensor of one dimension.
         length: places of an epoch.
-        at_least: so many samples are sorted at a time, or an eighth of all if that is more.
+        at_least: samples that are sorted at a time, or an eighth of all if that is more.
     """
 
     def __init__(
@@ -331,8 +328,8 @@ class WeightedOrder:
         return minus_log((numbers.double() + 0.5) * 2.0**-62) / self._weights[begin:end].double()
 
     def _blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Where a block of samples begins, its keys, and in which bucket each falls: by sign,
-        exponent and the highest 5 bits of its fraction."""
+        """Of each block its begin, keys, and their buckets: by sign, exponent and the highest 5
+        bits of the fraction."""
         for begin in range(0, len(self._weights), BLOCK):
             keys = self.keys(begin, min(begin + BLOCK, len(self._weights)))
             yield begin, keys, keys.view(torch.int64) >> 47
@@ -413,7 +410,7 @@ def weights_of(weights: Sequence[float] | Tensor, samples: int) -> Tensor:
 
 
 def digest_of(numbers: Tensor) -> str:
-    """Some characters that two tensors share only if all their numbers are the same."""
+    """16 hexadecimal digits that two tensors share only if all their numbers are the same."""
     found = hashlib.sha256(f"{len(numbers)}".encode("ascii"))
     wide = torch.float64 if numbers.is_floating_point() else torch.int64
     for part in torch.split(numbers, BLOCK):

@@ -29,6 +29,7 @@ from .deal import (
     check_one_of,
     deal,
     encode,
+    end_of_deal,
     next_epoch,
     resume,
 )
@@ -60,7 +61,7 @@ class Progress:
         """Who counts what was trained on; "warned of": nobody does, and the user knows."""
 
     def next_to_count(self, over: Over) -> Position:
-        """Where the next sample stands that is to be counted."""
+        """Where the next sample to be counted stands."""
         used_up = self.position.consumed > 0 and over(self.position)
         return next_epoch(self.position) if used_up and self._named is None else self.position
 
@@ -100,8 +101,8 @@ class Progress:
         )
 
     def advance(self, count: int) -> None:
-        """As the sampler's. Who counts is refused an epoch that began because the one before it had
-        been drawn: which of the two is trained on?"""
+        """As the sampler's. Refused in an epoch that began because the one before it was drawn:
+        which of the two is trained on?"""
         if self._guessed and self._named is None and self._account != "advance's":
             raise ConfigError(
                 f"epoch {self.position.epoch} began by itself, as the one before it was drawn to"
@@ -124,7 +125,7 @@ class Progress:
         """Go to where `state` stands; see `resume` for what it raises."""
         self._go_to(resume(state, self.position, on_mismatch))
         if self._account != "nobody's":
-            self._account = "warned of"  # who counted before the load knows that one has to
+            self._account = "warned of"  # a program that has counted knows that it has to
 
     def restore(self, state: Mapping[str, Any], over: Over) -> Position:
         """Go to where an iterator stood: where.
@@ -176,7 +177,7 @@ class Cursor:
         if self._ran_out:
             raise StateMismatch("an iterator that has run out cannot go on: load into a new one")
         start = self._source.progress.restore(state, self._source._over)
-        for _ in self._current:  # whoever iterates holds this list: empty it in their hands
+        for _ in self._current:  # the chain holds this list: use it up
             pass
         self._begin(start)
 
@@ -217,6 +218,7 @@ class JobIterable:
     """What iterates from the position of a job: a sampler, or a batch sampler over one."""
 
     progress: Progress
+    tail: Tail
 
     @property
     def _stride(self) -> int:
@@ -227,9 +229,11 @@ class JobIterable:
         """This rank's items from a position to the epoch's end, in lists."""
         raise NotImplementedError
 
+    def _end(self, start: Position) -> int:
+        return end_of_deal(start, self._stride, self.tail)
+
     def _over(self, position: Position) -> bool:
-        """Whether a position leaves nothing for any rank."""
-        raise NotImplementedError
+        return self._end(position) <= position.consumed
 
     def __iter__(self) -> ElasticIterator[Any]:
         """This rank's items from the present position to the epoch's end."""
@@ -425,9 +429,6 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
     def _runs(self, start: Position) -> Iterator[list[int]]:
         return runs_of(order_of(start, self.made_of), self._places(start))
 
-    def _over(self, position: Position) -> bool:
-        return not self._places(position, rank=0)
-
     def __len__(self) -> int:
         """How many indices an iterator of this rank would yield now: what is left."""
         return len(self._places(self.progress.next_to_draw(self._over)))
@@ -437,20 +438,15 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
         """How many samples all ranks together have before them, repeats not counted: asked before
         an evaluation begins, what its sums are to be divided by."""
         start = self.progress.next_to_draw(self._over)
-        if self.tail == "drop":
-            return len(self._places(start)) * self.num_replicas
-        return start.length - start.consumed
+        return min(self._end(start), start.length) - start.consumed
 
     @property
     def samples_left_here(self) -> int:
         """How many of them are this rank's: what it yields beyond them are repeats."""
-        start = self.progress.next_to_draw(self._over)
-        places = self._places(start)
-        return len(range(places.start, min(places.stop, start.length), places.step))
+        return len(range(self.rank, self.samples_left, self.num_replicas))
 
-    def _places(self, start: Position, rank: int | None = None) -> range:
-        rank = self.rank if rank is None else rank
-        return deal(start, rank=rank, world_size=self.num_replicas, tail=self.tail)
+    def _places(self, start: Position) -> range:
+        return deal(start, rank=self.rank, world_size=self.num_replicas, tail=self.tail)
 
     def advance(self, global_batch: int) -> None:
         """Count `global_batch` more samples, over all ranks together, as trained on.

@@ -103,7 +103,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def draw_images(folder: Path, samples: int, size: int) -> None:
-    """Draw `folder`/train with so many polygons, and `folder`/val with a quarter as many.
+    """Draw polygons: `samples` into `folder`/train and a quarter as many into `folder`/val.
 
     A folder that is there is left alone.
     """
@@ -291,7 +291,7 @@ def train(training: Training, manager: CheckpointManager) -> bool:
 
 
 def evaluate(training: Training, manager: CheckpointManager) -> None:
-    """Validate the best checkpoint, beside whoever trains: `load` takes nothing away from them."""
+    """Validate the best checkpoint, also beside a job that trains: `load` takes nothing from it."""
     best = manager.best()
     if best is None:
         raise ConfigError(

@@ -106,12 +106,13 @@ class Exchange:
 
 @attrs.frozen
 class _Bucket:
-    """One part of a flat gradient, on its way: what comes in, by rank and node."""
+    """One part of a flat gradient, on its way."""
 
     start: int
     size: int
     """Of each rank's slice, in elements."""
     received: dict[int, list[Tensor]]
+    """By rank, for each of its nodes."""
     works: list[dist.Work]
 
     def slice_of(self, rank: int) -> slice:
@@ -124,11 +125,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class ModelSum:
-    """The sum of the gradients of all logical workers, for the parameters of a model.
-
-    Args:
-        parameters: those that are trained, by name; each once.
-        exchange: adds up what the ranks have.
+    """The sum of the gradients of all logical workers, for the trained parameters of a model.
 
     Raises:
         ConfigError: a parameter cannot be trained so; the message names it and says why.
@@ -150,10 +147,10 @@ class ModelSum:
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether these are the parameters that it was made for, where and as they were then."""
-        here = list(parameters.values())
-        return len(here) == len(self.parameters) and all(
+        before = zip(self.parameters.values(), self._kinds, strict=True)
+        return len(parameters) == len(self.parameters) and all(
             one is other and _kind(one) == kind
-            for one, other, kind in zip(here, self.parameters.values(), self._kinds, strict=True)
+            for one, (other, kind) in zip(parameters.values(), before, strict=True)
         )
 
     def take(self, worker: int) -> None:

@@ -1,8 +1,5 @@
 """Training whose weights do not depend on the world size: a fixed number of logical workers.
 
-What a logical worker computes follows from its index and the step alone, and their gradients are
-added in one order. So a job may be killed and resized at will, and ends with the same bits.
-
 What must be alike on all ranks, and from start to start, is compared where it can be read off, and
 named where it differs. What cannot (that the program draws no other random numbers, that its
 kernels give the same bits each time) stands in docs/same_weights.md.
@@ -40,8 +37,7 @@ class LogicalWorker:
     """One of the fixed number of workers among which the job deals each global batch.
 
     Attributes:
-        index: which one, from 0.
-        count: how many there are.
+        index, count: which one of how many, from 0.
         step: the step of the job that it is computing.
         seed: what torch's random numbers are seeded with while it does; for other generators
             that its forward pass uses, such as numpy's.
@@ -81,9 +77,9 @@ class LogicalWorkers:
     samples of the global batch, so that the shares add up to the batch's mean. Several calls of
     `backward` in one turn add up; a worker without samples makes none.
 
-    The model is the bare one (no DistributedDataParallel), the same on every rank. In a process
-    without a process group all logical workers are this process's. docs/same_weights.md says what
-    is promised, what it costs, and what is up to the program.
+    The model is the bare one (no DistributedDataParallel), the same on every rank. Without a
+    process group all logical workers are this process's. docs/same_weights.md says what is
+    promised, what it costs, and what is up to the program.
 
     Args:
         model: whose parameters are trained; those with `requires_grad`, looked up at each step.
@@ -137,11 +133,9 @@ class LogicalWorkers:
         """This rank's logical workers, to be computed in the loop's body, one after another.
 
         Each turn begins without gradients, and with torch's random numbers seeded by seed, step
-        and logical worker; when the next turn is asked for, the gradients are put away. A step
-        that was left in the middle may be begun again.
-
-        At the first step, and when the model's parameters are others than before, the ranks
-        compare their weights and what they compute with; that reads all weights once.
+        and logical worker. A step that was left in the middle may be begun again. At the first
+        step, and when there are other parameters than before, the ranks compare their
+        weights and what they compute with; that reads all weights once.
 
         Raises:
             ConfigError: `step` is negative or no integer, a parameter cannot be used, or the GPU is
@@ -164,9 +158,9 @@ class LogicalWorkers:
     def reduce(self) -> None:
         """Add up the gradients of all logical workers, into `.grad`; called by all ranks.
 
-        The sum has the same bits on every rank, and at every world size. A parameter for which no
-        logical worker had a gradient has None. The tensors are reused at the next step. Random
-        numbers drawn from here on, by the optimizer say, are seeded by seed and step alone.
+        A parameter for which no logical worker had a gradient has None. The tensors are reused at
+        the next step. Random numbers drawn from here on, by the optimizer say, are seeded by seed
+        and step alone.
 
         Raises:
             NotReproducible: the loop over `step` has not come to its end.
@@ -191,7 +185,7 @@ class LogicalWorkers:
     ) -> None:
         """Check that training goes on as it began; nothing is taken from the state.
 
-        To be called once the model is where it is trained, and torch is set up.
+        Call it once the model is on its device and torch is set up.
 
         Args:
             state: of any rank, and any world size.
@@ -238,7 +232,7 @@ class LogicalWorkers:
 
 
 def conditions(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What this process computes with: plain values that may be saved."""
+    """What this process computes with, in plain values."""
     devices = {parameter.device.type for parameter in parameters.values()}
     return {
         "torch": torch.__version__.partition("+")[0],
@@ -258,11 +252,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def check_device(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse a GPU whose kernels may give other bits each time.
-
-    Raises:
-        ConfigError: says what to call.
-    """
+    """Raise ConfigError for a GPU whose kernels may give other bits each time."""
     if not any(parameter.device.type == "cuda" for parameter in parameters.values()):
         return
     if not torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.benchmark:
@@ -274,10 +264,9 @@ def check_device(parameters: Mapping[str, Tensor]) -> None:
 
 
 def check_ranks_agree(mine: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuse to train where the ranks do not begin alike. Called by all ranks.
+    """Raise NotReproducible on every rank, with the same sentence, where they do not begin alike.
 
-    Raises:
-        NotReproducible: on every rank, with the same sentence, since all of them have to end.
+    Called by all ranks.
     """
     if not dist.is_initialized():
         return
@@ -317,11 +306,7 @@ def buffers_of(model: nn.Module) -> Buffers:
 
 
 def check_buffers(model: nn.Module, before: Buffers, worker: int) -> None:
-    """Refuse a buffer that a logical worker changed, as no other rank sees that.
-
-    Raises:
-        NotReproducible: names the buffer and its module.
-    """
+    """Raise NotReproducible for a buffer that a logical worker changed: no other rank sees that."""
     after = buffers_of(model)
     for name in after.keys() | before.keys():
         if after.get(name) != before.get(name):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from elasticlib.checkpoint import peers
 from elasticlib.checkpoint.choose import Held, Source
 from elasticlib.checkpoint.pack import Layout, fill, lay_out
 from elasticlib.checkpoint.peers import peers_of
@@ -148,8 +149,8 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     options = {"node": f"node{run.get('nodes', range(9))[rank]}", "strict": run.get("strict", True)}
     if run.get("noisy"):
         dist.irecv = Noisy
-    chunk = run.get("chunk", 1 << 20) + 64 * rank
-    restored = restore_from([source], own, chunk_bytes=chunk, **options)
+    peers.CHUNK_BYTES = run.get("chunk", 1 << 20)
+    restored = restore_from([source], own, **options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
     local = own["w"].to_local() if run.get("sharded") else own.get("w")
     values = [] if local is None else sorted(set(local.tolist()))
@@ -218,9 +219,9 @@ def own_group(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     before = dist.distributed_c10d._world.pg_map.copy()
     found = restore(rank, folder, run)
     for turn in range(3):
-        with peers_of() as peers:
-            other = peers.group is not dist.group.WORLD
-            told = [word["turn"] for word in peers.words({"turn": [turn, rank]})]
+        with peers_of() as every:
+            other = every.group is not dist.group.WORLD
+            told = [word["turn"] for word in every.words({"turn": [turn, rank]})]
     left = dist.distributed_c10d._world.pg_map.keys() - before.keys()
     alone = dist.new_group([rank], backend="cuda:gloo", use_local_synchronization=True)
     others = dist.new_group([1])

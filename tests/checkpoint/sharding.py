@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from managers import Gated
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.errors import CheckpointError
 
 
@@ -76,16 +74,7 @@ def save(manager: CheckpointManager, state: dict[str, Any]) -> None:
     load(manager, state)
 
 
-class Disk(LocalPlace):
-    full = False
-
-    def write(self, name: str, data: memoryview) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(name, data)
-
-
-def fail_on_one(manager: CheckpointManager, place: Disk, state: dict[str, Any]) -> str:
+def fail_on_one(manager: CheckpointManager, place: Gated, state: dict[str, Any]) -> str:
     """One rank's part cannot be written: none of the ranks counts it as saved."""
     if dist.get_rank() == 1:
         place.full = True
@@ -109,7 +98,8 @@ def refuse_own_folders(folder: Path, state: dict[str, Any]) -> str:
 
 def save_and_fail(folder: Path) -> str:
     """What each of two ranks is told of the save that fails."""
-    state, place = trained(), Disk(folder / "checkpoints")
+    state, place = trained(), Gated(folder / "checkpoints")
+    place.gate.set()
     with CheckpointManager(place, keep_last=2) as manager:
         save(manager, state)
         return fail_on_one(manager, place, state)

@@ -16,12 +16,12 @@ import numpy
 import older_state
 import pytest
 import torch
+from managers import memory_of
 from older_state import Best, Pair, Parts, Phase, in_words
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError, StateMismatch, Unreadable
 
 
@@ -87,11 +87,6 @@ def kept() -> dict[str, Any]:
     }
 
 
-def worker(folder: Path) -> SnapshotMemory:
-    (folder / "1").mkdir(parents=True)
-    return SnapshotMemory(AgentMemory(str(folder / "1"), "run", 1))
-
-
 def contiguous(state: dict[str, Any]) -> dict[str, Any]:
     """As it comes back: an array with gaps comes back without them."""
     state["arrays"] = [numpy.array(array, order="K") for array in state["arrays"]]
@@ -104,7 +99,7 @@ def test_what_is_saved_comes_back_from_a_folder_and_from_memory(tmp_path: Path) 
         manager.save(1, kept())
         manager.wait()
         assert in_words(manager.load()) == want
-    memory = worker(tmp_path / "memory")
+    memory = memory_of(tmp_path / "memory")
     memory.snapshot(1, kept())
     for restore in (manager_of(tmp_path / "folder").restore, lambda s: restore_from([memory], s)):
         empty: dict[str, Any] = dict.fromkeys(kept())
@@ -183,7 +178,7 @@ def test_what_one_of_them_refuses_all_refuse_with_its_place(
     tmp_path: Path, part: object, said: str
 ) -> None:
     state = {"a": [part]}
-    memory = worker(tmp_path / "memory")
+    memory = memory_of(tmp_path / "memory")
     with CheckpointManager(tmp_path / "folder") as manager:
         for keep in (manager.save, lambda step, s: memory.snapshot(step, s)):
             with pytest.raises(CheckpointError) as refused:

@@ -94,7 +94,7 @@ def test_each_rank_has_each_element_that_it_needs_once_wherever_it_is_or_all_kno
         own = rank if len(needs) == len(parts) else -1
         got = {name: torch.full(box[1], -1) for name, box in need.items()}
         taken: Counter[str] = Counter()
-        for share in shares(need, held, reach.__getitem__, rank, own):
+        for share in shares(need, held, reach, rank, own):
             chunk = held[share.part][share.place]
             assert share.source in reach[share.part]
             assert share.source == rank or rank not in reach[share.part]

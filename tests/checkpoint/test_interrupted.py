@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from managers import memory_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,7 +19,6 @@ from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import Slots
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 
 OPTIMIZERS = [
     kind
@@ -124,7 +124,7 @@ def by_save_and_load(folder: Path, saved: Training, new: Training) -> None:
 
 
 def by_snapshot(folder: Path, saved: Training, new: Training) -> None:
-    kept = worker(folder, 1)
+    kept = memory_of(folder)
     kept.snapshot(1, saved.state)
     assert restore_from([kept], new.state).step == 1
     kept.close()
@@ -132,7 +132,7 @@ def by_snapshot(folder: Path, saved: Training, new: Training) -> None:
 
 def by_replica(folder: Path, saved: Training, new: Training) -> None:
     """As an agent of another node has it: the bytes of a snapshot, and nothing else."""
-    kept, other = worker(folder / "one", 1), worker(folder / "other", 1)
+    kept, other = memory_of(folder / "one"), memory_of(folder / "other")
     kept.snapshot(1, saved.state)
     replicas = Slots(folder / "other" / "1", "a-node")
     (found,) = memory.look(folder / "one")
@@ -157,11 +157,6 @@ def load_into(new: Training, found: Any) -> None:
     new.model.load_state_dict(found["model"])
     new.optimizer.load_state_dict(found["optimizer"])
     new.state["free"] = found["free"]
-
-
-def worker(folder: Path, era: int) -> SnapshotMemory:
-    (folder / str(era)).mkdir(parents=True)
-    return SnapshotMemory(AgentMemory(str(folder / str(era)), "run", era))
 
 
 WAYS: list[Callable[[Path, Training, Training], None]] = [
@@ -202,7 +197,7 @@ def test_local_shards_keep_their_strides(tmp_path: Path, mesh: Any) -> None:
         again = manager.load(like=state)["t"]
     assert again.to_local().stride() == (1, 4)
     assert torch.equal(manager.load()["t"], turned)
-    kept = worker(tmp_path / "memory", 1)
+    kept = memory_of(tmp_path / "memory")
     kept.snapshot(1, state)
     like = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(0)], run_check=False)
     new: dict[str, Any] = {"t": like}

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from jobs import Job, until
-from managers import manager_at
+from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
-from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.manager import Restored
 from elasticlib.checkpoint.manifest import summed
 from elasticlib.errors import (
@@ -144,21 +143,8 @@ def test_a_damaged_one_is_no_reason_to_delete_the_good_one_before_it(tmp_path: P
         assert manager.load()["step"] == 1
 
 
-class Held(LocalPlace):
-    """Writes no data until told; says when it was asked to."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.asked, self.go = threading.Event(), threading.Event()
-
-    def write(self, name: str, data: memoryview) -> None:
-        self.asked.set()
-        assert self.go.wait(30)
-        super().write(name, data)
-
-
 def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path: Path) -> None:
-    place, tensor = Held(tmp_path), torch.ones(3)
+    place, tensor = Gated(tmp_path), torch.ones(3)
     with CheckpointManager(place) as manager:
         manager.save(1, {"w": tensor})
         tensor.zero_()
@@ -167,7 +153,7 @@ def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path
         assert manager.durable is None
         second = threading.Thread(target=manager.save, args=(2, {"w": tensor}))
         second.start()
-        place.go.set()
+        place.gate.set()
         second.join(30)
         assert not second.is_alive()
         assert manager.load(1)["w"].tolist() == [1, 1, 1]
@@ -189,7 +175,7 @@ def test_what_failed_behind_the_step_is_raised_once_at_the_next_call(tmp_path: P
 
 
 def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
-    place = Held(tmp_path)
+    place = Gated(tmp_path)
     with CheckpointManager(place) as manager:
         manager.save(1, {"a": 1})
         assert place.asked.wait(30)
@@ -205,7 +191,7 @@ def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        place.go.set()
+        place.gate.set()
     assert manager.steps() == [1]
 
 
@@ -214,13 +200,13 @@ def place_in(launch: str, generation: int) -> dict[str, object]:
 
 
 def test_an_older_generation_cannot_commit_and_is_told_who_has_the_folder(tmp_path: Path) -> None:
-    place = Held(tmp_path)
+    place = Gated(tmp_path)
     old = manager_at(place, place_in("a", 1))
     old.save(5, state(1))
     assert place.asked.wait(30)
     with manager_at(tmp_path, place_in("a", 2)) as new:
         new.claim()
-        place.go.set()
+        place.gate.set()
         with pytest.raises(CheckpointRefused, match=r"generation 2 of run 'job' .*generation 1"):
             old.wait()
         assert new.steps() == []
@@ -281,7 +267,7 @@ def token_of(folder: Path) -> str:
 
 
 def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None:
-    place = Held(tmp_path)
+    place = Gated(tmp_path)
     live = CheckpointManager(place)
     live.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
@@ -291,7 +277,7 @@ def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None
         path.write_bytes(b"half")
     assert main(["checkpoints", "prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert os.listdir(folder) == [mine.name]
-    place.go.set()
+    place.gate.set()
     live.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elasticlib.checkpoint.pack import fill, lay_out, unpack
-from elasticlib.checkpoint.state import fit, owned, put, values_of
+from elasticlib.checkpoint.state import fit, values_of
 from elasticlib.errors import CheckpointError, StateMismatch
 
 
@@ -54,8 +54,7 @@ def test_all_goes_back_in_place_and_what_cannot_is_replaced():
     found = read_back(saved)
     nested, inner = state["nested"], state["nested"]["inner"]
     places = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
-    fit(state, found)
-    put(state, found)
+    fit(state, found)()
     nested, inner = state["nested"], state["nested"]["inner"]
     after = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
     assert all(one is other for one, other in zip(places, after, strict=True))
@@ -74,7 +73,7 @@ def test_what_an_object_keeps_is_its_own_and_no_view_of_the_pack():
     memory = bytearray(layout.size)
     fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
     state = {"c": Counter(), "m": {"w": torch.zeros(2)}, "free": None}
-    put(state, unpack(memoryview(memory), copy=False))
+    fit(state, unpack(memoryview(memory), copy=False))()
     memory[:] = bytes(len(memory))
     assert state["c"].held["n"].tolist() == [1.0, 1.0]
     assert state["m"]["w"].tolist() == [1.0, 1.0]
@@ -85,7 +84,9 @@ def test_a_copy_keeps_what_is_shared_and_what_wants_a_gradient():
     shared = torch.ones(2)
     weight = torch.nn.Parameter(torch.ones(1))
     wanted = torch.ones(1, requires_grad=True)
-    copy = owned({"a": shared, "b": [shared], "p": weight, "w": wanted})
+    state: dict[str, Any] = {"all": None}
+    fit(state, {"all": {"a": shared, "b": [shared], "p": weight, "w": wanted}})()
+    copy = state["all"]
     assert copy["a"] is copy["b"][0]
     assert copy["a"] is not shared
     assert isinstance(copy["p"], torch.nn.Parameter)
@@ -98,8 +99,7 @@ def test_a_container_becomes_what_was_saved():
     state: dict[str, Any] = {"d": {"gone": 1, "kept": torch.zeros(1)}, "l": [1, 2, 3], "m": [1]}
     kept, short = state["d"]["kept"], state["l"]
     found = read_back({"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]})
-    fit(state, found)
-    put(state, found)
+    fit(state, found)()
     assert state == {"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]}
     assert state["d"]["kept"] is kept
     assert state["l"] is short
@@ -136,14 +136,13 @@ def test_what_does_not_fit_is_refused_by_name(state, saved, sentence):
 def test_names_on_one_side_are_left_alone_if_that_is_allowed():
     state = {"a": 1, "b": 1}
     found = read_back({"a": 2, "c": 3})
-    fit(state, found, strict=False)
-    put(state, found)
+    fit(state, found, strict=False)()
     assert state == {"a": 2, "b": 1}
 
 
 def test_an_object_that_refuses_its_state_is_named():
     state = {"nested": [torch.nn.Linear(2, 2)]}
     found = read_back({"nested": [torch.nn.Linear(3, 2)]})
-    fit(state, found)
+    put = fit(state, found)
     with pytest.raises(CheckpointError, match=r"state\['nested'\]\[0\], a Linear, could not load"):
-        put(state, found)
+        put()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import until
-from managers import told
+from managers import Gated, told
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.manifest import summed
 from elasticlib.errors import CheckpointError, ConfigError
 
 
 def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((3,), float(value))}
-
-
-class Gated(LocalPlace):
-    """Writes no data before the gate is open, and then fails if it is to."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.gate, self.fails = threading.Event(), False
-
-    def write(self, name: str, data: memoryview) -> None:
-        assert self.gate.wait(60)
-        if self.fails:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(name, data)
 
 
 # -- the handle --------------------------------------------------------------------------------
@@ -71,7 +55,7 @@ def test_a_save_says_when_it_is_durable_and_can_be_asked_again(tmp_path: Path) -
 
 def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) -> None:
     place = Gated(tmp_path)
-    place.fails = True
+    place.full = True
     place.gate.set()
     manager = CheckpointManager(place)
     full = os.strerror(errno.ENOSPC)
@@ -88,7 +72,7 @@ def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) ->
     until("its end", last.done)
     assert full in str(last.error)
     assert full in repr(last)
-    place.fails = False
+    place.full = False
     manager.save(4, state(4)).wait()
     manager.close()
     assert manager.steps() == [4]
@@ -109,7 +93,7 @@ def save_and_ask(folder: Path) -> list[Any]:
             save = manager.save(step, made)
             save.wait()
             found.append((save.done(), save.error, manager.steps()))
-        place.fails = dist.get_rank() == 0
+        place.full = dist.get_rank() == 0
         for step, made in ((3, state(3)), (4, sharded(4))):
             save = manager.save(step, made)
             with told() as said:
@@ -138,13 +122,13 @@ def fail_and_go_on(folder: Path) -> list[Any]:
     place.gate.set()
     found: list[Any] = []
     with CheckpointManager(place) as manager:
-        place.fails = True
+        place.full = True
         manager.save(1, state(1))
         for step, made in ((2, state(2)), (3, {"w": object() if first else 0})):
             with told() as said:
                 manager.save(step, made).wait()
             found.append(said)
-            place.fails = False
+            place.full = False
         manager.save(4, state(4)).wait()
         found.append(manager.steps())
         with told() as said:

@@ -280,7 +280,7 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
 
 @pytest.mark.parametrize(("parts", "most"), [(1, 2), (2, 4)])
 def test_a_restart_needs_no_more_memory_than_the_pages_say(
-    agent: Agent, parts: int, most: int
+    agent: Agent, parts: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_use: list[int] = []
 
@@ -291,8 +291,9 @@ def test_a_restart_needs_no_more_memory_than_the_pages_say(
     first = agent.worker(1)
     for step in range(1, 6):
         keep(first, step, parts)
+    monkeypatch.setattr("elasticlib.checkpoint.snapshots.monotonic", look)  # asked beside a copy
     for era in (2, 3):
-        worker = agent.worker(era, clock=look)
+        worker = agent.worker(era)
         newest = steps(worker)[0]
         worker.go_on_from(newest)
         assert steps(worker)[0] == newest

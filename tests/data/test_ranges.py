@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 from dealing import Stream, in_turn
@@ -101,35 +100,14 @@ def test_a_shard_is_read_at_one_go():
     assert spans_of([4, 3], range(3, 8)) == [(0, 3, 4), (1, 0, 3), (0, 0, 1)]
 
 
-TEXT = pairs_of(range(5), (5, 9, 2, 14, 7))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_iterable_data_goes_on_at_another_world_size(workers):
-    total, used, state = sum(TEXT.sizes), Counter(), None
-    for world, batch, steps in ((2, 3, 3), (3, 2, 1), (1, 4, None)):
-        for rank in range(world):
-            sampler = ElasticDistributedSampler(range(total), world, rank, shuffle=False)
-            if state:
-                sampler.load_state_dict(state)
-            loader = DataLoader(Stream(TEXT, sampler, batch), batch, num_workers=workers)
-            for shard, sample in itertools.islice(loader, steps):
-                used.update(zip(shard.tolist(), sample.tolist(), strict=True))
-                sampler.advance(batch * world)
-        state = sampler.state_dict()
-        assert sum(used.values()) == state["consumed"]
-    assert used == Counter((s, k) for s, size in enumerate(TEXT.sizes) for k in range(size))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_read_an_epoch_from_where_they_were_started_so_they_must_not_persist():
     """As deal_ranges warns of: workers that live on know nothing of the job's later positions."""
-    read = {}
+    text, read = pairs_of(range(5), (5, 9, 2, 14, 7)), {}
     for persistent in (False, True):
-        sampler = ElasticDistributedSampler(range(sum(TEXT.sizes)), 1, 0, start_index=20)
+        sampler = ElasticDistributedSampler(text, 1, 0, start_index=20)
         loader = DataLoader(
-            Stream(TEXT, sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
+            Stream(text, sampler, 4), 4, num_workers=1, persistent_workers=persistent, timeout=60
         )
         read[persistent] = []
         for epoch in range(2):
