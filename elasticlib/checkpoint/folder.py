@@ -193,29 +193,25 @@ class CheckpointFolder:
             raise self._damaged(manifest, reason)
         return memory
 
-    def read_range(
-        self, manifest: Manifest, number: int, start: int, buffer: memoryview
-    ) -> memoryview:
-        """Bytes of one file from `start` on, not checked: so many as `buffer` and the file have.
+    def head(self, manifest: Manifest, number: int = 0) -> bytes:
+        """The first bytes of one file, up to the elements of its pack; not checked.
 
         Raises:
             CheckpointCorrupt: the file is not there. Unreadable: it cannot be read.
         """
+        _, size = size_of(self._first(manifest, number, HEAD_BYTES))
+        return self._first(manifest, number, size)
+
+    def _first(self, manifest: Manifest, number: int, count: int) -> bytes:
+        """So many bytes of one file, or all that it has; see `head`."""
         file = manifest.files[number]
-        buffer = buffer[: max(0, file.size - start)]
+        buffer = bytearray(min(count, file.size))
         try:
             with self._reading(manifest):
-                return buffer[: self.place.read_into(_path(manifest, number), buffer, start=start)]
+                done = self.place.read_into(_path(manifest, number), memoryview(buffer))
         except FileNotFoundError:
             raise self._damaged(manifest, f"{file.name} is missing") from None
-
-    def head(self, manifest: Manifest, number: int = 0) -> bytes:
-        """The first bytes of one file, up to the elements of its pack; see `read_range`."""
-        _, size = size_of(bytes(self._first(manifest, number, HEAD_BYTES)))
-        return bytes(self._first(manifest, number, min(size, manifest.files[number].size)))
-
-    def _first(self, manifest: Manifest, number: int, count: int) -> memoryview:
-        return self.read_range(manifest, number, 0, memoryview(bytearray(count)))
+        return bytes(buffer[:done])
 
     def _damaged(self, manifest: Manifest, reason: str) -> CheckpointCorrupt:
         return CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {reason}")

@@ -1,4 +1,4 @@
-"""What the ranks of a job say and send to each other while they restore.
+"""What the ranks of a job say and send to each other while they save and restore.
 
 Words are said by all at once, so that all know the same and go on alike: what fails on one rank
 fails on all, and nobody is left waiting for one that raised. Bytes go from rank to rank in pieces.
