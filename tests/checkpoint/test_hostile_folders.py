@@ -488,29 +488,35 @@ def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
 
 # -- pruning beside a job ----------------------------------------------------------------------
 
-TURNS = 100
+PRUNINGS = 4
 
 
-def save_back_to_back(folder: Path) -> None:
+def save_back_to_back(folder: Path, enough: Path) -> int:
     with CheckpointManager(folder, keep_last=2) as manager:
-        # It goes back at times, to steps that were, or are being, pruned.
-        for turn in range(TURNS):
+        turn = 0
+        while not enough.exists():
+            turn += 1
+            # It goes back at times, to steps that were, or are being, pruned.
             manager.save(turn % 7, state(turn))
+    return turn
 
 
 def test_pruning_by_hand_never_fails_a_job_that_saves_back_to_back(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prune = ["checkpoints", "prune", str(tmp_path), "--keep-last", "1"]
+    folder, enough = tmp_path / "checkpoints", tmp_path / "enough"
+    folder.mkdir()
+    prune = ["checkpoints", "prune", str(folder), "--keep-last", "1"]
     pruned = 0
     with ThreadPoolExecutor(1) as beside:
-        job = beside.submit(ranks.run, save_back_to_back, 1, tmp_path, backend="")
-        while not job.done():
+        job = beside.submit(ranks.run, save_back_to_back, 1, folder, enough, backend="")
+        while pruned < PRUNINGS and not job.done():
             status = main(prune)
             told = capsys.readouterr()
             assert status == 0 or "none is known to be good" in told.err, told.err
             pruned += "deleted none" not in told.out
-        job.result()
-    assert pruned > 3
-    assert CheckpointManager(tmp_path).verify() == {}
-    assert restored(tmp_path)[1] >= TURNS - 7
+        enough.touch()
+        (turns,) = job.result()
+    assert pruned == PRUNINGS
+    assert CheckpointManager(folder).verify() == {}
+    assert restored(folder)[1] >= turns - 7
