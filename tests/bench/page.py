@@ -63,7 +63,7 @@ ALL = (
     Benchmark("context", quick="--calls 10000 --repeat 2"),
     Benchmark("events", quick="--repeat 1 --rest 2 --rests 1", limit=240),
     Benchmark("sampler", quick="--lengths 1000000 --worlds 1 --repeat 1", limit=180),
-    Benchmark("checkpoint", quick="--mib 32 --repeat 1", limit=480),
+    Benchmark("checkpoint", quick="--mib 32 --repeat 1", limit=600),
     Benchmark("logical", quick="--rounds 2", limit=180),
     Benchmark("startup", quick="--runs 1"),
     Benchmark(

@@ -242,13 +242,27 @@ def test_a_run_is_ended_when_its_time_is_over_and_leaves_no_process(
     ]
 
 
-def test_the_command_measures_what_it_is_asked_for_and_writes_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("context", "| `context().should_stop()` |"),
+        # It reaches behind what is public, to leave sums out.
+        pytest.param(
+            "checkpoint",
+            "`restore` without its sums |",
+            marks=[pytest.mark.long, pytest.mark.timeout(600)],
+        ),
+    ],
+)
+def test_the_command_measures_what_it_is_asked_for_and_writes_the_page(
+    tmp_path: Path, name: str, told: str
+) -> None:
     into = tmp_path / "new" / "folder"
-    command = [sys.executable, str(HERE), "--quick", "--only", "context", "--into", str(into)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, str(HERE), "--quick", "--only", name, "--into", str(into)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (into / "benchmarks.md").read_text()
-    assert "| `context().should_stop()` |" in text
+    assert told in text
     assert page(record_from_plain(json.loads((into / "benchmarks.json").read_text()))) == text
 
 
