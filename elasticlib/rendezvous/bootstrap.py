@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from ..clock import monotonic
@@ -80,7 +80,7 @@ class TorchBootstrapStore:
 open_torch_store: Callable[[str], BootstrapStore] = TorchBootstrapStore
 """A fresh torch store at a local address, on a port that the kernel chose."""
 
-open_threaded_torch_store: Callable[[str], BootstrapStore] = partial(
+open_threaded_torch_store: Callable[[str], BootstrapStore] = functools.partial(
     TorchBootstrapStore, use_libuv=False
 )
 """The same, without libuv."""
@@ -93,8 +93,10 @@ def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
     return open_torch_store if use_libuv else open_threaded_torch_store
 
 
+@functools.cache
 def import_torch() -> threading.Thread:
-    """Begin to import it, which takes seconds: opening a store takes milliseconds afterwards.
+    """Begin to import it, once in a process. It takes seconds, and opening a store milliseconds
+    afterwards.
 
     What fails here fails then as well. A process that ended during the import might be aborted by
     it, so its exit waits for the thread.
