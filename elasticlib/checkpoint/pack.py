@@ -29,7 +29,6 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt, Unreadable
 from .outline import Encoder, decode
 from .pack_head import DTYPES, Entry, Head, read_head, up, write_head
-from .pack_head import read_meta as read_meta
 from .state import Way
 from .storages import (
     Form,

@@ -18,7 +18,8 @@ import torch
 from ..errors import CheckpointCorrupt, StateMismatch
 from .choose import Agreed, Held, Plan, givers, origin
 from .cover import Chunk, Share, apart, chunks_of, lacking, pieces, shares
-from .pack import fill, lay_out, read_meta, unpack
+from .pack import fill, lay_out, unpack
+from .pack_head import read_meta
 from .peers import Search, Transfer
 from .sharded import Target, copy_shares, matched, narrowed, saved_tensors, targets_in, whole_in
 from .state import (

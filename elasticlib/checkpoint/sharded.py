@@ -23,7 +23,8 @@ from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
-from .pack import Layout, lay_out, read_meta, unpack
+from .pack import Layout, lay_out, unpack
+from .pack_head import read_meta
 from .state import Way, local_of, parameters_in, put_shards, spoken, take_shards, values_of
 from .storages import Form, MapLocation, dtype_named, moved, name_of
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint.pack import fill, lay_out, read_meta, unpack
-from elasticlib.checkpoint.pack_head import size_of
+from elasticlib.checkpoint.pack import fill, lay_out, unpack
+from elasticlib.checkpoint.pack_head import read_meta, size_of
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 DTYPES = [
