@@ -89,8 +89,9 @@ _HOMES = {
         "load_checkpoint",
         "latest_checkpoint",
     ),
-    "checkpoint.manager": ("CheckpointManager", "Restored"),
-    "checkpoint.saving": ("Save",),
+    "checkpoint.manager": ("CheckpointManager",),
+    "checkpoint.restore": ("Restored",),
+    "checkpoint.commit": ("Save",),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
     "observe.read_events": ("read_history",),
@@ -104,12 +105,12 @@ if TYPE_CHECKING:
     from .agent.loop import ElasticAgent as ElasticAgent
     from .agent.loop import LocalElasticAgent as LocalElasticAgent
     from .agent.options import AgentOptions as AgentOptions
+    from .checkpoint.commit import Save as Save
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .checkpoint.manager import CheckpointManager as CheckpointManager
-    from .checkpoint.manager import Restored as Restored
-    from .checkpoint.saving import Save as Save
+    from .checkpoint.restore import Restored as Restored
     from .compat.failures import ChildFailedError as ChildFailedError
     from .compat.failures import ProcessFailure as ProcessFailure
     from .compat.failures import SignalException as SignalException

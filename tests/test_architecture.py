@@ -41,9 +41,7 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 PURE = (
     "agent/policy.py",
     "agent/hang.py",
-    "checkpoint/choose.py",
     "checkpoint/cover.py",
-    "checkpoint/manifest.py",
     "data/deal.py",
     "launch/slurm.py",
     "logical/shares.py",

@@ -35,15 +35,13 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import manifest as manifests
 from . import memory as memories
-from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
+from .commit import ClearedAway, Committer, Writer, data_name
 from .cover import Chunk, chunks_of, lacking, some
-from .folder import CheckpointFolder, open_place
-from .local import Place
-from .manifest import DataFile, Retention
+from .folder import CheckpointFolder, DataFile, Retention, folder_of, open_place
 from .memory import Found, Record, flaw, pinned, that_count
 from .pack_head import read_meta
+from .place import Place
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -563,11 +561,7 @@ class Persisting:
                 raise _Damaged(damage)
             part = f"part-{plan.shares.index(share):05d}" if plan.state.sharded else "state"
             name = data_name(part, self._committer.writer.token, number)
-            try:
-                return self._committer.write(step, name, view)
-            except BaseException:
-                self._committer.abandon(step, name)
-                raise
+            return self._committer.write(step, name, view)
 
     def _cleared_away(self, plan: Plan, said: Mapping[str, Said], error: ClearedAway) -> bool:
         """Who has the folder has committed something meanwhile, perhaps this step."""
@@ -578,14 +572,14 @@ class Persisting:
         self._board.done()
         if self._has(plan.state):
             raise _GoesOn(str(error))
-        there = self._folder.place.files(manifests.folder_of(plan.state.step))
+        there = self._folder.place.files(folder_of(plan.state.step))
         for share, one in said.items():
             if one.file is not None and one.file.name not in there:
                 self._board.forget(self._under(plan) + share, one.version)
         return True
 
     def _failed(self, plan: Plan, key: str, error: Exception) -> bool:
-        if isinstance(error, CheckpointRefused) and self._goes_on():
+        if isinstance(error, CheckpointRefused) and self._committer.goes_on():
             self._board.done()
             raise _GoesOn(str(error)) from error
         self._board.done(failed=describe(error))
@@ -598,14 +592,6 @@ class Persisting:
             self._post()
             self._board.forget(f"agreed/plan/{self._kind.key}", self._plan()[1])
         return True
-
-    def _goes_on(self) -> bool:
-        """Whether a later generation of the same launch has the folder."""
-        data = self._folder.place.read(FENCE)
-        if data is None:
-            return False
-        ours, holder = self._committer.writer, decode_fence(data).holder
-        return holder.start == ours.start and holder.generation > ours.generation
 
 
 class LastWrites:

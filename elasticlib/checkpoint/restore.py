@@ -13,23 +13,98 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable, present
-from .choose import DISK, SHARDED_DISK, Agreed, Held, Plan, Source, Trouble, givers, origin
-from .folder import CheckpointFolder
-from .local import LocalPlace
-from .manifest import Health, Manifest, folder_of
+from .folder import CheckpointFolder, Health, Manifest, folder_of
 from .pack import lay_out, unpack
-from .peers import Search, peers_of, raise_any, tried
-from .state import fit
-from .storages import in_memory_order
+from .peers import (
+    DISK,
+    SHARDED_DISK,
+    Agreed,
+    Held,
+    Plan,
+    Search,
+    Source,
+    Trouble,
+    givers,
+    origin,
+    peers_of,
+    raise_any,
+    tried,
+)
+from .place import LocalPlace
+from .state import Form, bare, bits_of, fit, form_of, unexpanded
 
 log = logging.getLogger("elasticlib.checkpoint")
+
+
+_FROM = {
+    "memory": "from this node's memory",
+    "peer": "from another node's memory",
+    "disk": "from the disk",
+}
+
+
+@attrs.frozen(repr=False)
+class Restored:
+    """What `CheckpointManager.restore` has brought the state to; true if there was anything.
+
+    step: after which that state was taken; 0 if there was none. source: where this rank's came
+    from: `memory` of this node, that of a `peer`, or a `disk`; empty if there was none.
+    passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
+
+    It is no number: whoever takes it for its step gets a TypeError that says so.
+    """
+
+    step: int = 0
+    source: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        """Whether there was a state to go on from. If not, nothing was changed."""
+        return bool(self.source)
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to go on from"
+        return "; ".join([said, *(f"passed over: {why}" for why in self.passed_over)])
+
+    def __repr__(self) -> str:
+        return f"<Restored: {self}>"
+
+    if not TYPE_CHECKING:  # a type checker is to find these before they are run
+
+        def _is_no_number(self, *_: object) -> NoReturn:
+            raise TypeError(
+                "what restore() returns is a Restored, not a number: its .step is the step, and "
+                ".found says whether there was any"
+            )
+
+        def __eq__(self, other: object) -> bool:
+            if isinstance(other, Number):
+                self._is_no_number()
+            if not isinstance(other, Restored):
+                return NotImplemented
+            return attrs.astuple(self) == attrs.astuple(other)
+
+        def __hash__(self) -> int:
+            return hash(attrs.astuple(self))
+
+        __lt__ = __le__ = __gt__ = __ge__ = _is_no_number
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _is_no_number
+        __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = (
+            _is_no_number
+        )
+        __int__ = __index__ = __float__ = _is_no_number
 
 
 class DiskSource(Source):
@@ -279,10 +354,20 @@ def _print(pack: memoryview) -> str:
     found = hashlib.sha256(layout.head)
     # Not the blocks: between the tensors of one, a rank's memory may hold anything.
     for tensor in layout.found:
-        flat = in_memory_order(tensor)
+        flat = _in_memory_order(tensor)
         # As words, which begin at multiples of 8.
         flat = flat.clone() if flat.storage_offset() % 8 else flat
         words = len(flat) // 8 * 8
         total = int(flat[:words].view(torch.int64).sum()) if words else 0
         found.update(f"{total},{flat[words:].tolist()};".encode())
     return found.hexdigest()[:32]
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements as they lie in memory, copied only if there are gaps between."""
+    once = unexpanded(tensor)
+    form = form_of(once)
+    if not form.is_dense:
+        return bits_of(once)
+    flat = Form(form.dtype, (form.extent,), (1,))
+    return bare(once.untyped_storage(), int(once.storage_offset()), flat).view(torch.uint8)

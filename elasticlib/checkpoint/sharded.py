@@ -25,8 +25,20 @@ from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .pack import Layout, lay_out, unpack
 from .pack_head import read_meta
-from .state import Way, local_of, parameters_in, put_shards, spoken, take_shards, values_of
-from .storages import Form, MapLocation, dtype_named, moved, name_of
+from .state import (
+    Form,
+    MapLocation,
+    Way,
+    changed,
+    dtype_named,
+    local_of,
+    moved,
+    name_of,
+    put_shards,
+    spoken,
+    take_shards,
+    values_of,
+)
 
 Shards = Mapping[Way, DTensor]
 
@@ -200,6 +212,20 @@ def saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> 
     return {way: tensors[repr(way)] for way in ways}
 
 
+def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
+    """The parameters of each optimizer in a state, by its way: in the order in which its state
+    numbers them."""
+    found: dict[Way, Sequence[torch.Tensor]] = {}
+
+    def look(way: Way, value: object) -> object:
+        if isinstance(value, torch.optim.Optimizer):
+            found[way] = [one for group in value.param_groups for one in group["params"]]
+        return value
+
+    changed(state, look)
+    return found
+
+
 def matched(
     saved: Mapping[Way, Chunk], shards: Shards, parameters: Mapping[Way, Sequence[torch.Tensor]]
 ) -> dict[Way, DTensor]:
@@ -212,7 +238,7 @@ def matched(
     has now: it takes a state whole.
 
     Args:
-        shards: those that there are. parameters: see `state.parameters_in`.
+        shards: those that there are. parameters: see `parameters_in`.
 
     Raises:
         StateMismatch: some are on one side alone, or have another shape.

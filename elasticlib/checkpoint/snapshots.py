@@ -21,7 +21,6 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from ..threads import helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
-from .choose import MEMORY, Agreed, Held, Source
 from .memory import (
     CHUNK,
     SUMS,
@@ -36,6 +35,7 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
+from .peers import MEMORY, Agreed, Held, Source
 from .state import take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")

@@ -18,8 +18,7 @@ import attrs
 from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent, LocalElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
-from ..checkpoint.keeper import SnapshotKeeper
-from ..checkpoint.replicas import Stores
+from ..checkpoint.replicas import SnapshotKeeper, Stores
 from ..compat.failures import ChildFailedError, SignalException, failures_of
 from ..errors import ConfigError
 from ..observe.journal import View

@@ -41,15 +41,12 @@ import torch.distributed.checkpoint as dcp
 from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import summing
-from elasticlib.checkpoint.commit import Committer, Writer
-from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import LocalPlace
-from elasticlib.checkpoint.manifest import Retention
+from elasticlib.checkpoint import place as places
+from elasticlib.checkpoint.commit import Committer, Writer, Writers
+from elasticlib.checkpoint.folder import CheckpointFolder, Retention
+from elasticlib.checkpoint.place import LocalPlace, new_memory
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.saving import Writers
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
-from elasticlib.checkpoint.summing import new_memory
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -93,13 +90,13 @@ class Ways:
 @contextlib.contextmanager
 def unsummed() -> Iterator[None]:
     """Every sum is right, and takes no time."""
-    summed, flaw = summing.zlib, CheckpointFolder._sum_flaw
-    summing.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
+    summed, flaw = places.zlib, CheckpointFolder._sum_flaw
+    places.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
     CheckpointFolder._sum_flaw = lambda *args: flaw(*args) and None  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        summing.zlib, CheckpointFolder._sum_flaw = summed, flaw  # type: ignore[method-assign]
+        places.zlib, CheckpointFolder._sum_flaw = summed, flaw  # type: ignore[method-assign]
 
 
 def write_plainly(path: Path, data: memoryview) -> None:

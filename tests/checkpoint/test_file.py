@@ -28,7 +28,7 @@ from elasticlib import (
     save_checkpoint,
 )
 from elasticlib.checkpoint import pack_head
-from elasticlib.checkpoint.manifest import aside_name, target_of
+from elasticlib.checkpoint.place import aside_name, target_of
 from elasticlib.checkpoint.state import MAX_DEPTH
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 

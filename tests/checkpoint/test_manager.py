@@ -19,8 +19,8 @@ from jobs import Job, until
 from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
-from elasticlib.checkpoint.manager import Restored
-from elasticlib.checkpoint.manifest import summed
+from elasticlib.checkpoint.folder import summed
+from elasticlib.checkpoint.restore import Restored
 from elasticlib.errors import (
     CheckpointCorrupt,
     CheckpointError,

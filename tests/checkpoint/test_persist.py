@@ -26,10 +26,10 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import Disk, LocalPlace
 from elasticlib.checkpoint.memory import Record, Slots
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import LastWrites
+from elasticlib.checkpoint.place import Disk, LocalPlace
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}
 
@@ -275,5 +275,5 @@ def test_who_writes_says_so_for_as_long_as_it_takes(host: Host) -> None:
 
 
 def test_an_agent_needs_no_torch_for_it() -> None:
-    code = "import sys, elasticlib.checkpoint.keeper; assert 'torch' not in sys.modules"
+    code = "import sys, elasticlib.checkpoint.replicas; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -20,7 +20,6 @@ from test_persist import Full, nodes
 from elasticlib import CheckpointManager, MemoryStore
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.cover import Chunk
-from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.persist import (
     COMMIT,
     LastWrites,
@@ -34,6 +33,7 @@ from elasticlib.checkpoint.persist import (
     next_move,
     piece_of,
 )
+from elasticlib.checkpoint.place import LocalPlace
 
 
 class Job:

@@ -31,10 +31,10 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.choose import Held
-from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack
+from elasticlib.checkpoint.peers import Held
+from elasticlib.checkpoint.replicas import SnapshotKeeper
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.elastic_launch import snapshot_stores

@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.commit import Committer, Writer
-from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import LocalPlace
-from elasticlib.checkpoint.manifest import Retention
-from elasticlib.checkpoint.saving import Writers
+from elasticlib.checkpoint.commit import Committer, Writer, Writers
+from elasticlib.checkpoint.folder import CheckpointFolder, Retention
+from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.launch.checkpoints import Progress
 from elasticlib.launch.commands import main
 
