@@ -436,10 +436,16 @@ class CheckpointFolder:
         """
         if self.health(manifest) is not Health.GOOD:
             reason = self.flaw(manifest, seen)
-            self.know(manifest, Health.BAD if reason else Health.GOOD)
             if reason:
                 raise self._damaged(manifest, reason)
+            self.know(manifest, Health.GOOD)
         return manifest.step
+
+    def check_file(self, manifest: Manifest, number: int) -> None:
+        """Read one file of it. Raises as `check`."""
+        reason = self._size_flaw(manifest, number) or self._sum_flaw(manifest, number, None)
+        if reason:
+            raise self._damaged(manifest, reason)
 
     def flaw(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
         """What is wrong with a checkpoint, having read every byte of it; None if nothing.
@@ -503,7 +509,22 @@ class CheckpointFolder:
         reason = self._sum_flaw(manifest, number, memoryview(memory))
         if reason:
             raise self._damaged(manifest, reason)
+        if len(manifest.files) == 1:
+            self.know(manifest, Health.GOOD)
         return memory
+
+    def mapped(self, manifest: Manifest, number: int) -> mmap.mmap:
+        """One file of a checkpoint on this machine's disk, not yet checked; what is written to the
+        memory does not change it. Raises as `read`."""
+        file, path = manifest.files[number], os.path.join(self.place.name, _path(manifest, number))
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with self._reading(manifest), open(os.open(path, flags), "rb") as opened:
+                rights = mmap.PROT_READ | mmap.PROT_WRITE
+                return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, rights)
+        except (FileNotFoundError, ValueError) as error:
+            # It is not there, or shorter than it was.
+            raise self._damaged(manifest, f"{file.name}: {error}") from error
 
     def head(self, manifest: Manifest, number: int = 0) -> bytes:
         """The first bytes of one file, up to the elements of its pack; not checked.
@@ -526,6 +547,7 @@ class CheckpointFolder:
         return bytes(buffer[:done])
 
     def _damaged(self, manifest: Manifest, reason: str) -> CheckpointCorrupt:
+        self.know(manifest, Health.BAD)
         return CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {reason}")
 
     def _size_flaw(self, manifest: Manifest, number: int) -> str | None:
@@ -647,12 +669,10 @@ class CheckpointFolder:
                 return self._sharded_state(manifest, like, map_location)
             memory = memoryview(self.read(manifest))
             # The memory is the tensors' own: nobody else has it.
-            state = unpack(memory, map_location=map_location, copy=False)
+            return unpack(memory, map_location=map_location, copy=False)
         except CheckpointCorrupt:
             self.know(manifest, Health.BAD)
             raise
-        self.know(manifest, Health.GOOD)
-        return state
 
     def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
         from .sharded import load_parts

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -20,8 +18,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointCorrupt, CheckpointError, Unreadable, present
-from .folder import CheckpointFolder, Health, Manifest, folder_of
+from ..errors import CheckpointError, Unreadable, present
+from .folder import CheckpointFolder, Health, Manifest
 from .pack import lay_out, unpack
 from .peers import (
     DISK,
@@ -140,19 +138,15 @@ class DiskSource(Source):
         pack at a time, and checked by that."""
         if self._read is None or self._read[0] != (held, part):
             self._read = None  # first, so that there is never a second pack beside it
-            read = self._mapped if self._maps(held) else self._checked
+            read = self._folder.mapped if self._maps(held) else self._folder.read
             self._read = (held, part), memoryview(read(self._manifest(held), part))
         return self._read[1]
 
     def check(self, held: Held, part: int = 0) -> None:
-        if not self._maps(held):
+        if self._maps(held):
+            self._folder.check_file(self._manifest(held), part)
+        else:
             self.view(held, part)
-            return
-        manifest = self._manifest(held)
-        flaw = self._folder.flaw(attrs.evolve(manifest, files=(manifest.files[part],)))
-        if flaw:
-            self._folder.know(manifest, Health.BAD)
-            raise CheckpointCorrupt(f"{self._folder.describe(held.step)} is damaged: {flaw}")
 
     def head(self, held: Held, part: int = 0) -> bytes:
         return self._folder.head(self._manifest(held), part)
@@ -163,29 +157,6 @@ class DiskSource(Source):
 
     def _maps(self, held: Held) -> bool:
         return held.kind == SHARDED_DISK and isinstance(self._folder.place, LocalPlace)
-
-    def _checked(self, manifest: Manifest, part: int) -> mmap.mmap:
-        try:
-            pack = self._folder.read(manifest, part)
-        except CheckpointCorrupt:
-            self._folder.know(manifest, Health.BAD)
-            raise
-        if not manifest.parts:
-            self._folder.know(manifest, Health.GOOD)
-        return pack
-
-    def _mapped(self, manifest: Manifest, part: int) -> mmap.mmap:
-        file, what = manifest.files[part], self._folder.describe(manifest.step)
-        path = os.path.join(self._folder.place.name, folder_of(manifest.step), file.name)
-        try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-                rights = mmap.PROT_READ | mmap.PROT_WRITE
-                return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, rights)
-        except (FileNotFoundError, ValueError) as error:
-            # It is not there, or shorter than it was.
-            raise CheckpointCorrupt(f"{what} is damaged: {file.name}: {error}") from error
-        except OSError as error:
-            raise Unreadable(f"{what} cannot be read: {error}") from error
 
     def _manifest(self, held: Held) -> Manifest:
         if held not in self._manifests:
