@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import attrs
 import left_snapshots
 import pytest
 import torch
@@ -18,10 +19,11 @@ from ranks import Ranks
 from test_persist import Full, nodes
 
 from elasticlib import CheckpointManager, MemoryStore
-from elasticlib.checkpoint import memory
+from elasticlib.checkpoint import memory, persist
 from elasticlib.checkpoint.cover import Chunk
 from elasticlib.checkpoint.persist import (
     COMMIT,
+    Board,
     LastWrites,
     Over,
     Piece,
@@ -30,10 +32,12 @@ from elasticlib.checkpoint.persist import (
     State,
     choose,
     in_doubt,
+    kinds_in,
     next_move,
     piece_of,
 )
 from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.clock import monotonic
 
 
 class Job:
@@ -136,6 +140,24 @@ def test_replicas_of_a_node_that_is_gone_are_written_for_it(job: Job) -> None:
     shutil.rmtree(job.memory(0))
     assert job.finish(1) == [""]
     assert job.restored(3) == (3, states[3])
+
+
+def test_nodes_in_doubt_whether_the_newest_step_is_whole_write_an_older_one_in_the_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = job.leaves([3, 3, 3, 3], copies=2)
+    third = [one for one in memory.look(job.memory(0)) if one.record.step == 3]
+    memory.remove(job.memory(0), [one for one in third if one.record.part == 1])
+    [kind] = kinds_in(job.memory(0))
+    [mine] = [piece for piece, _ in kind.held if piece.state.step == 3]
+    # The other node has said that it holds the rest, and is gone before it says which tensors'.
+    other = attrs.evolve(mine, part=2, share="f" * 32, elements=mine.total)
+    Board(MemoryStore, job.infos[1]).put(f"held/{kind.key}/1", [attrs.astuple(other)])
+    monkeypatch.setattr(persist, "AGREE_SECONDS", 2.0)
+    began = monotonic()
+    assert job.finish(0) == [""]
+    assert monotonic() - began > 2.0
+    assert job.restored(3) == (2, states[2])
 
 
 def replicate(memory_of: Path, to: Path) -> None:
