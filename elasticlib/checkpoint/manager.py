@@ -32,6 +32,7 @@ from .pack import Layout, fill, lay_out
 from .peers import Peers, Source
 from .place import LocalPlace, Place, RemotePlace, new_memory
 from .restore import DiskSource, Restored, restore_from
+from .sharded import lay_out_part
 from .snapshots import SnapshotMemory, agent_memory
 from .state import MapLocation, check_names, take_shards, values_of
 
@@ -212,9 +213,6 @@ class CheckpointManager:
             return save
         writers = self._all_ranks if shards else self._this_rank
         if shards:
-            # It takes its time to import, and most states are not sharded.
-            from .sharded import lay_out_part
-
             layout = lay_out_part(step, plain, shards, whole=writers.rank == 0, copies=False)
         else:
             layout = lay_out(plain, {"step": step})

@@ -37,6 +37,7 @@ from .peers import (
     tried,
 )
 from .place import LocalPlace
+from .resharding import fetch_parts
 from .state import Form, bare, bits_of, fit, form_of, unexpanded
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -231,7 +232,8 @@ def restore_from(
         try:
             search.begin(node or socket.gethostname(), step)
             while taken is None and (plan := search.choose()) is not None:
-                taken = _fetched(search, plan, state, strict=strict)
+                fetch = fetch_parts if plan.state.parts else _fetch_pack
+                taken = fetch(search, plan, state, strict=strict)
             if taken is not None:
                 put, agreed = taken
                 peers.all_do(put, f"failed at restoring step {agreed.step}")
@@ -248,23 +250,11 @@ def restore_from(
     return attrs.evolve(agreed, passed_over=passed_over)
 
 
-def _fetched(
-    search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> tuple[Callable[[], None], Agreed] | None:
-    """What puts what was saved into this rank's state, into which it fits; None, on all ranks, if
-    it cannot be had, and the choice is to be made anew."""
-    if not plan.state.parts:
-        return _fetch_pack(search, plan, state, strict=strict)
-    # It takes its time to import, and most states are not sharded.
-    from .resharding import fetch_parts
-
-    return fetch_parts(search, plan, state, strict=strict)
-
-
 def _fetch_pack(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
 ) -> tuple[Callable[[], None], Agreed] | None:
-    """Of a state that is the same on all ranks; see `_fetched`."""
+    """What puts a state that is the same on all ranks into this rank's, where it fits. None, on all
+    ranks, if it cannot be had, and the choice is to be made anew."""
     peers, step, holders = search.peers, plan.state.step, plan.holders[0]
     packs: dict[int, memoryview] = {}
 

@@ -12,13 +12,10 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
@@ -31,6 +28,7 @@ from .state import (
     Way,
     changed,
     dtype_named,
+    is_sharded_kind,
     local_of,
     moved,
     name_of,
@@ -40,7 +38,11 @@ from .state import (
     values_of,
 )
 
-Shards = Mapping[Way, DTensor]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Shards: TypeAlias = "Mapping[Way, DTensor]"
 
 
 def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copies: bool) -> Layout:
@@ -111,6 +113,9 @@ def boxes_of(shards: Shards) -> dict[Way, Box]:
 def _planned(shards: Mapping[_Key, DTensor]) -> dict[_Key, Box | None]:
     if not shards:
         return {}
+    # Most of a second to import, and most states are not sharded.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
     keys = {str(at): key for at, key in enumerate(shards)}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({name: shards[key].detach() for name, key in keys.items()})
@@ -247,7 +252,7 @@ def matched(
     for way, tensor in saved.items():
         shard: Any
         shard, parameter = shards.get(way), _parameter_of(way, parameters)
-        if shard is None and isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
+        if shard is None and is_sharded_kind(parameter) and parameter.shape == tensor.shape:
             shard = torch.empty_like(parameter.detach(), dtype=dtype_named(tensor.dtype))
         if shard is None:
             raise _on_one_side(way, "the checkpoint")

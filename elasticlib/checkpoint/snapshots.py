@@ -36,6 +36,7 @@ from .memory import (
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
 from .peers import MEMORY, Agreed, Held, Source
+from .sharded import lay_out_part
 from .state import take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -141,9 +142,6 @@ class SnapshotMemory(Source):
         if not self._writes and all(placement.is_replicate() for placement in placements):
             return None
         if shards:
-            # It takes its time to import, and most states are not sharded.
-            from .sharded import lay_out_part
-
             layout = lay_out_part(step, plain, shards, whole=True, copies=True)
             part, parts = self._rank, self._world_size
         else:
