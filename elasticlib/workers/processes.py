@@ -215,7 +215,7 @@ class Launcher:
             if self._preload:
                 raise ConfigError(server.complaint)
             if not self._told:
-                log.warning("workers are started cold, as %s", server.complaint)
+                log.warning("workers are started without the fork server: %s", server.complaint)
                 self._told = True
             return None
         if server.ended:
@@ -223,7 +223,10 @@ class Launcher:
         return server if server.ready else None
 
     def _replace(self) -> ForkServer:
-        log.warning("the workers' fork server has ended; starting cold until the next is up")
+        log.warning(
+            "the workers' fork server has ended; workers are started without it until the next "
+            "one is ready"
+        )
         self.close()
         return self._begin()
 
@@ -457,7 +460,7 @@ class LocalWorkers(Workers):
             try:
                 return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
             except RuntimeError:
-                log.warning("no thread can be started to read the value of a worker's function")
+                log.warning("cannot start a thread to read what a worker's function returned")
         return ended(local)
 
     def collect(self, local_rank: int) -> WorkerExit:
@@ -611,6 +614,6 @@ def _heed_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     except ValueError as error:
         raise WorkerStartError(
-            "SIGCHLD is ignored in this process, so no worker's end can be learnt, and only the "
-            "main thread can change that: set it to SIG_DFL there"
+            "SIGCHLD is ignored in this process, so it cannot see its workers end, and only the "
+            "main thread can change that: set SIGCHLD to SIG_DFL there"
         ) from error

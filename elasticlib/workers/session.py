@@ -228,11 +228,14 @@ class Guardian:
         with self._lock:
             if self._process is None or self._process.poll() is None:
                 return
-            log.info("the process that clears up after this one has ended, and is replaced")
+            log.info("the guardian that clears up after this process has ended: starting another")
             try:
                 self._be_there()
             except OSError as error:
-                log.warning("nobody clears up after this process: %s", describe(error))
+                log.warning(
+                    "cannot start a guardian, so nothing clears up if this process is killed: %s",
+                    describe(error),
+                )
 
     def close(self) -> None:
         """The agent is done. A guardian that does not end by itself in time is killed."""
@@ -425,8 +428,8 @@ class SharedFolder:
         """At this path, where it was before, unless somebody else is there."""
         if path is not None:
             log.warning(
-                "%s was removed while this job runs, and with it the snapshots in memory: it is "
-                "made anew (logind does so when its user logs out, without RemoveIPC=no)",
+                "%s was removed while this job runs, and the snapshots in memory with it; it is "
+                "created again (logind removes it when its user logs out, unless RemoveIPC=no)",
                 path,
             )
             with contextlib.suppress(OSError):  # workers may make it anew as well
