@@ -293,9 +293,7 @@ def _gather(view: View, document: Document) -> Decision:
     candidates = [n for n in candidates if not n.draining and (n.id in members or not n.runs)]
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
-        return Decision(
-            "the store was unreachable, waiting for nodes to come back", again=view.patience
-        )
+        return Decision("the store was unreachable, waiting for nodes", again=view.patience)
     minority = _minority(view, document, [m for m in document.members if m.id not in here])
     if minority is not None:
         return minority

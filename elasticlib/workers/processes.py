@@ -155,17 +155,17 @@ class Launcher:
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
         what = self._interpreted("", "fork_server", "{link}", folder, *self._preload)
-        like = (self._tied(environment, what), environment)
+        listed = self._guardian.open()
+        like = (self._tied(environment, listed, what), environment)
         if self._server is None or self._like != like:
             self.close()
             self._like, self._told = like, False
             self._first = self._begin()
 
     def _begin(self) -> ForkServer:
-        self._guardian.open()
+        listed = self._guardian.open()
         with signals_blocked(self._ignored):
-            self._server = server = ForkServer(*self._like, self._loop)
-        self._guardian.add(server.pid)
+            self._server = server = ForkServer(*self._like, listed, self._loop)
         return server
 
     def await_prepared(self) -> None:
@@ -183,6 +183,7 @@ class Launcher:
     ) -> subprocess.Popen[bytes] | Forked:
         """A worker's process; what: as `program` says it; targets: its stdout and stderr, None for
         ours. Raises OSError or an ElasticError."""
+        listed = self._guardian.open()
         python = what[0] != "command"
         if python:
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
@@ -190,15 +191,16 @@ class Launcher:
             server = self._usable() if python else None
             if server is not None:
                 try:
-                    return server.fork(what, environment, targets)
+                    return server.fork(what, environment, listed, targets)
                 except ForkServerUnfit:
                     # Its workers live on and end with it, so it stays; it is asked no more.
                     self._usable()
                 except ForkServerGone:
                     self._replace()
             return subprocess.Popen(
-                self._tied(environment, self._interpreted(*what) if python else what[1:]),
+                self._tied(environment, listed, self._interpreted(*what) if python else what[1:]),
                 env=environment,
+                pass_fds=[listed],
                 stdin=None if has_stdin() else subprocess.DEVNULL,
                 stdout=targets[0],
                 stderr=targets[1],
@@ -240,13 +242,16 @@ class Launcher:
     def _interpreted(self, *what: str) -> tuple[str, ...]:
         return (self._python, "-u", _BOOTSTRAP, *what)
 
-    def _tied(self, environment: Mapping[str, str], program: tuple[str, ...]) -> list[str]:
-        """The program behind the one that ties it to this process's life."""
+    def _tied(
+        self, environment: Mapping[str, str], listed: int, program: tuple[str, ...]
+    ) -> list[str]:
+        """The program behind the one that ties it to this process's life; listed: the guardian's
+        list, which it enters itself into."""
         # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
         locale = environment.get("LC_CTYPE", "")
         ignored = ",".join(map(str, self._ignored))
         # By our own interpreter: the workers' may be a script that starts one in its own way.
-        tie = ("tie", str(os.getpid()), locale, ignored)
+        tie = ("tie", str(os.getpid()), str(listed), locale, ignored)
         return [sys.executable, "-I", "-S", _BOOTSTRAP, *tie, *program]
 
 
@@ -421,7 +426,6 @@ class LocalWorkers(Workers):
         places: Places,
         ended: Callable[[int], None],
     ) -> None:
-        self._guardian.open()
         local = worker.local_rank
         folder = self._folder.of(group.attempt, local)
         environment[CHANNEL] = self._channels.open(local)
@@ -441,7 +445,6 @@ class LocalWorkers(Workers):
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
-        self._guardian.add(popen.pid)
         output.attach(self._loop)
         self._loop.watch(popen.pid, partial(self._ended, process, ended))
 
