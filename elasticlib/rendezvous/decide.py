@@ -248,8 +248,8 @@ def _minority(view: View, document: Document, lost: Sequence[Node]) -> Decision 
     if not document.limits.quorum or len(members & here) * 2 >= len(members):
         return None
     return Decision(
-        f"of the {len(document.members)} nodes of generation {document.generation}, "
-        f"{_names(lost, view)} cannot be reached, and half must be here ({QUORUM})",
+        f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
+        f"{document.generation} cannot be reached, and half must be here ({QUORUM})",
         stuck=True,
     )
 
