@@ -509,7 +509,7 @@ def fit(
                 sentences.append(f"the state has no {names}, which was saved")
             advice = "give the same names, or strict=False to restore those in both"
             raise StateMismatch(f"{'; '.join(sentences)}: {advice}")
-    plan = _Plan()
+    plan = _Fit()
     both = [name for name in state if name in found]
     steps = {name: plan.make(state[name], found[name], (name,)) for name in both}
     if plan.unfit:
@@ -555,7 +555,7 @@ class Copies:
         return viewed(known, offset, form, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
-class _Plan:
+class _Fit:
     """How one state goes into another: what does not fit, as sentences, and what is to be done.
 
     What several things in the state share, they share again.

@@ -27,12 +27,12 @@ from elasticlib.checkpoint.persist import (
     LastWrites,
     Over,
     Piece,
-    Plan,
     Said,
-    State,
-    choose,
+    SnapshotState,
+    WritePlan,
     in_doubt,
     kinds_in,
+    newest_whole,
     next_move,
     piece_of,
 )
@@ -222,7 +222,7 @@ def test_who_cannot_write_its_parts_is_heard_by_the_others_which_say_so(job: Job
 # -- pure ------------------------------------------------------------------------------------------
 
 
-def pieces(state: State, cuts: dict[int, tuple[int, int]]) -> tuple[list[Piece], Any]:
+def pieces(state: SnapshotState, cuts: dict[int, tuple[int, int]]) -> tuple[list[Piece], Any]:
     """Parts of a tensor of 8 elements: from which of them, and how many."""
     chunks = {p: [Chunk("w", "float32", (8,), ((at,), (n,)))] for p, (at, n) in cuts.items()}
     made = [piece_of(state, part, chunks[part]) for part in cuts]
@@ -233,39 +233,41 @@ LEFT, RIGHT, ALL = (0, 4), (4, 4), (0, 8)
 
 
 def test_the_newest_state_is_taken_that_is_covered() -> None:
-    old, new = State(3, 5, 2, True), State(3, 6, 2, True)
+    old, new = SnapshotState(3, 5, 2, True), SnapshotState(3, 6, 2, True)
     held, rows = pieces(old, {0: LEFT, 1: RIGHT})
-    both = choose(held, {})
-    assert both == Plan(old, tuple(one.share for one in held))
+    both = newest_whole(held, {})
+    assert both == WritePlan(old, tuple(one.share for one in held))
     half, more = pieces(new, {0: LEFT})
-    assert choose([*held, *half], rows | more) == both
+    assert newest_whole([*held, *half], rows | more) == both
     whole, more = pieces(new, {0: LEFT, 1: RIGHT})
-    assert choose([*held, *whole], {}) == Plan(new, both.shares)
+    assert newest_whole([*held, *whole], {}) == WritePlan(new, both.shares)
     # A later generation has gone back behind what an earlier one has left.
-    again, _ = pieces(State(4, 3, 2, True), {0: LEFT, 1: RIGHT})
-    assert choose([*whole, *again], {}) == Plan(State(4, 3, 2, True), both.shares)
-    assert isinstance(choose(half, more), str)
-    assert isinstance(choose([], {}), str)
+    later = SnapshotState(4, 3, 2, True)
+    again, _ = pieces(later, {0: LEFT, 1: RIGHT})
+    assert newest_whole([*whole, *again], {}) == WritePlan(later, both.shares)
+    assert isinstance(newest_whole(half, more), str)
+    assert isinstance(newest_whole([], {}), str)
 
 
 def test_copies_count_once_and_rows_are_asked_for_where_they_decide_alone() -> None:
-    state = State(1, 7, 4, True)
+    state = SnapshotState(1, 7, 4, True)
     held, rows = pieces(state, {0: LEFT, 1: RIGHT, 2: LEFT, 3: RIGHT})
     assert len({one.share for one in held}) == 2
-    assert choose(held, {}) == Plan(state, (held[0].share, held[1].share))
+    assert newest_whole(held, {}) == WritePlan(state, (held[0].share, held[1].share))
     assert not in_doubt(held)
     # With two of the ranks gone their copies are enough, which the rows say.
     left = held[1:3]
-    assert isinstance(choose(left, {}), str)
+    assert isinstance(newest_whole(left, {}), str)
     assert in_doubt(left) == rows.keys()
-    assert choose(left, rows) == Plan(state, (held[1].share, held[0].share))
+    assert newest_whole(left, rows) == WritePlan(state, (held[1].share, held[0].share))
     # And with more gone nothing can be.
     assert not in_doubt([held[0], held[2]])
     # Where elements overlap, the number of them does not say whether all are there.
     twice, rows = pieces(state, {0: (0, 4), 1: (2, 4)})
     assert in_doubt(twice) == rows.keys()
-    assert str(choose(twice, rows)).endswith("and so 2 of the 8 elements of w")
-    assert choose(*pieces(state, {0: ALL})) == Plan(state, (pieces(state, {0: ALL})[0][0].share,))
+    assert str(newest_whole(twice, rows)).endswith("and so 2 of the 8 elements of w")
+    [one], row = pieces(state, {0: ALL})
+    assert newest_whole([one], row) == WritePlan(state, (one.share,))
 
 
 class Fleet:
