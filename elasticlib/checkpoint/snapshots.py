@@ -79,7 +79,7 @@ class Snapshot:
 
 # -- how large the first one will be: pure ---------------------------------------------------------
 
-_HEAD_BYTES, _TENSOR_BYTES = 4096, 256
+_HEAD_BYTES, _TENSOR_BYTES = 4096, 512
 """What a pack's head takes at least, and for each tensor, or somewhat less."""
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import until
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
@@ -81,6 +84,25 @@ def test_a_new_job_has_the_memory_of_its_first_snapshot_before_it_is_made(
         assert manager.snapshot(1, state)
         inode, needed = size_of_the_newest(kept)
         assert needed <= before[inode] < needed * 1.1
+
+
+def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        state = made()
+        fully_shard(state["model"], mesh=mesh)
+        state["optimizer"] = KINDS["adamw"](state["model"])
+        with CheckpointManager(tmp_path / "disk") as manager:
+            assert not manager.restore(state)
+            until("its slot", lambda: resident(kept) and idle(manager))
+            before = resident(kept)
+            train(state, 1)
+            assert manager.snapshot(1, state)
+            inode, needed = size_of_the_newest(kept)
+            assert needed <= before[inode] < needed * 1.1
+    finally:
+        dist.destroy_process_group()
 
 
 def idle(manager: CheckpointManager) -> bool:
