@@ -276,7 +276,7 @@ class _File(Slot):
             self.reserved = end
 
     def grow(self, capacity: int) -> None:
-        """Nobody may have a view of it."""
+        """Nobody may have a view of it. Raises OSError: it stays as it is."""
         self.memory.resize(RECORD_BYTES + capacity)
         self.capacity = capacity
 
@@ -400,7 +400,8 @@ class Slots:
         # How large the first snapshot is was a guess when its slot was prepared.
         for file in self._files:
             if file.is_empty and file.capacity < size:
-                file.grow(size)
+                with contextlib.suppress(OSError):
+                    file.grow(size)
         use, drop = choose(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from ..clock import monotonic
-from ..errors import CheckpointCorrupt, CheckpointError
+from ..errors import CheckpointCorrupt, CheckpointError, describe
 from ..threads import helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
@@ -275,8 +275,10 @@ class SnapshotMemory(Source):
         state goes on. A job that makes none gets it back: see `give_back_unused`."""
         try:
             size, cut = size_once_trained(state)
-        except CheckpointError:
-            return  # who makes a snapshot says what is wrong with the state
+        except Exception as error:
+            # As of a module whose sizes are not known yet. A guess fails no start.
+            log.info("the first snapshot is to make its memory itself: %s", describe(error))
+            return
         if not size or not (cut or self._writes) or self._record.sequence:
             return
         if cut:

@@ -165,6 +165,16 @@ def test_an_object_with_a_state_of_its_own_is_not_asked_and_the_slot_grows_for_i
         assert torch.equal(found["model"].state_dict()[name], value)
 
 
+@pytest.mark.usefixtures("kept")
+def test_a_state_whose_size_is_not_known_yet_is_gone_on_from_all_the_same(tmp_path: Path) -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    for name, unknown in {"lazy": torch.nn.LazyLinear(3), "itself": itself}.items():
+        with CheckpointManager(tmp_path / name) as manager:
+            assert not manager.restore({"a": unknown, "b": torch.ones(3)})
+            assert manager.snapshot(1, {"b": torch.ones(3)})
+
+
 def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
     tmp_path: Path, kept: Path
 ) -> None:
