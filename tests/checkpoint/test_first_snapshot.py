@@ -46,24 +46,23 @@ def train(state: dict[str, Any], step: int) -> None:
     state["step"] = step
 
 
-def resident(era: Path) -> dict[int, int]:
-    """Bytes of each slot that this process has pages of, by inode."""
-    found: dict[int, int] = {}
-    inode = 0
+def resident(era: Path) -> dict[str, int]:
+    """Bytes of each slot that this process has pages of."""
+    found: dict[str, int] = {}
+    slot = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if not words[0].endswith(":"):
-            inode = int(words[4]) if words[-1].startswith(f"{era}/own.") else 0
-        elif words[0] == "Rss:" and inode:
-            found[inode] = found.get(inode, 0) + int(words[1]) * 1024
+            slot = words[-1].removeprefix(f"{era}/") if f"{era}/own." in line else ""
+        elif words[0] == "Rss:" and slot:
+            found[slot] = found.get(slot, 0) + int(words[1]) * 1024
     return found
 
 
-def size_of_the_newest(era: Path) -> tuple[int, int]:
-    """Its slot's inode, and the bytes that it needs there."""
+def size_of_the_newest(era: Path) -> tuple[str, int]:
+    """Its slot, and the bytes that it needs there."""
     newest = max(memory.look(era.parent), key=lambda one: one.order)
-    size = memory.RECORD_BYTES + newest.record.size
-    return (era.parent / newest.file).stat().st_ino, size
+    return Path(newest.file).name, memory.RECORD_BYTES + newest.record.size
 
 
 def threads() -> list[str]:
@@ -82,8 +81,8 @@ def test_a_new_job_has_the_memory_of_its_first_snapshot_before_it_is_made(
         before = resident(kept)
         train(state, 1)
         assert manager.snapshot(1, state)
-        inode, needed = size_of_the_newest(kept)
-        assert needed <= before[inode] < needed * 1.1
+        name, needed = size_of_the_newest(kept)
+        assert needed <= before[name] < needed * 1.1
 
 
 def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept: Path) -> None:
@@ -99,8 +98,8 @@ def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept:
             before = resident(kept)
             train(state, 1)
             assert manager.snapshot(1, state)
-            inode, needed = size_of_the_newest(kept)
-            assert needed <= before[inode] < needed * 1.1
+            name, needed = size_of_the_newest(kept)
+            assert needed <= before[name] < needed * 1.1
     finally:
         dist.destroy_process_group()
 
@@ -124,8 +123,8 @@ def test_a_job_that_goes_on_from_a_disk_has_it_too(tmp_path: Path, kept: Path) -
         before = resident(kept)
         train(state, 2)
         assert manager.snapshot(2, state)
-        inode, needed = size_of_the_newest(kept)
-        assert needed <= before[inode] < needed * 1.1
+        name, needed = size_of_the_newest(kept)
+        assert needed <= before[name] < needed * 1.1
 
 
 class Average:
@@ -154,12 +153,16 @@ def test_an_object_with_a_state_of_its_own_is_not_asked_and_the_slot_grows_for_i
         (before,) = resident(kept)
         train(state, 1)
         assert manager.snapshot(1, state)
-        inode, _ = size_of_the_newest(kept)
-        assert inode == before
+        name, needed = size_of_the_newest(kept)
+        assert name == before
     found = made() | {"average": Average(asked)}
     found["average"].values.zero_()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(found).source == "memory"
+        # How large the last one was is known.
+        until("its slot", lambda: resident(kept) and idle(manager))
+        (pages,) = resident(kept).values()
+        assert needed <= pages < needed + memory.RECORD_BYTES
     assert found["average"].values.eq(1).all()
     for name, value in state["model"].state_dict().items():
         assert torch.equal(found["model"].state_dict()[name], value)
