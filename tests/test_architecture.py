@@ -45,7 +45,7 @@ PURE = (
     "checkpoint/cover.py",
     "checkpoint/manifest.py",
     "data/deal.py",
-    "launch/slurm.py",
+    "launch/schedulers.py",
     "logical/shares.py",
     "observe/event.py",
     "rendezvous/decide.py",

@@ -1,7 +1,8 @@
 """What a launch is told, as one value that is checked before anything starts.
 
-Every setting works or is refused with a sentence. The defaults are those of Python callers, torch's
-where the field is; the command line has torchrun's (`arguments.py`), such as 0 restarts and not 3.
+Every setting works or is refused with a sentence. The defaults are those of the flags, but for the
+two that torch itself has twice: its `LaunchConfig` restarts 3 times, and calls the role
+`default_role`, where torchrun says 0 and `default`.
 """
 
 from __future__ import annotations
@@ -11,27 +12,31 @@ from typing import Any
 
 import attrs
 
+from ..agent.options import AgentOptions
+from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits, Timing
-from ..workers.output import OutputPlan, StreamChoice
+from ..workers.cpu import BINDINGS
+from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
-from .command_line import MASTER_PORT as MASTER_PORT
+from .endpoints import check_endpoints, check_local_addr, parts_of
 from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
-from .names import check_name
-from .observe_flags import port_text
-from .output_flags import check_numa_binding, check_output
-from .supervision_flags import SupervisionOptions, check_replicas
-from .tcp_endpoints import check_endpoints, check_local_addr, parts_of
+from .flags import DEFAULTS, REQUEUES
 from .torch_fields import check_shutdown, plain_values, texts
 from .torch_names import check_beside_torchs, our_name
 from .torchrun_options import TorchrunOptions
 
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
+LONGEST_NAME = 256
 ANSWER_SECONDS = 5.0
 TCP_BACKENDS = ("tcp", "c10d", "static")
 """Those that meet in a TCP store."""
+OBSERVE_FLAG = "--observe-port"
+HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = "::"
 
 
 @attrs.frozen
@@ -157,6 +162,137 @@ _READERS = {
 }
 
 
+def check_name(said: str, name: str) -> str:
+    """The name of a job or of one of its launches, if every node and store can encode it; said:
+    what gave it.
+
+    Raises:
+        ConfigError: names both and the rule.
+    """
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:  # bytes of the command line that Python had to smuggle in
+        raise ConfigError(f"{said} is a name in UTF-8, got {name[:40]!r}") from None
+    if not 0 < length <= LONGEST_NAME:
+        raise ConfigError(f"{said} is a name of 1 to {LONGEST_NAME} bytes, got {name[:40]!r}")
+    return name
+
+
+@attrs.frozen(kw_only=True)
+class SupervisionOptions:
+    """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
+    requeue: who puts the job back into a queue once all of its nodes were drained: none or slurm.
+    The others are the same on all nodes, in seconds. restart_window: after it restarts count no
+    more. restart_backoff: the longest pause before one.
+    """
+
+    agent: AgentOptions = attrs.field(factory=AgentOptions)
+    drain_exit_code: int = DEFAULTS["drain_exit_code"]
+    requeue: str = DEFAULTS["requeue"]
+    restart_window: float = DEFAULTS["restart_window"]
+    restart_backoff: float = DEFAULTS["restart_backoff"]
+
+    def __attrs_post_init__(self) -> None:
+        check_seconds("--restart-window", self.restart_window)
+        check_seconds("--restart-backoff", self.restart_backoff)
+        if not 0 <= self.drain_exit_code <= 255:
+            raise ConfigError(
+                f"--drain-exit-code is a number from 0 to 255, got {self.drain_exit_code}"
+            )
+        if self.requeue not in REQUEUES:
+            raise ConfigError(f"--requeue is {' or '.join(REQUEUES)}, got {self.requeue!r}")
+
+
+def check_seconds(flag: str, value: float) -> None:
+    """Raises ConfigError for a time that cannot be waited for."""
+    if not 0 <= value <= LONGEST:
+        raise ConfigError(f"{flag} is seconds from 0 to {LONGEST:g}, got {value}")
+
+
+def check_replicas(replicas: int, nodes: int) -> None:
+    """Raises ConfigError for more of them than a job of at most so many nodes has others."""
+    if not 0 <= replicas < nodes:
+        raise ConfigError(
+            f"--snapshot-replicas is how many other nodes keep a snapshot: from 0 to {nodes - 1} "
+            f"in a job of up to {nodes}, got {replicas}"
+        )
+
+
+def port_text(value: str | int | None) -> str | None:
+    """What a config's observe_port says, as text that can be read.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if value is None or value == "":
+        return None
+    read_port(str(value), OBSERVE_FLAG, LOOPBACK)
+    return str(value)
+
+
+def read_port(text: str, name: str, host: str) -> tuple[str, int]:
+    """Host and port of `[HOST:]PORT`; host: where none is given.
+
+    Raises:
+        ConfigError: it is neither; name says what was read.
+    """
+    text = text.strip()
+    port = port_of(text)
+    if port is not None:
+        return host, port
+    try:
+        if text.isdigit():
+            raise ConfigError(text)
+        return split_endpoint(text)
+    except ConfigError:
+        raise ConfigError(f"{name} is [HOST:]PORT, a port up to 65535, got {text!r}") from None
+
+
+def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where torch's variable has health checks answered, if it says so.
+
+    At all addresses, of IPv4 as well: who sets it has a probe that comes from outside, as
+    Kubernetes' does, which asks a pod's own address.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    text = environment.get(HEALTH_VARIABLE, "").strip()
+    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE, EVERYWHERE)
+
+
+def check_output(plan: OutputPlan, workers: int) -> None:
+    """Whether each choice can have an effect, with so many workers on a node.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    named = (
+        ("--redirects", plan.redirect.by_rank),
+        ("--tee", plan.tee.by_rank),
+        ("--local-ranks-filter", plan.ranks or ()),
+    )
+    for flag, ranks in named:
+        strays = sorted(rank for rank in ranks if not 0 <= rank < workers)
+        if strays:
+            raise ConfigError(
+                f"{flag} names local rank {strays[0]}, and there are {workers} workers a node"
+            )
+    for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
+        seen = any(plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(workers))
+        if plan.needles(stream) and not seen:
+            raise ConfigError(
+                f"--duplicate-{name}-filters looks through what --tee shows, and that is no "
+                f"worker's {name}: add --tee {stream.value}"
+            )
+
+
+def check_numa_binding(name: str | None) -> None:
+    """Raises ConfigError for what is no binding."""
+    if name is not None and name not in BINDINGS:
+        raise ConfigError(f"--numa-binding is one of {', '.join(BINDINGS)}, got {name!r}")
+
+
 @attrs.frozen
 class LaunchConfig:
     """One node's part in a job: torch's fields, in torch's order, and by keyword ours.
@@ -195,12 +331,12 @@ class LaunchConfig:
     rdzv_configs: Mapping[str, Any] = attrs.field(factory=dict)
     rdzv_timeout: float = -1
     max_restarts: int = 3
-    monitor_interval: float = 0.1
+    monitor_interval: float = DEFAULTS["monitor_interval"]
     start_method: str = "warm"
     log_line_prefix_template: str | None = None
     metrics_cfg: Mapping[str, str] = attrs.field(factory=dict)
     local_addr: str | None = None
-    event_log_handler: str = "null"
+    event_log_handler: str = DEFAULTS["event_log_handler"]
     numa_options: Any = None
     signals_to_handle: str | None = None
     duplicate_stdout_filters: tuple[str, ...] = attrs.field(default=(), converter=texts)
@@ -210,7 +346,7 @@ class LaunchConfig:
     node_rank: int | None = attrs.field(default=None, kw_only=True)
     topology: str = attrs.field(default="", kw_only=True)
     spares: int | None = attrs.field(default=None, kw_only=True)
-    store_grace: float = attrs.field(default=300.0, kw_only=True)
+    store_grace: float = attrs.field(default=DEFAULTS["store_grace"], kw_only=True)
     log_dir: str | None = attrs.field(default=None, kw_only=True)
     redirects: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
     tee: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
@@ -278,12 +414,7 @@ class LaunchConfig:
 
     def _check_place(self) -> None:
         fixed = self.alone or self.rdzv_backend == "static"
-        interval = self.supervision.min_resize_interval or None
-        for flag, given in (
-            ("--topology", self.topology),
-            ("--spares", self.spares),
-            ("--min-resize-interval", interval),
-        ):
+        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
             if fixed and given not in ("", None):
                 raise ConfigError(
                     f"{flag} is for jobs whose nodes come and go, got {given!r} for "
@@ -388,7 +519,6 @@ class LaunchConfig:
             launch=self.options.launch,
             restart_window=self.supervision.restart_window,
             restart_backoff=self.supervision.restart_backoff,
-            resize_interval=self.supervision.min_resize_interval,
         )
 
     @property

@@ -11,7 +11,7 @@ from distributions import install
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, build_flags, read_launch
-from elasticlib.launch.settings import Source
+from elasticlib.launch.flags import Source
 
 
 def launch(script: str, line: str = "", **variables: str) -> Launch:
