@@ -8,7 +8,6 @@ here, nor attrs, so that --help and usage errors are answered at once.
 from __future__ import annotations
 
 import argparse
-import copy
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -95,7 +94,7 @@ class Flag(NamedTuple):
             how = {"choices": self.choices, "metavar": self.spec.rpartition(" ")[2]}
             how |= {"action": "append"} if self.kind is list else {"type": self.kind}
         shown = self.shown
-        if shown is None and self.default not in (None, False, "", []):
+        if shown is None and not self.switch and self.default not in (None, "", []):
             shown = f"{self.default:g}" if self.kind is float else str(self.default)
         words = (self.help, f"(default: {shown})" if shown else "", OWN if self.own else "")
         group.add_argument(
@@ -188,9 +187,9 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "give this node this rank (static), or wish for it (other backends)",
             kind=int,
         ),
-        Flag("--master-addr HOST", "find node 0 at this address (static)", shown="127.0.0.1"),
+        Flag("--master-addr HOST", "static backend: find node 0 at HOST", shown="127.0.0.1"),
         Flag(
-            "--master-port PORT", "find node 0 at this port (static)", None, int, str(MASTER_PORT)
+            "--master-port PORT", "static backend: find node 0 at PORT", None, int, str(MASTER_PORT)
         ),
         Flag("--local-addr HOST", "have other nodes reach this one at HOST"),
         _Own(
@@ -232,9 +231,9 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         _Own(
             "--hang-timeout auto|SECONDS",
-            "restart workers that call elasticlib.context().step() and then make no step for this "
-            "long (until the first one: at least 15 minutes); auto: 20 times their median step, 3 "
-            "times their longest and at least 5 minutes (until the tenth: at least 15)",
+            "restart workers that call elasticlib.context().step() and then fall silent for this "
+            "long; auto: for 20 times their median step, 3 times their longest or 5 minutes, "
+            "whichever is longest. Before the first step (auto: the tenth) 15 minutes at least",
             shown="hangs are not looked for",
         ),
         _Own(
@@ -307,7 +306,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         Flag("--log-dir DIR", "keep the logs of each run in a folder of its own in DIR"),
         Flag(
             "-r, --redirects STREAMS",
-            "write output to files: 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:2",
+            "write output to files: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:2",
             "0",
         ),
         Flag("-t, --tee STREAMS", "write output to files, and show it as well", "0"),
@@ -341,13 +340,13 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
     "watching the job": (
         _Own(
             "--observe-port [HOST:]PORT",
-            "answer /healthz, /status.json and /metrics there: at 127.0.0.1 unless HOST is given "
-            "(0.0.0.0 for probes from outside), at a free port for 0, which is logged",
+            "answer /healthz, /status.json and /metrics at PORT (0: any free one, it is logged); "
+            "HOST is 127.0.0.1 unless given: 0.0.0.0 is for probes and scrapes from outside",
         ),
         _Own("--no-events", "keep no events.jsonl, the record of what happens to the job", False),
         Flag(
             "--event-log-handler NAME",
-            "null; or console, to write torchrun's events to stderr, a line of JSON each",
+            "console: write torchrun's events to stderr, a line of JSON each",
             "null",
         ),
     ),
@@ -394,9 +393,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Shows each flag in one spelling; its underscore twin is read all the same."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = [word for word in action.option_strings if "_" not in word]
-        return super()._format_action_invocation(shown)
+        if action.dest in FLAGS:
+            return FLAGS[action.dest].spec
+        return super()._format_action_invocation(action).partition(", --print_")[0]
 
 
 class FlagTable(NamedTuple):
