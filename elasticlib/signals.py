@@ -7,7 +7,7 @@ import signal
 from .errors import ConfigError
 
 NOT_TO_BE_HEARD = frozenset({signal.SIGKILL, signal.SIGSTOP})
-NEVER_MEANT = frozenset(
+NEVER = frozenset(
     {
         *("SIGKILL", "SIGSTOP"),
         *("SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGPIPE"),
@@ -49,20 +49,21 @@ def can_be_heard(number: int) -> bool:
     return number in signal.valid_signals() and number not in NOT_TO_BE_HEARD
 
 
-def signal_numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
-    """The signals that a flag names, as `SIGTERM,SIGUSR1` or `none`; None where it says nothing.
+def read_signals(text: str | None, flag: str) -> tuple[int, ...] | None:
+    """The signals that a flag names, each once; None if it was not given.
 
     Raises:
-        ConfigError: names the flag, and what is none or cannot be meant.
+        ConfigError: it names no signal, or one that cannot be heard or means something else.
     """
     if text is None:
         return None
-    names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    return tuple(dict.fromkeys(_meant(name, flag) for name in names))
+    if text == "none":
+        return ()
+    return tuple(dict.fromkeys(_number(name.strip(), flag) for name in text.split(",")))
 
 
-def _meant(name: str, flag: str) -> int:
-    if name in NEVER_MEANT:
+def _number(name: str, flag: str) -> int:
+    if name in NEVER:
         raise ConfigError(f"{flag}: {name} cannot mean that")
     number = signal_number(name)
     if number is None:

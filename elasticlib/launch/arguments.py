@@ -18,7 +18,7 @@ import attrs
 from ..agent.hang import HangLimits
 from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
-from ..signals import signal_name, signal_numbers
+from ..signals import read_signals, signal_name
 from ..workers.cpu import count_cores
 from ..workers.output import parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
@@ -193,8 +193,8 @@ def _hang_limits(text: str | None) -> HangLimits | None:
 
 def _heeded(settings: Settings) -> AgentOptions:
     """Which signals end the run and which drain: what is said goes before what is assumed."""
-    ends = signal_numbers(settings["signals_to_handle"], "--signals-to-handle")
-    drains = signal_numbers(settings["drain_signals"], "--drain-signals")
+    ends = read_signals(settings["signals_to_handle"], "--signals-to-handle")
+    drains = read_signals(settings["drain_signals"], "--drain-signals")
     usual: tuple[int, ...] = DRAIN_SIGNALS
     if settings.found["drain_signals"].source is Source.CLUSTER:
         # A scheduler names its own as we name ours: nobody has asked for these and no others.

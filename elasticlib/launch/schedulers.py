@@ -187,8 +187,7 @@ MOST = 65536
 """Names of one list; more than any Slurm has nodes."""
 _RANGE = "[0-9]+(?:-[0-9]+)?"
 _NAME = rf"(?:[^\s,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
-_LIST = re.compile(rf"{_NAME}(?:,{_NAME})*")
-_PIECE = re.compile(r"\[[^\]]*\]|[^\[\]]+")
+_PIECE = r"\[[^\]]*\]|[^\[\]]+"
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -200,7 +199,7 @@ def expand_nodelist(text: str) -> list[str]:
     Raises:
         ConfigError: it is no such list, or one of more than `MOST` names.
     """
-    if _LIST.fullmatch(text) is None:
+    if re.fullmatch(rf"{_NAME}(?:,{_NAME})*", text) is None:
         raise ConfigError(
             f"a list of Slurm's nodes is names with numbers in brackets, as n[01-03,7],m2, "
             f"got {text!r}"
@@ -209,7 +208,7 @@ def expand_nodelist(text: str) -> list[str]:
     for entry in re.findall(_NAME, text):
         pieces = [
             _numbers(piece[1:-1]) if piece.startswith("[") else [piece]
-            for piece in _PIECE.findall(entry)
+            for piece in re.findall(_PIECE, entry)
         ]
         if len(names) + prod(map(len, pieces)) > MOST:
             raise ConfigError(f"a list of nodes has at most {MOST} names, got {text!r}")
