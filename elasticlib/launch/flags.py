@@ -18,7 +18,6 @@ from ..errors import ConfigError
 from ..flag_values import AT_STEP, DRAIN_EXIT_CODE, GRACE, RESIZES, STORE_GRACE
 from ..workers.cpu import BINDINGS
 from .backend_names import BACKENDS
-from .schedulers import CLUSTERS, Job
 
 PREFIX = "PET_"
 MASTER_PORT = 29500
@@ -199,9 +198,9 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         _Own(
             "--from-env NAME",
-            "take what is not given from a scheduler's variables: %(choices)s",
+            "take what is not given from a scheduler's variables: none, auto, slurm, skypilot, or "
+            "what another distribution registers",
             "none",
-            choices=CLUSTERS,
         ),
         _Own(
             "--store-grace SECONDS",
@@ -502,7 +501,7 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Layer, tuple[str, ..
     return found, tuple(notes)
 
 
-def read_job(job: Job) -> Layer:
+def read_job(job: Mapping[str, tuple[str, str]]) -> Layer:
     """What a scheduler says."""
     return {
         dest: Setting(FLAGS[dest].read(text, origin), Source.CLUSTER, origin)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import prod
 
@@ -37,15 +37,22 @@ def read_cluster(name: str, environment: Mapping[str, str]) -> tuple[str, Job]:
     """The scheduler's name and what it says; `none` where `auto` finds none.
 
     Raises:
-        ConfigError: the one that is named did not start this process, or its detector is broken.
+        ConfigError: there is none of this name, it did not start this process, or its detector is
+            broken.
     """
-    for candidate in CLUSTERS if name == "auto" else (name,):
-        if candidate in _WORDS:
-            continue
+    if name == "none":
+        return "none", {}
+    # The metadata of distributions is read only where ours do not do.
+    others = [] if name in OURS else sorted(set(_registered()) - {"none", "auto", *OURS})
+    names = (*OURS, *others)
+    if name not in ("auto", *names):
+        known = ", ".join(("none", "auto", *names))
+        raise ConfigError(f"--from-env is one of {known}, got {name!r}")
+    for candidate in names if name == "auto" else (name,):
         job = _detect(candidate, environment)
         if job is not None:
             return candidate, job
-    if name in _WORDS:
+    if name == "auto":
         return "none", {}
     raise ConfigError(
         f"--from-env {name}: nothing in the environment is of {name}; "
@@ -272,21 +279,3 @@ def read_skypilot(environment: Mapping[str, str]) -> Job | None:
 
 OURS: Mapping[str, Detector] = {"slurm": read_slurm, "skypilot": read_skypilot}
 """In the order in which `auto` asks them."""
-_WORDS = ("none", "auto")
-
-
-class ClusterNames(Collection[str]):
-    """What --from-env takes; the metadata of distributions is read only where ours do not do."""
-
-    def __contains__(self, name: object) -> bool:
-        return name in (*_WORDS, *OURS) or name in _registered()
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (*_WORDS, *OURS)
-        yield from sorted(set(_registered()) - {*_WORDS, *OURS})
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-CLUSTERS = ClusterNames()

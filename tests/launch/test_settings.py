@@ -181,5 +181,7 @@ def test_a_scheduler_says_what_nobody_else_does(
     assert launch(script, "--from-env auto", FARM_JOB="j9").cluster == "farm"
     assert launch(script, "--from-env auto").cluster == "none"
     assert launch(script, FARM_JOB="j9").cluster == "none"
+    with pytest.raises(ConfigError, match="one of none, auto, slurm, skypilot, farm, got 'pbs'"):
+        launch(script, "--from-env pbs")
     with pytest.raises(ConfigError, match="--from-env farm: nothing in the environment is of farm"):
         launch(script, "--from-env farm")
