@@ -7,7 +7,7 @@ two that torch itself has twice: its `LaunchConfig` restarts 3 times, and calls 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -39,22 +39,74 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = "::"
 
 
+def _seconds(key: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST or (seconds == 0 and key != "last_call_timeout"):
+        raise ConfigError(
+            f"--rdzv-conf {key} is a positive number of seconds up to {LONGEST:g}, got {value!r}"
+        )
+    return seconds
+
+
+def _attempts(key: str, value: Any) -> int:
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 2:
+        raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
+    return int(text)
+
+
+def _truth(key: str, value: Any) -> bool:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    truth = known.get(str(value).lower())
+    if truth is None:
+        raise ConfigError(f"--rdzv-conf {key} is true or false, got {value!r}")
+    return truth
+
+
+def _quorum(key: str, value: Any) -> str:
+    if value not in ("majority", "any"):
+        raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
+    return str(value)
+
+
+def _name(key: str, value: Any) -> str:
+    return check_name(f"--rdzv-conf {key}", str(value))
+
+
+def _path(key: str, value: Any) -> str:
+    if not str(value):
+        raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
+    return str(value)
+
+
+def _key(default: Any, read: Callable[[str, Any], Any]) -> Any:
+    """A key of --rdzv-conf: what it is if nobody says, and how what is said is read."""
+    return attrs.field(default=default, metadata={"read": read})
+
+
+_TIMING, _LIMITS = attrs.fields(Timing), attrs.fields(Limits)
+
+
 @attrs.frozen
 class RendezvousOptions:
     """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough, which start."""
 
-    join_timeout: float = 600.0
-    last_call_timeout: float = 2.0
-    close_timeout: float = 30.0
-    read_timeout: float = 60.0
-    keep_alive_interval: float = 1.0
-    keep_alive_max_attempt: int = 5
-    is_host: bool | None = None
-    secret_file: str | None = None
-    quorum: str | None = None
-    launch: str = ""
+    join_timeout: float = _key(_TIMING.join.default, _seconds)
+    last_call_timeout: float = _key(_LIMITS.last_call.default, _seconds)
+    close_timeout: float = _key(_TIMING.close.default, _seconds)
+    read_timeout: float = _key(60.0, _seconds)
+    keep_alive_interval: float = _key(_TIMING.refresh.default, _seconds)
+    keep_alive_max_attempt: int = _key(5, _attempts)
+    is_host: bool | None = _key(None, _truth)
+    secret_file: str | None = _key(None, _path)
+    quorum: str | None = _key(None, _quorum)
+    launch: str = _key("", _name)
 
 
+_READERS = {field.name: field.metadata["read"] for field in attrs.fields(RendezvousOptions)}
 _ELSEWHERE = {
     "heartbeat_timeout": "it is keep_alive_interval * keep_alive_max_attempt here",
     "store_type": "use --rdzv-backend file for a store in a shared folder",
@@ -103,63 +155,6 @@ def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
 
 def _unknown(key: str) -> Any:
     raise ConfigError(f"--rdzv-conf has no key {key!r}; it takes {', '.join(sorted(_READERS))}")
-
-
-def _seconds(key: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 <= seconds <= LONGEST or (seconds == 0 and key != "last_call_timeout"):
-        raise ConfigError(
-            f"--rdzv-conf {key} is a positive number of seconds up to {LONGEST:g}, got {value!r}"
-        )
-    return seconds
-
-
-def _attempts(key: str, value: Any) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 2:
-        raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
-    return int(text)
-
-
-def _truth(key: str, value: Any) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    truth = known.get(str(value).lower())
-    if truth is None:
-        raise ConfigError(f"--rdzv-conf {key} is true or false, got {value!r}")
-    return truth
-
-
-def _quorum(key: str, value: Any) -> str:
-    if value not in ("majority", "any"):
-        raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
-    return str(value)
-
-
-def _name(key: str, value: Any) -> str:
-    return check_name(f"--rdzv-conf {key}", str(value))
-
-
-def _path(key: str, value: Any) -> str:
-    if not str(value):
-        raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
-    return str(value)
-
-
-_READERS = {
-    "join_timeout": _seconds,
-    "last_call_timeout": _seconds,
-    "close_timeout": _seconds,
-    "read_timeout": _seconds,
-    "keep_alive_interval": _seconds,
-    "keep_alive_max_attempt": _attempts,
-    "is_host": _truth,
-    "secret_file": _path,
-    "quorum": _quorum,
-    "launch": _name,
-}
 
 
 def check_name(said: str, name: str) -> str:
