@@ -176,9 +176,9 @@ def check_name(said: str, name: str) -> str:
 @attrs.frozen(kw_only=True)
 class SupervisionOptions:
     """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
-    requeue: who puts the job back into a queue once all of its nodes were drained: none or slurm.
-    The others are the same on all nodes, in seconds. restart_window: after it restarts count no
-    more. restart_backoff: the longest pause before one.
+    requeue: which scheduler puts the job back into its queue once all nodes were drained: none or
+    slurm. restart_window: stable seconds after which the restart count is reset; 0: never.
+    restart_backoff: seconds that a restart is held back for at most; both the same on all nodes.
     """
 
     agent: AgentOptions = attrs.field(factory=AgentOptions)
@@ -205,7 +205,7 @@ def check_seconds(flag: str, value: float) -> None:
 
 
 def check_replicas(replicas: int, nodes: int) -> None:
-    """Raises ConfigError for more of them than a job of at most so many nodes has others."""
+    """Raises ConfigError for more replicas than a job of up to so many nodes has other nodes."""
     if not 0 <= replicas < nodes:
         raise ConfigError(
             f"--snapshot-replicas is how many other nodes keep a snapshot: from 0 to {nodes - 1} "
@@ -246,8 +246,8 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Where torch's variable has health checks answered, if it says so.
 
-    At all addresses, of IPv4 as well: who sets it has a probe that comes from outside, as
-    Kubernetes' does, which asks a pod's own address.
+    At all addresses, of IPv4 as well: the probe comes from outside, as Kubernetes' does, which asks
+    a pod's own address.
 
     Raises:
         ConfigError: it is no port.
@@ -297,22 +297,22 @@ class LaunchConfig:
     distribution takes, or empty for one node alone. rdzv_configs: the keys of --rdzv-conf;
     rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
     an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`.
-    log_line_prefix_template: what stands before each line of `tee`, with `${role_name}`, `${rank}`,
-    `${local_rank}` and `${hostname}`. What torch's DefaultLogsSpecs, numa_options and
+    log_line_prefix_template: how each line of `tee` begins, with `${role_name}`, `${rank}`,
+    `${local_rank}` and `${hostname}` filled in. What torch's DefaultLogsSpecs, numa_options and
     signals_to_handle say is found in our own fields, too; logs_specs may be another of torch's
     kind, or the name of an entry point of `torchrun.logs_specs`. event_log_handler: `null`, or
     `console` for an event a line.
     virtual_local_rank: each worker sees its own GPU alone, as device 0. shutdown_timeout: seconds
     between SIGTERM and SIGKILL; None: what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
 
-    node_rank: a rank to ask for; the rank itself with the static backend. topology: nodes with the
-    same one get adjacent ranks. spares: how many nodes beyond max_nodes may wait, None for any.
-    store_grace: seconds for which the store may be away. local_ranks_filter: those whose output is
-    shown, None for all. supervision: signals, drains, resizes and what else there is to the budget
-    of restarts. numa_binding: which processors near its GPU a worker is bound to. preload: what
-    workers that are started warm have imported besides torch. events: whether what happens is kept
-    as `events.jsonl`. torchrun: what else torchrun takes from its variables. observe_port:
-    `[HOST:]PORT` for health and metrics, None for no port.
+    node_rank: the rank to ask for; with the static backend, the rank. topology: nodes with the same
+    one get adjacent ranks. spares: how many nodes beyond max_nodes may wait to take a lost one's
+    place; None: any number. store_grace: seconds workers keep running while the store is
+    unreachable. local_ranks_filter: the local ranks whose output is shown; None: all. supervision:
+    signals, drains, resizes and restarts. numa_binding: which processors near its GPU a worker runs
+    on. preload: modules to import before workers are forked, besides torch. events: whether to keep
+    an `events.jsonl`. torchrun: what torchrun takes from variables that stand for no flag.
+    observe_port: `[HOST:]PORT` for health and metrics; None: no port.
     """
 
     min_nodes: int = 1
