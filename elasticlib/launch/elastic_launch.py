@@ -39,17 +39,17 @@ from ..workers.spec import (
 )
 from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
+from .endpoints import read_secret
 from .events import TorchsEvents, entry_name
 from .exit_summary import summary
-from .held_signals import HELD, HeldSignals
 from .journals import kept_logs, open_journal
 from .live import answering
 from .meeting import Meeting, open_meeting
 from .observed import Observed
 from .own_workers import check_machine, local_workers, spec_of
+from .process import HELD, HeldSignals
 from .put_metrics import PutMetrics
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
-from .secret import read_secret
 from .torch_fields import check_shutdown, ours
 from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
