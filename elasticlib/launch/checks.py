@@ -23,7 +23,7 @@ from .config import TCP_BACKENDS, LaunchConfig
 from .observe_flags import EVERYWHERE, FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .requeue import find_requeue
 from .secret import read_secret
-from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
+from .store_host import NOT_OURS, is_ours, of_several_machines, resolve
 from .torchrun_options import log_level
 
 CONNECT_SECONDS = 2.0

@@ -16,8 +16,8 @@ from ..rendezvous.document import Limits, Timing
 from ..workers.output import OutputPlan, StreamChoice
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
+from .backends import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .command_line import MASTER_PORT as MASTER_PORT
-from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .names import check_name
 from .observe_flags import port_text
 from .output_flags import check_numa_binding, check_output

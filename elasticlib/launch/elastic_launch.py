@@ -45,10 +45,10 @@ from .exit_summary import summary
 from .held_signals import HELD, HeldSignals
 from .journals import kept_logs, open_journal
 from .live import answering
-from .meeting import Meeting, open_meeting
 from .observed import Observed
 from .own_workers import check_machine, local_workers, spec_of
 from .put_metrics import PutMetrics
+from .rendezvous_setup import Meeting, open_meeting
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 from .secret import read_secret
 from .torch_fields import check_shutdown, ours

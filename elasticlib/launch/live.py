@@ -15,7 +15,7 @@ from ..observe.journal import NodeJournal
 from ..observe.question import Stacks
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
-from .meeting import Meeting
+from .rendezvous_setup import Meeting
 
 POLL_SECONDS = 1.0
 """Between looks for a question where waiting is a poll of files."""

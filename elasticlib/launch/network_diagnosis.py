@@ -12,7 +12,7 @@ from ..stores.secret import VARIABLE
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from .checks import Finding, dial, why_not_served
-from .tcp_place import is_ours, of_several_machines, outward_address, resolve
+from .store_host import is_ours, of_several_machines, outward_address, resolve
 
 CONNECT_SECONDS = 3.0
 GLOO, NCCL, TENSORPIPE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"

@@ -28,11 +28,11 @@ from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
+from .backends import check_etcd_keys, read_etcd_place
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
-from .etcd_place import check_etcd_keys, read_etcd_place
 from .secret import read_secret
+from .store_host import resolve
 from .tcp_endpoints import parts_of
-from .tcp_place import resolve
 from .torch_names import our_name
 
 LONGEST_TIMEOUT = 30.0
@@ -194,7 +194,7 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
 
 def _open_foreign(target: Target, timeout: float) -> Store:
     # Imported here: most stores are ours.
-    from .meeting import open_to_look
+    from .rendezvous_setup import open_to_look
 
     config = LaunchConfig(
         run_id=target.run_id or "none",

@@ -20,7 +20,7 @@ from vanishing import vanishing
 
 from elasticlib import TcpStoreServer
 from elasticlib.held_folder import FolderLock
-from elasticlib.launch import diagnosis, network_diagnosis, tcp_place
+from elasticlib.launch import diagnosis, network_diagnosis, store_host
 from elasticlib.launch.checks import Finding, dial
 from elasticlib.launch.commands import main
 from elasticlib.launch.doctor_command import taken
@@ -91,7 +91,7 @@ def test_a_machines_own_name_is_asked_at_the_address_at_which_the_store_is_serve
 ) -> None:
     with TcpStoreServer("127.0.0.1", 0).start() as server:
         found = one(network_diagnosis.look_at_endpoint(own_name, server.port, None), "reach")
-        assert dial(tcp_place.resolve(own_name, server.port), server.port, 1) == "127.0.0.1"
+        assert dial(store_host.resolve(own_name, server.port), server.port, 1) == "127.0.0.1"
     assert (found.good, f"an elasticlib store answers at {own_name}" in found.sentence) == (
         True,
         True,

@@ -15,7 +15,7 @@ from test_elasticrun import DUMP, RUN
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.launch.secret import read_secret
 
 VARIABLE = "ELASTICLIB_SECRET"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticlib import LaunchConfig, TcpStore, TcpStoreServer
-from elasticlib.launch.tcp_place import TcpMeetingPlace, is_ours, outward_address, resolve
+from elasticlib.launch.store_host import TcpMeetingPlace, is_ours, outward_address, resolve
 
 
 class WithoutIPv6(socket.socket):

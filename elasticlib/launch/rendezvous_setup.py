@@ -23,7 +23,7 @@ from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import TCP_BACKENDS, LaunchConfig
-from .tcp_place import TcpMeetingPlace, TorchFront, address_towards, outward_address, served_here
+from .store_host import TcpMeetingPlace, TorchFront, address_towards, outward_address, served_here
 
 log = logging.getLogger("elasticlib.launch")
 
