@@ -38,14 +38,11 @@ from ..workers.spec import (
     Ladder,
     WorkerState,
 )
-from . import report
 from .config import LONGEST, TCP_BACKENDS, LaunchConfig
 from .events import TorchsEvents, entry_name
-from .exit_summary import summary
+from .exit_report import summary, write_failure
 from .held_signals import HELD, HeldSignals
-from .journals import kept_logs, open_journal
-from .live import answering
-from .observed import Observed
+from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .put_metrics import PutMetrics
 from .rendezvous_setup import Meeting, open_meeting
@@ -199,7 +196,7 @@ def _run_node(
         began(agent)
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()
-        _write_report(runners, result)
+        write_failure(runners, result)
         _depart(meeting, config, result, requeue)
     if summed is not None:
         summed(summary(journal, kept_logs(runners)))
@@ -299,16 +296,6 @@ def shutdown_seconds(config: LaunchConfig) -> float:
         seconds = -1.0
     check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}", LONGEST)
     return seconds
-
-
-def _write_report(runners: Workers, result: RunResult) -> None:
-    folder = runners.kept_folder if isinstance(runners, LocalWorkers) else None
-    if folder is None or result.state is not WorkerState.FAILED:
-        return
-    try:
-        (folder / report.FILE).write_bytes(report.as_json(result))
-    except OSError as error:
-        log.warning("the report is not written to %s: %s", folder, error)
 
 
 @contextlib.contextmanager

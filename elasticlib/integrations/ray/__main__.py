@@ -21,8 +21,8 @@ from ...launch.command_line import read
 from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
 from ...launch.elasticrun import leave_error_of
+from ...launch.exit_report import result_text
 from ...launch.flags import read_flags, read_variables
-from ...launch.report import told
 from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
 from .launch import run_job
@@ -126,7 +126,7 @@ def _run(argv: Sequence[str], run: Run) -> int:
     for note in launch.settings.notes:
         log.warning("%s", note)
     result = run(launch.config, launch.entrypoint, options)
-    sys.stderr.write(told(result))
+    sys.stderr.write(result_text(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return launch.config.supervision.drain_exit_code
