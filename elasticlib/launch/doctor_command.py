@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -34,14 +34,11 @@ _WORDS = {True: "ok", False: "BAD", None: "note"}
 Look = Callable[[], "Iterator[Finding]"]
 
 
-def add_doctor(commands: Any) -> None:
-    """Add the subcommand to those of `elasticlib`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="look for what would keep a job from running here",
-        description="Look at this machine, and at an endpoint, for what would keep a job from "
-        "running, and say what to do about it. Exit status: 0 if nothing is bad, 1 if something "
-        "is, 2 for a command line or a secret that makes no sense.",
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Look at this machine, and at an endpoint, for what would keep a job from running, and say "
+        "what to do about it. Exit status: 0 if nothing is bad, 1 if something is, 2 for a command "
+        "line or a secret that makes no sense."
     )
     parser.add_argument(
         "--rdzv-endpoint",

@@ -12,13 +12,13 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 from ..errors import ElasticError
 from ..observe.kept_logs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail
 from ..observe.runs import find_runs
-from ..visible import visible
-from .chosen_ranks import ranks_of
+from ..workers.output import parse_ranks
+from .command_tools import complain, typed
 
 LOOK_SECONDS = 0.2
 LOOKS_FOR_NODES = 20
@@ -31,13 +31,10 @@ _KEEP = (
 )
 
 
-def add_logs(commands: Any) -> None:
-    """Add the subcommand to those of `elasticlib`."""
-    parser = commands.add_parser(
-        "logs",
-        help="show the lines that a run's workers wrote",
-        description="Show the lines of a run's workers, each with its global rank before it. "
-        "Exit status: 0 done, 1 no such run or nothing kept, 2 a wrong command line.",
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show the lines of a run's workers, each with its global rank before it. Exit status: 0 "
+        "done, 1 no such run or nothing kept, 2 a wrong command line."
     )
     parser.add_argument(
         "name",
@@ -48,7 +45,11 @@ def add_logs(commands: Any) -> None:
         "that goes on, or if none does the newest)",
     )
     parser.add_argument(
-        "-r", "--ranks", type=ranks_of, metavar="R,R-R", help="of these global ranks alone"
+        "-r",
+        "--ranks",
+        type=typed(parse_ranks),
+        metavar="R,R-R",
+        help="of these global ranks alone",
     )
     parser.add_argument(
         "-f",
@@ -92,7 +93,7 @@ def _run(chosen: argparse.Namespace) -> int:
         logs = _Logs(chosen, nodes, _Lines(sys.stdout.buffer, coloured=_coloured(sys.stdout)))
         return logs.follow() if chosen.follow else logs.show()
     except ElasticError as error:
-        return _complain(str(error))
+        return complain("logs", error, 1)
     except KeyboardInterrupt:
         return 0
 
@@ -215,20 +216,16 @@ class _Logs:
         known = {rank for one in there for rank in range(one.first, one.last + 1)}
         lacking = sorted(set(self._ranks or ()) - known)
         if not there:
-            known_ = sorted({one.number for node in self._nodes for one in node.attempts})
-            which = f"has the attempts {known_}" if known_ else "has started no workers"
-            return _complain(f"run {name} {which}")
+            numbers = sorted({one.number for node in self._nodes for one in node.attempts})
+            which = f"has the attempts {numbers}" if numbers else "has started no workers"
+            return complain("logs", f"run {name} {which}", 1)
         if lacking:
-            _complain(f"run {name} has the ranks {min(known)} to {max(known)} there, not {lacking}")
+            ranks = f"the ranks {min(known)} to {max(known)} there, not {lacking}"
+            complain("logs", f"run {name} has {ranks}", 1)
         shown = self._shown | {rank for rank, _ in self._tails.values()}
         asked = known if self._ranks is None else known & self._ranks
         if asked and not shown:
-            return _complain(f"run {name} keeps nothing of these workers: {_KEEP}")
+            return complain("logs", f"run {name} keeps nothing of these workers: {_KEEP}", 1)
         if asked - shown:
-            _complain(f"nothing is kept of the ranks {sorted(asked - shown)}: {_KEEP}")
+            complain("logs", f"nothing is kept of the ranks {sorted(asked - shown)}: {_KEEP}", 1)
         return 1 if lacking else 0
-
-
-def _complain(sentence: str) -> int:
-    print(f"elasticlib logs: {visible(sentence)}", file=sys.stderr)
-    return 1
