@@ -9,7 +9,6 @@ refused by name. Files are read when the store is opened.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from ..errors import ConfigError, describe
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.interface import Store
+from .addresses import resolve, source_address
 from .backend_names import ETCD_BACKENDS, OUR_BACKENDS, is_torchs, registered
 from .torch_names import TORCH_C10D, registered_with_torch
 
@@ -182,7 +182,7 @@ class EtcdPlace:
     def find_address(self, outward: Callable[[], str]) -> str:
         """This node's address on the route to etcd; `outward` where etcd does not tell."""
         for member in self.members:
-            address = _address_towards(member)
+            address = source_address(resolve(member.host, member.port), member.port)
             # One of many members may be on each node, and says nothing of where the others are.
             if address is not None and not address.startswith("127.") and address != "::1":
                 return address
@@ -216,19 +216,3 @@ def check_etcd_keys(backend: str, conf: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--rdzv-conf {', '.join(stray)} {belong} to --rdzv-backend etcd, not to {backend}"
         )
-
-
-def _address_towards(member: Member) -> str | None:
-    try:
-        found = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_DGRAM)
-    except socket.gaierror:
-        return None
-    for family, kind, proto, _, address in found:
-        with socket.socket(family, kind, proto) as probe:
-            try:
-                # Connecting a datagram socket chooses a route and sends nothing.
-                probe.connect(address)
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return None

@@ -23,7 +23,7 @@ from ..checkpoint.pack_head import Row, read_head, rows_of
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible
-from .command_tools import complain, show, table_lines
+from .command_tools import Table, complain, show, table_lines
 
 REPORT_SECONDS = 5.0
 """Between two lines about progress, where there is no terminal to show it in place."""
@@ -133,7 +133,7 @@ def _list(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
         print(json.dumps([_fields(one) for one in found], indent=1))
     elif found:
         head = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
-        show((head, [_row(one) for one in found]))
+        show(Table(head, [_row(one) for one in found]))
     else:
         print(f"no checkpoints in {folder.place.name}")
     return 0
@@ -149,7 +149,8 @@ def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     if chosen.json:
         print(json.dumps([_fields(one) for one in checked], indent=1))
     elif checked:
-        show((("STEP", "SIZE", "STATE"), [(*_row(one)[:2], _row(one)[-1]) for one in checked]))
+        rows = [(*_row(one)[:2], _row(one)[-1]) for one in checked]
+        show(Table(("STEP", "SIZE", "STATE"), rows))
     else:
         print(f"no checkpoints in {folder.place.name}")
     return int(any(one.flaw for one in checked))
@@ -200,7 +201,7 @@ def _show(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     print(visible(f"step {step}: {size}, saved {saved} by {by}, world {world}, metrics {metrics}"))
     inner = [row for row in rows if row.path] or rows
     names = [f"{'  ' * (len(row.path) - 1)}{''.join(row.path[-1:])}" for row in inner]
-    tree = ((), [(name, _about(row)) for name, row in zip(names, inner, strict=True)])
+    tree = Table((), [(name, _about(row)) for name, row in zip(names, inner, strict=True)])
     print("\n".join(table_lines(tree)))
     return 0
 

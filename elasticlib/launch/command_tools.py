@@ -11,17 +11,23 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ConfigError
 from ..visible import visible, visible_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table as Drawn
 
-Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""A head, which may be empty, and rows."""
+
+class Table(NamedTuple):
+    """head: may be empty. title: stands above it, and has the rows indented."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
 Part: TypeAlias = "str | Table"
 """Of what is shown: lines of text, or a table, which is left out where it has no row."""
 T = TypeVar("T")
@@ -55,15 +61,13 @@ def complain(command: str, error: object, status: int) -> int:
 
 def table_lines(table: Table) -> list[str]:
     """A table as plain text, a line a row; nothing where there is no row."""
-    head, body = table
-    if not body:
+    if not table.rows:
         return []
-    rows = [[visible_line(cell) for cell in row] for row in (head, *body) if row]
+    rows = [[visible_line(cell) for cell in row] for row in (table.head, *table.rows) if row]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    indent = "  " if table.title else ""
+    lines = [indent + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [table.title, *lines] if table.title else lines
 
 
 def show(*parts: Part) -> None:
@@ -109,24 +113,24 @@ def _drawn(parts: Sequence[Part]) -> RenderableType:
 
     found: list[RenderableType] = []
     for part in parts:
-        if not isinstance(part, str):
-            if part[1]:
-                found += [_drawn_table(*part), ""]
-        elif part:
-            found += [Text(part), ""]
+        if isinstance(part, str):
+            found += [Text(part), ""] if part else []
+        elif part.rows:
+            found += [Text(part.title)] if part.title else []
+            found += [_drawn_table(part), ""]
     return Group(*found[:-1])
 
 
-def _drawn_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Drawn:
-    from rich.table import Table as Drawn
+def _drawn_table(table: Table) -> RenderableType:
+    from rich.padding import Padding
+    from rich.table import Table as Grid
     from rich.text import Text
 
-    table = Drawn(box=None, header_style="bold", pad_edge=False, show_header=bool(head))
-    for at, name in enumerate(head or rows[0]):
+    grid = Grid(box=None, header_style="bold", pad_edge=False, show_header=bool(table.head))
+    for at, name in enumerate(table.head or table.rows[0]):
         # Only what comes last may be long, and is broken where it has no room.
-        options: dict[str, Any] = {"no_wrap": at < len(rows[0]) - 1}
-        table.add_column(name, **options)
-    for row in rows:
+        grid.add_column(name, no_wrap=at < len(table.rows[0]) - 1)
+    for row in table.rows:
         cells = map(visible_line, row)
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
-    return table
+        grid.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
+    return Padding(grid, (0, 0, 0, 2)) if table.title else grid

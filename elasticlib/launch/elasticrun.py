@@ -125,11 +125,11 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
 
 def _show_plan(launch: Launch) -> int:
     # Here, as it takes as long again as reading the command line.
-    from .checks import check_launch
-    from .dry_run import show
+    from .dry_run import show_plan
+    from .preflight import of_launch, preflight
 
-    findings = check_launch(launch.config, launch.entrypoint, os.environ)
-    print(show(launch, findings, os.environ), end="")
+    findings = preflight(of_launch(launch.config, launch.entrypoint, os.environ))
+    show_plan(launch, findings, os.environ)
     return 1 if any(finding.good is False for finding in findings) else 0
 
 

@@ -50,12 +50,12 @@ from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from ..workers.output import parse_ranks
+from .addresses import resolve
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
 from .backends import check_etcd_keys, read_etcd_place
-from .command_tools import Part, complain, show, shown_in_place, typed
+from .command_tools import Part, Table, complain, show, shown_in_place, typed
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
 from .secret import read_secret
-from .store_host import resolve
 from .tcp_endpoints import parts_of
 from .torch_names import our_name
 
@@ -423,7 +423,8 @@ def _print_document(status: JobStatus) -> None:
 
 
 def _parts(status: JobStatus) -> tuple[Part, ...]:
-    return "\n".join(headline(status)), node_table(status), rank_table(status)
+    tables = (Table(*rows) for rows in (node_table(status), rank_table(status)))
+    return "\n".join(headline(status)), *tables
 
 
 def _watch(look: Look, chosen: argparse.Namespace) -> int:
