@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..errors import ConfigError, describe
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.interface import Store
-from .addresses import resolve, source_address
+from .addresses import is_loopback, outward_address, resolve, source_address
 from .backend_names import ETCD_BACKENDS, OUR_BACKENDS, is_torchs, registered
 from .torch_names import TORCH_C10D, registered_with_torch
 
@@ -60,41 +61,34 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
         ConfigError: it cannot be loaded, breaks, or returns something else; or there are several.
     """
     if is_torchs(name):
-        return _open_torchs(name, request)
-    found = registered().get(name, [])
-    if len(found) != 1:
-        rivals = ", ".join(_described(point) for point in found) or "none"
-        raise ConfigError(f"--rdzv-backend {name} needs one entry point, there are: {rivals}")
-    (point,) = found
+        theirs = registered_with_torch().get(name)
+        origin, load = name if theirs is None else _described(theirs), partial(_load_torchs, name)
+    else:
+        found = registered().get(name, [])
+        if len(found) != 1:
+            rivals = ", ".join(map(_described, found)) or "none"
+            raise ConfigError(f"--rdzv-backend {name} needs one entry point, there are: {rivals}")
+        origin, load = _described(found[0]), found[0].load
     try:
-        opened = point.load()(request)
+        opened = load()(request)
     except ConfigError:
         raise
     except Exception as error:
         # Anything may be wrong in code that is not ours, and the user must learn in whose it is.
-        raise ConfigError(
-            f"--rdzv-backend {_described(point)} failed: {describe(error)}"
-        ) from error
+        raise ConfigError(f"--rdzv-backend {origin} failed: {describe(error)}") from error
     if not isinstance(opened, (Store, RendezvousHandler)):
         raise ConfigError(
-            f"--rdzv-backend {_described(point)} is to return a Store or a RendezvousHandler, "
+            f"--rdzv-backend {origin} is to return a Store or a RendezvousHandler, "
             f"got {type(opened).__name__}"
         )
     return opened
 
 
-def _open_torchs(name: str, request: BackendRequest) -> RendezvousHandler:
+def _load_torchs(name: str) -> Callable[[BackendRequest], RendezvousHandler]:
     # Imported here: it takes torch.
     from .from_torch import open_from_torch
 
-    point = registered_with_torch().get(name)
-    told = name if point is None else _described(point)
-    try:
-        return open_from_torch(name, request)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"--rdzv-backend {told} failed: {describe(error)}") from error
+    return partial(open_from_torch, name)
 
 
 def warn_of_shadows() -> None:
@@ -179,14 +173,14 @@ class EtcdPlace:
             key=self.key,
         )
 
-    def find_address(self, outward: Callable[[], str]) -> str:
-        """This node's address on the route to etcd; `outward` where etcd does not tell."""
+    def find_address(self) -> str:
+        """This node's address on the route to etcd, or where etcd does not tell, to anywhere."""
         for member in self.members:
             address = source_address(resolve(member.host, member.port), member.port)
             # One of many members may be on each node, and says nothing of where the others are.
-            if address is not None and not address.startswith("127.") and address != "::1":
+            if address is not None and not is_loopback(address):
                 return address
-        return outward()
+        return outward_address()
 
 
 def read_etcd_place(endpoint: str, conf: Mapping[str, Any]) -> EtcdPlace:

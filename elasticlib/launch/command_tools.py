@@ -72,7 +72,7 @@ def table_lines(table: Table) -> list[str]:
 
 def show(*parts: Part) -> None:
     """Print them, with an empty line between two."""
-    if _on_terminal():
+    if on_terminal():
         with contextlib.suppress(ImportError):
             from rich.console import Console
 
@@ -85,7 +85,7 @@ def show(*parts: Part) -> None:
 def shown_in_place() -> Iterator[Callable[..., None]]:
     """What shows parts in place of those shown before, where there is a terminal and rich for it;
     else one after another."""
-    if _on_terminal():
+    if on_terminal():
         try:
             from rich.live import Live
         except ImportError:
@@ -98,7 +98,8 @@ def shown_in_place() -> Iterator[Callable[..., None]]:
     yield lambda *parts: print(_plain(parts) + "\n", flush=True)
 
 
-def _on_terminal() -> bool:
+def on_terminal() -> bool:
+    """Whether colours and drawing may be used."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

@@ -150,7 +150,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         find_address = outward_address
     elif (etcd := config.etcd) is not None:
         store = etcd.open(config.answer_seconds)
-        find_address = partial(etcd.find_address, outward_address)
+        find_address = etcd.find_address
     else:
         place = TcpMeetingPlace(config, secret)
         server, tcp = place.open()
