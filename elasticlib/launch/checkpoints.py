@@ -28,7 +28,7 @@ from .command_tools import Table, complain, show, table_lines
 REPORT_SECONDS = 5.0
 """Between two lines about progress, where there is no terminal to show it in place."""
 REDRAW_SECONDS = 0.2
-
+HEAD = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
 
 FORMS = ("folder", "torch", "dcp")
 """What `convert` writes: our folder of checkpoints, a file of torch.save, a folder of DCP's."""
@@ -128,32 +128,33 @@ def _answered(name: str, act: Callable[[], int]) -> int:
 
 
 def _list(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
-    found = folder.found()
-    if chosen.json:
-        print(json.dumps([_fields(one) for one in found], indent=1))
-    elif found:
-        head = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
-        show(Table(head, [_row(one) for one in found]))
-    else:
-        print(f"no checkpoints in {folder.place.name}")
+    _print(chosen, folder, folder.found(), range(len(HEAD)))
     return 0
 
 
 def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     found = folder.found() if chosen.step is None else [_one(folder, chosen.step)]
     total = sum(one.manifest.size for one in found if one.manifest)
-    checked = []
     with Progress("verified", total) as progress:
-        for one in found:
-            checked.append(folder.verified(one, progress.seen))
+        checked = [folder.verified(one, progress.seen) for one in found]
+    _print(chosen, folder, checked, (0, 1, -1))
+    return int(any(one.flaw for one in checked))
+
+
+def _print(
+    chosen: argparse.Namespace,
+    folder: CheckpointFolder,
+    found: Sequence[Found],
+    columns: Sequence[int],
+) -> None:
+    """What was found, as a document or as a table of these columns."""
     if chosen.json:
-        print(json.dumps([_fields(one) for one in checked], indent=1))
-    elif checked:
-        rows = [(*_row(one)[:2], _row(one)[-1]) for one in checked]
-        show(Table(("STEP", "SIZE", "STATE"), rows))
+        print(json.dumps([_fields(one) for one in found], indent=1))
+    elif found:
+        head, *rows = [[row[at] for at in columns] for row in (HEAD, *map(_row, found))]
+        show(Table(head, rows))
     else:
         print(f"no checkpoints in {folder.place.name}")
-    return int(any(one.flaw for one in checked))
 
 
 def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
@@ -200,9 +201,8 @@ def _show(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     step, size, saved, _, world, metrics, by, _ = _row(found)
     print(visible(f"step {step}: {size}, saved {saved} by {by}, world {world}, metrics {metrics}"))
     inner = [row for row in rows if row.path] or rows
-    names = [f"{'  ' * (len(row.path) - 1)}{''.join(row.path[-1:])}" for row in inner]
-    tree = Table((), [(name, _about(row)) for name, row in zip(names, inner, strict=True)])
-    print("\n".join(table_lines(tree)))
+    tree = [("  " * (len(row.path) - 1) + "".join(row.path[-1:]), _about(row)) for row in inner]
+    print("\n".join(table_lines(Table((), tree))))
     return 0
 
 

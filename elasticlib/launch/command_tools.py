@@ -36,9 +36,10 @@ _STYLES = {
     **dict.fromkeys(("RUNNING", "SUCCEEDED", "ok", "whole"), "green"),
     **dict.fromkeys(("FAILED", "BAD"), "bold red"),
     **dict.fromkeys(("gone", "no answer"), "red"),
-    "note": "yellow",
+    **dict.fromkeys(("RENDEZVOUS", "WAITING", "RESTARTING", "RESIZING", "DRAINING"), "yellow"),
+    **dict.fromkeys(("note", "PREEMPTED", "STOPPED"), "yellow"),
 }
-"""By the whole text of a cell."""
+"""By the whole text of a cell, or a word of a text's first line."""
 
 
 def typed(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -115,9 +116,11 @@ def _drawn(parts: Sequence[Part]) -> RenderableType:
     found: list[RenderableType] = []
     for part in parts:
         if isinstance(part, str):
-            found += [Text(part), ""] if part else []
+            first, _, rest = part.partition("\n")
+            styles = [_STYLES[word] for word in first.split() if word in _STYLES]
+            found += [Text(first, style="".join(styles[:1])), *([Text(rest)] if rest else []), ""]
         elif part.rows:
-            found += [Text(part.title)] if part.title else []
+            found += [Text(part.title, style="bold")] if part.title else []
             found += [_drawn_table(part), ""]
     return Group(*found[:-1])
 
@@ -129,8 +132,8 @@ def _drawn_table(table: Table) -> RenderableType:
 
     grid = Grid(box=None, header_style="bold", pad_edge=False, show_header=bool(table.head))
     for at, name in enumerate(table.head or table.rows[0]):
-        # Only what comes last may be long, and is broken where it has no room.
-        grid.add_column(name, no_wrap=at < len(table.rows[0]) - 1)
+        # What has no room in its column is broken, and never cut off.
+        grid.add_column(name, no_wrap=at == 0, overflow="fold")
     for row in table.rows:
         cells = map(visible_line, row)
         grid.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
