@@ -60,6 +60,7 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
     Raises:
         ConfigError: it cannot be loaded, breaks, or returns something else; or there are several.
     """
+    load: Callable[[], Callable[[BackendRequest], object]]
     if is_torchs(name):
         theirs = registered_with_torch().get(name)
         origin, load = name if theirs is None else _described(theirs), partial(_load_torchs, name)
