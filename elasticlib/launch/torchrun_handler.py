@@ -39,7 +39,7 @@ from ..rendezvous import interface as ours
 from ..rendezvous.interface import Change, ChangeKind
 from .config import LaunchConfig
 from .endpoints import read_secret
-from .meeting import Meeting, open_meeting
+from .rendezvous_setup import Meeting, open_meeting
 from .torchrun_options import TorchrunOptions, wants_libuv
 from .torchrun_store import AgentStore, GenerationEnded
 

@@ -30,9 +30,9 @@ from torchruns import need_our_entry_points, torchrun
 from elasticlib import TcpStore
 from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
+from elasticlib.launch.backend_names import BACKENDS, OUR_BACKENDS, is_torchs
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.launch.torch_names import TORCH_C10D
 from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
 from elasticlib.launch.torchrun_store import GenerationEnded

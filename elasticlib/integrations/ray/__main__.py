@@ -20,8 +20,8 @@ from ...launch.arguments import launch_of
 from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
 from ...launch.elasticrun import leave_error_of
+from ...launch.exit_report import result_text
 from ...launch.flags import read, read_flags, read_variables
-from ...launch.report import told
 from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
 from .launch import run_job
@@ -125,7 +125,7 @@ def _run(argv: Sequence[str], run: Run) -> int:
     for note in launch.settings.notes:
         log.warning("%s", note)
     result = run(launch.config, launch.entrypoint, options)
-    sys.stderr.write(told(result))
+    sys.stderr.write(result_text(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return launch.config.supervision.drain_exit_code
