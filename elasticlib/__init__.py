@@ -63,8 +63,7 @@ _HOMES = {
     ),
     "agent.options": ("AgentOptions",),
     "launch.backends": ("BackendRequest",),
-    "launch.config": ("LaunchConfig",),
-    "launch.supervision_flags": ("SupervisionOptions",),
+    "launch.config": ("LaunchConfig", "SupervisionOptions"),
     "launch.torchrun_options": ("TorchrunOptions",),
     "launch.elastic_launch": ("elastic_launch",),
     "data.sampler": ("ElasticDistributedSampler",),
@@ -131,8 +130,8 @@ if TYPE_CHECKING:
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
+    from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
-    from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
     from .launch.torchrun_options import TorchrunOptions as TorchrunOptions
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers

@@ -43,7 +43,7 @@ PURE = (
     "agent/hang.py",
     "checkpoint/cover.py",
     "data/deal.py",
-    "launch/slurm.py",
+    "launch/schedulers.py",
     "logical/shares.py",
     "observe/event.py",
     "rendezvous/decide.py",

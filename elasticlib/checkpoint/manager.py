@@ -206,6 +206,8 @@ class CheckpointManager:
     ) -> Save:
         """Copy the state, and start to write the copy, if this rank does."""
         self._wait_for_last()
+        if memory := vars(self).get("_memory"):
+            memory.give_back_unused()
         plain, shards = take_shards(values_of(state))
         if not shards and not self.writes:
             save = OthersSave(step, number, self._outcomes, self._reader)

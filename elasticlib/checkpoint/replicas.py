@@ -354,8 +354,8 @@ class Giver:
                 return  # there is a newer one
             try:
                 store.set(f"{offer}/offer", json.dumps(attrs.asdict(record)).encode())
-                for piece in pieces(handle, record.size, CHUNK_BYTES):
-                    store.set(f"{offer}/{zlib.crc32(piece):08x}", piece)
+                chunks = pieces(handle, record.size, CHUNK_BYTES)
+                store.set_all((f"{offer}/{zlib.crc32(chunk):08x}", chunk) for chunk in chunks)
                 # To send takes longer than to sum: the worker, if it lives, has summed it by now.
                 summed = sum_of(self._folder.parent, found)
                 store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)

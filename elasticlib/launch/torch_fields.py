@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
+from ..endpoint import is_any_port_here
 from ..errors import ConfigError
+from ..signals import read_signals
 from ..workers.cpu import BINDINGS
 from ..workers.output import StreamChoice, Streams
 from .logs_specs import check_name
-from .supervision_flags import _numbers
-from .tcp_endpoints import is_any_port_here
 from .torch_names import TORCHS_TIMEOUT
 from .torchrun_options import check_event_log_handler
 
@@ -146,7 +146,7 @@ def may_go_unbound(config: LaunchConfig) -> bool:
 def _signals(config: LaunchConfig) -> dict[str, Any]:
     if config.signals_to_handle is None:
         return {}
-    ends = _numbers(config.signals_to_handle, "signals_to_handle") or ()
+    ends = read_signals(config.signals_to_handle, "signals_to_handle") or ()
     agent = config.supervision.agent
     both = sorted({*ends} & {*agent.drain_signals})
     if agent.signals not in (SIGNALS, ends) or (both and agent.drain_signals != DRAIN_SIGNALS):

@@ -61,7 +61,7 @@ def check_beside_torchs(config: LaunchConfig) -> None:
         "--store-grace": config.store_grace != type(config)().store_grace,
         "--snapshot-replicas": supervision.agent.snapshot_replicas > 0,
     }
-    for name in ("restart_window", "restart_backoff", "min_resize_interval"):
+    for name in ("restart_window", "restart_backoff"):
         flag = f"--{name.replace('_', '-')}"
         given[flag] = getattr(supervision, name) != getattr(defaults, name)
     refused = [flag for flag, is_given in given.items() if is_given]

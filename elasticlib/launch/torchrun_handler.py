@@ -38,8 +38,8 @@ from ..errors import (
 from ..rendezvous import interface as ours
 from ..rendezvous.interface import Change, ChangeKind
 from .config import LaunchConfig
-from .meeting import Meeting, open_meeting
-from .secret import read_secret
+from .endpoints import read_secret
+from .rendezvous_setup import Meeting, open_meeting
 from .torchrun_options import TorchrunOptions, wants_libuv
 from .torchrun_store import AgentStore, GenerationEnded
 

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-from .command_line import EVENT_LOG_HANDLERS
 
+EVENT_LOG_HANDLERS = ("null", "console")
 WITHOUT_EFFECT: Mapping[str, str] = {
     "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "workers in the kernel's uninterruptible sleep "
     "are not looked for; --hang-timeout finds those that make no steps",

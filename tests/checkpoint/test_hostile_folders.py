@@ -424,6 +424,19 @@ def only_reads(folder: Path) -> list[object]:
 
 
 @needs_root
+def test_a_step_that_is_a_link_to_where_we_may_not_look_is_passed_over_with_its_reason(
+    shared_folder: Path,
+) -> None:
+    saved(shared_folder, 1, 2)
+    hidden = shared_folder.parent / "hidden"
+    hidden.mkdir(mode=0o700)
+    led_away(shared_folder, 2, hidden / "step")
+    step, value, (why,) = forked(lambda: restored(shared_folder), NOBODY)
+    assert (step, value) == (1, 1.0)
+    assert "step-0000000002 is damaged: it is a link to what cannot be read: " in why
+
+
+@needs_root
 def test_a_folder_that_may_only_be_read_is_read_and_a_save_says_that_it_cannot_be(
     shared_folder: Path,
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_damaged_one_is_no_reason_to_delete_the_good_one_before_it(tmp_path: P
 def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path: Path) -> None:
     place, tensor = Gated(tmp_path), torch.ones(3)
     with CheckpointManager(place) as manager:
+        assert (manager.stall, manager.durable) == (0.0, None)
         manager.save(1, {"w": tensor})
         tensor.zero_()
         assert place.asked.wait(30)

@@ -117,6 +117,34 @@ def test_where_the_job_goes_on_in_a_later_generation_it_is_left_to_that(
     assert CheckpointManager(checkpoints).steps() == [5]
 
 
+class Swept(LocalPlace):
+    """Where a worker that saves clears away what is written, so many times."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        super().__init__(folder)
+        self.times = times
+
+    def write(self, name: str, data: memoryview) -> None:
+        super().write(name, data)
+        if self.times:
+            self.times -= 1
+            self.remove(name)
+
+
+def test_what_a_worker_beside_us_clears_away_before_its_commit_is_written_again(
+    host: Host, checkpoints: Path
+) -> None:
+    saved(checkpoints, 5)
+    host.keep(7)
+    assert LastWrites(host.memory, None, MemoryStore, place=Swept(checkpoints, 2)).run() == ""
+    manager = CheckpointManager(checkpoints)
+    assert (manager.steps(), manager.verify()) == ([5, 7], {})
+    host.keep(8)
+    said = LastWrites(host.memory, None, MemoryStore, place=Swept(checkpoints, 99)).run()
+    assert said.startswith(f"the snapshot of step 8 was not written to {checkpoints}: ")
+    assert "is missing" in said
+
+
 def test_another_launchs_folder_is_refused(host: Host, checkpoints: Path) -> None:
     saved(checkpoints, 5)
     saved(checkpoints, 6, {**PLACE, "launch": "second"})

@@ -125,13 +125,27 @@ def test_of_hsdps_copies_one_node_is_enough_and_each_element_is_written_once(job
 
 def test_what_is_lost_is_told_by_each_node(job: Job) -> None:
     job.leaves([3, 3, 3, 3])
-    lost = [one for one in memory.look(job.memory(0)) if one.record.part == 1]
-    memory.remove(job.memory(0), lost)
+    lose(job.memory(0), 1)
     where = job.folder / "checkpoints"
     why = "it is not whole: nobody holds part 1 of 4"
     said = f"the snapshot of step 3 was not written to {where}: {why}"
     assert job.finish(0, 1) == [said, said]
     assert not CheckpointManager(where).steps()
+
+
+def lose(memory_of: Path, part: int) -> None:
+    memory.remove(memory_of, [one for one in memory.look(memory_of) if one.record.part == part])
+
+
+def test_nodes_tell_each_other_which_elements_they_hold_where_some_of_both_copies_are_lost(
+    job: Job,
+) -> None:
+    states = job.leaves([3, 3, 3, 3], copies=2)
+    lose(job.memory(0), 0)
+    lose(job.memory(1), 3)
+    assert job.finish(0, 1) == ["", ""]
+    assert len(list((job.folder / "checkpoints").glob("step-*3/part-*"))) == 2
+    assert job.restored(3) == (3, states[3])
 
 
 def test_replicas_of_a_node_that_is_gone_are_written_for_it(job: Job) -> None:

@@ -50,6 +50,32 @@ class Away(LocalPlace):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
 
 
+class Short(LocalPlace):
+    """Says that the file has ended three bytes before its end."""
+
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        seen: Callable[[memoryview], None] = no_news,
+    ) -> int:
+        return super().read_into(name, buffer, start=start, seen=seen) - 3
+
+
+def test_a_file_of_which_fewer_bytes_come_than_it_has_is_damaged(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+    manager = CheckpointManager(Short(tmp_path))
+    (why,) = manager.verify().values()
+    data = tmp_path / data_of(tmp_path, 1)
+    size = data.stat().st_size
+    assert why == f"{data.name} has {size - 3} of {size} bytes"
+    with pytest.raises(FileNotFoundError):
+        manager.load()
+
+
 def names(*steps: int) -> tuple[str, ...]:
     return tuple(f"{folder_of(step)}/{MANIFEST}" for step in steps)
 

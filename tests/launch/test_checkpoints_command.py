@@ -111,6 +111,7 @@ STATE = {
     "array": np.zeros((2, 5)),
     "note": ("any\x1b[2Jthing", 1, None, range(3)),
     7: {},
+    ("a", (1, b"x")): {b"key": None},
 }
 SHOWN = [
     ("model", "OrderedDict of 2"),
@@ -126,6 +127,8 @@ SHOWN = [
     ("  2", "None"),
     ("  3", "range [0, 3, 1]"),
     ("7", "dict of 0"),
+    ("('a', (1, 'bytes'))", "dict of 1"),
+    ("  bytes", "None"),
 ]
 
 

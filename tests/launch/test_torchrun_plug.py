@@ -30,9 +30,9 @@ from torchruns import need_our_entry_points, torchrun
 from elasticlib import TcpStore
 from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
+from elasticlib.launch.backend_names import BACKENDS, OUR_BACKENDS, is_torchs
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.launch.torch_names import TORCH_C10D
 from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
 from elasticlib.launch.torchrun_store import GenerationEnded
@@ -356,7 +356,7 @@ def test_the_pages_elasticrun_commands_are_read(
 def test_the_page_names_every_flag_that_is_refused() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert named >= {"--topology", "--spares", "--node-rank", "--store-grace", "--restart-window"}
-    assert named >= {"--restart-backoff", "--min-resize-interval", "--snapshot-replicas"}
+    assert named >= {"--restart-backoff", "--snapshot-replicas"}
 
 
 def test_our_handlers_are_in_torchs_registry_where_elasticlib_is_installed(tmp_path: Path) -> None:

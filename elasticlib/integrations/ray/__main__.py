@@ -17,12 +17,11 @@ from typing import Any
 from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import launch_of
-from ...launch.command_line import read
 from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
 from ...launch.elasticrun import leave_error_of
-from ...launch.flags import read_flags, read_variables
-from ...launch.report import told
+from ...launch.exit_report import result_text
+from ...launch.flags import read, read_flags, read_variables
 from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
 from .launch import run_job
@@ -107,7 +106,7 @@ def _run(argv: Sequence[str], run: Run) -> int:
     # Theirs come later, and one that names another place is refused by that name.
     rest = ["--rdzv-endpoint", ENDPOINT, *rest]
     line = read(rest)
-    said = {**read_variables(line.flags, os.environ)[0], **read_flags(line)}
+    said = {**read_variables(os.environ)[0], **read_flags(line)}
     count = said["nproc_per_node"].value if "nproc_per_node" in said else "1"
     if not str(count).isdigit():
         raise ConfigError(
@@ -126,7 +125,7 @@ def _run(argv: Sequence[str], run: Run) -> int:
     for note in launch.settings.notes:
         log.warning("%s", note)
     result = run(launch.config, launch.entrypoint, options)
-    sys.stderr.write(told(result))
+    sys.stderr.write(result_text(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return launch.config.supervision.drain_exit_code

@@ -23,9 +23,9 @@ from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ElasticError, StoreError
 from ...launch.config import LaunchConfig
-from ...launch.descriptors import allow_descriptors
 from ...launch.elastic_launch import shutdown_seconds
-from ...launch.tcp_place import SPARE_DESCRIPTORS
+from ...launch.process import allow_descriptors
+from ...launch.store_host import SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
 from ...stores.tcp_client import TcpStore
