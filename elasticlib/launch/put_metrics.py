@@ -1,16 +1,28 @@
 """The numbers that torch's agent puts into the group `torchelastic`, by the same names, for
-programs that have configured a handler of `elasticlib.metrics` and launch from Python.
+programs that have configured a handler of torch's metrics and launch from Python.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
-from ..metrics import is_taken, put_metric
 from ..observe.event import Event
 from ..observe.journal import View
 
 log = logging.getLogger("elasticlib.launch")
+
+TORCHS = "torch.distributed.elastic.metrics"
+GROUP = "torchelastic"
+
+
+def _is_taken() -> bool:
+    """Whether the program has configured a handler, for which it has imported torch's module."""
+    if TORCHS not in sys.modules:
+        return False
+    from torch.distributed.elastic.metrics import NullMetricHandler, getStream
+
+    return not isinstance(getStream(GROUP).handler, NullMetricHandler)
 
 
 class PutMetrics(View):
@@ -24,7 +36,7 @@ class PutMetrics(View):
     @property
     def prompt(self) -> bool:
         """A program's own handler may wait; where there is none, nothing does."""
-        return not is_taken()
+        return not _is_taken()
 
     def hear(self, event: Event) -> None:
         if event.kind == "generation.began":
@@ -50,8 +62,12 @@ class PutMetrics(View):
             self._put(name, int(value))
 
     def _put(self, name: str, value: int) -> None:
+        if not _is_taken():
+            return
+        from torch.distributed.elastic.metrics import put_metric
+
         try:
-            put_metric(f"workers.{self._role}.{name}", value)
+            put_metric(f"workers.{self._role}.{name}", value, GROUP)
         except Exception:
             # A program's own handler: what it does wrong is no end of its job.
             log.exception("the metric %s is not taken", name)
