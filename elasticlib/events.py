@@ -5,7 +5,7 @@ What an agent tells of itself is elsewhere: `events.jsonl`, or `--event-log-hand
 
 from __future__ import annotations
 
-from torch.distributed.elastic.events import (
+from torch.distributed.elastic.events import (  # type: ignore[attr-defined]
     Event,
     EventMetadataValue,
     EventSource,

@@ -14,7 +14,7 @@ import torch.distributed.elastic.metrics as torch_metrics
 import torch.distributed.elastic.metrics.api as torch_metrics_api
 
 from elasticlib import events, metrics
-from elasticlib.launch.put_metrics import PutMetrics
+from elasticlib.compat.views import PutMetrics
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import NodeJournal
 
@@ -66,7 +66,7 @@ def test_without_a_handler_of_the_program_nothing_waits_for_one() -> None:
     metrics.configure(metrics.NullMetricHandler())
     assert PutMetrics("r").prompt
     program = (
-        "import sys; from elasticlib.launch.put_metrics import PutMetrics; "
+        "import sys; from elasticlib.compat.views import PutMetrics; "
         "sys.exit(not PutMetrics('r').prompt or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

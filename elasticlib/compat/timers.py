@@ -26,10 +26,10 @@ from ..foreign import read_json
 from ..workers import session
 from ..workers.loop import Loop
 from ..workers.session import Guardian
+from . import TIMER_FILE
 
 log = logging.getLogger("elasticlib.workers")
 
-VARIABLE = "TORCHELASTIC_TIMER_FILE"
 CHUNK = 1 << 16
 LONGEST_NAME = 1024
 
@@ -89,7 +89,7 @@ class Timers:
 class TimerServer:
     """A named pipe, which the workers' loop reads. path: empty for one in a folder of its own."""
 
-    VARIABLE = VARIABLE
+    VARIABLE = TIMER_FILE
 
     def __init__(self, path: str) -> None:
         self.path = path

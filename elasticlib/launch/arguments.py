@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..workers.spec import Command, Entrypoint, Module, Script
 from .cluster import read_cluster
@@ -26,7 +27,6 @@ from .output_flags import read_output_flags
 from .place_flags import read_place, settle_cluster, settle_place
 from .settings import Settings, Source
 from .supervision_flags import read_supervision
-from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
 
 @attrs.frozen

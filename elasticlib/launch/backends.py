@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from ..compat import TORCH_C10D, registered_with_torch
+from ..compat.launching import open_from_torch
 from ..errors import ConfigError, describe
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
@@ -16,7 +18,6 @@ from .backend_names import BACKENDS as BACKENDS
 from .backend_names import OUR_BACKENDS as OUR_BACKENDS
 from .backend_names import is_torchs as is_torchs
 from .backend_names import registered
-from .torch_names import TORCH_C10D, registered_with_torch
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -77,9 +78,6 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
 
 
 def _open_torchs(name: str, request: BackendRequest) -> RendezvousHandler:
-    # Imported here: it takes torch.
-    from .from_torch import open_from_torch
-
     point = registered_with_torch().get(name)
     told = name if point is None else _described(point)
     try:

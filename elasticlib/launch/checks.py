@@ -14,17 +14,17 @@ from importlib.machinery import PathFinder
 
 import attrs
 
-from ..compat.timers import VARIABLE as TIMERS
+from ..compat import TIMER_FILE
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError, present
 from ..workers.cpu import bindings, count_cores
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
 from .config import TCP_BACKENDS, LaunchConfig
+from .console import log_level
 from .observe_flags import EVERYWHERE, FLAG, LOOPBACK, VARIABLE, health_port, read_port
 from .requeue import find_requeue
 from .secret import read_secret
 from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
-from .torchrun_options import log_level
 
 CONNECT_SECONDS = 2.0
 
@@ -84,9 +84,9 @@ def _timers(config: LaunchConfig) -> Iterator[Finding]:
     if path:
         folder = os.path.dirname(os.path.abspath(path))
         if os.path.isdir(folder):
-            yield writable(TIMERS, folder)
+            yield writable(TIMER_FILE, folder)
         else:
-            yield Finding(TIMERS, False, f"no pipe can be made at {path}: there is no {folder}")
+            yield Finding(TIMER_FILE, False, f"no pipe can be made at {path}: there is no {folder}")
 
 
 def _processors(config: LaunchConfig) -> Finding:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._version import __version__
+from ..compat import EVENT_LOG_HANDLERS
 from ..errors import ConfigError
 from ..flag_values import DRAIN_EXIT_CODE, RESIZES
 from ..workers.cpu import BINDINGS
@@ -18,7 +19,6 @@ from .backend_names import BACKENDS
 from .cluster import CLUSTERS
 
 MASTER_PORT = 29500
-EVENT_LOG_HANDLERS = ("null", "console")
 REQUEUES = ("none", "slurm")
 
 _EPILOG = """\

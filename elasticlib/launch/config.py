@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 
+from ..compat import our_name
+from ..compat.launching import TorchrunOptions, check_beside_torchs, plain_values, texts
 from ..errors import ConfigError
 from ..rendezvous.document import Limits, Timing
 from ..workers.output import OutputPlan, StreamChoice
@@ -23,9 +25,6 @@ from .observe_flags import port_text
 from .output_flags import check_numa_binding, check_output
 from .supervision_flags import SupervisionOptions, check_replicas
 from .tcp_endpoints import check_endpoints, check_local_addr, parts_of
-from .torch_fields import check_shutdown, plain_values, texts
-from .torch_names import check_beside_torchs, our_name
-from .torchrun_options import TorchrunOptions
 
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
@@ -131,6 +130,12 @@ def _quorum(key: str, value: Any) -> str:
     if value not in ("majority", "any"):
         raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
     return str(value)
+
+
+def check_shutdown(seconds: float | None, name: str) -> None:
+    """Raises ConfigError for a time that workers cannot be given to end."""
+    if seconds is not None and not 0 <= seconds <= LONGEST:
+        raise ConfigError(f"{name} is seconds from 0 to {LONGEST:g}, got {seconds}")
 
 
 def _name(key: str, value: Any) -> str:
@@ -246,7 +251,7 @@ class LaunchConfig:
             raise ConfigError(
                 f"--monitor-interval is positive, up to {LONGEST:g} s, got {self.monitor_interval}"
             )
-        check_shutdown(self.shutdown_timeout, "--shutdown-timeout", LONGEST)
+        check_shutdown(self.shutdown_timeout, "--shutdown-timeout")
         if not 0 < self.store_grace <= LONGEST:
             raise ConfigError(
                 f"--store-grace is seconds, positive and up to {LONGEST:g}, got {self.store_grace}"

@@ -18,7 +18,7 @@ from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
 from .command_line import read
-from .console import show, start_logging
+from .console import log_level, show, start_logging
 from .first_process import stand_in
 from .held_signals import HELD
 
@@ -84,7 +84,6 @@ def _run(argv: Sequence[str]) -> _Ended:
     line = read(argv)
     # What is imported from here on --help and usage errors have not waited for.
     from .arguments import launch_of
-    from .torchrun_options import log_level
 
     launch = launch_of(line, os.environ)
     config = launch.config
@@ -107,9 +106,8 @@ def _run(argv: Sequence[str]) -> _Ended:
 
 def _run_node(launch: Launch, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
-    from ..workers.spec import WorkerState
+    from ..workers.spec import WorkerState, entry_name
     from .elastic_launch import run_node
-    from .events import entry_name
     from .report import told
 
     config = launch.config

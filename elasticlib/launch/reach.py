@@ -14,6 +14,7 @@ from pathlib import Path
 import attrs
 
 from ..clock import wall
+from ..compat import our_name
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError, NoSuchRun, StoreError, StoreTimeout, StoreUnavailable
 from ..observe.asking import jobs_in
@@ -33,7 +34,6 @@ from .etcd_place import check_etcd_keys, read_etcd_place
 from .secret import read_secret
 from .tcp_endpoints import parts_of
 from .tcp_place import resolve
-from .torch_names import our_name
 
 LONGEST_TIMEOUT = 30.0
 

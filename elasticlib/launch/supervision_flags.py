@@ -15,18 +15,11 @@ from ..agent.hang import HangLimits
 from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..errors import ConfigError
 from ..flag_values import DRAIN_EXIT_CODE
-from ..signals import signal_name, signal_number
+from ..signals import read_signals, signal_name
 from .command_line import REQUEUES, SECONDS
 from .settings import Source
 
 LONGEST = 1e6
-NEVER = frozenset(
-    {
-        *("SIGKILL", "SIGSTOP"),
-        *("SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGPIPE"),
-    }
-)
-"""Those that nobody can catch, and those that tell a process of its own affairs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -119,8 +112,8 @@ def _hang_limits(text: str) -> HangLimits:
 
 def _heeded(given: argparse.Namespace, named_by: Source) -> AgentOptions:
     """Which signals end the run and which drain: what is said goes before what is assumed."""
-    ends = _numbers(given.signals_to_handle, "--signals-to-handle")
-    drains = _numbers(given.drain_signals, "--drain-signals")
+    ends = read_signals(given.signals_to_handle, "--signals-to-handle")
+    drains = read_signals(given.drain_signals, "--drain-signals")
     usual: tuple[int, ...] = DRAIN_SIGNALS
     if named_by is Source.CLUSTER:
         # A scheduler names its own as we name ours: nobody has asked for these and no others.
@@ -138,22 +131,3 @@ def _heeded(given: argparse.Namespace, named_by: Source) -> AgentOptions:
         drain_signals=assumed if drains is None else drains,
         save_signals=SAVE_SIGNALS if drains is None else (),
     )
-
-
-def _numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    if text == "none":
-        return ()
-    return tuple(dict.fromkeys(_number(name.strip(), flag) for name in text.split(",")))
-
-
-def _number(name: str, flag: str) -> int:
-    if name in NEVER:
-        raise ConfigError(f"{flag}: {name} cannot mean that")
-    number = signal_number(name)
-    if number is None:
-        raise ConfigError(
-            f"{flag} is names of signals with commas between, as SIGTERM,SIGUSR1, got {name!r}"
-        )
-    return number

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..endpoint import STORE_PORT, check_host, is_wildcard, split_endpoint
 from ..errors import ConfigError
 
-HERE = frozenset({"localhost", "127.0.0.1", "::1"})
-
 
 def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
     """text: what --rdzv-endpoint says; the others: whether those keys of --rdzv-conf are given.
@@ -51,12 +49,3 @@ def check_local_addr(address: str | None, nodes: int) -> None:
 def parts_of(text: str) -> tuple[str, ...]:
     """The endpoints of a list, the first one first."""
     return tuple(part.strip() for part in text.split(","))
-
-
-def is_any_port_here(text: str) -> bool:
-    """Whether this is torchrun's `localhost:0`: some free port of this machine, for it alone."""
-    try:
-        host, port = split_endpoint(text, STORE_PORT)
-    except ConfigError:
-        return False  # refused with its reason where it is looked at as an endpoint
-    return port == 0 and host.lower() in HERE

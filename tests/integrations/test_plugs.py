@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torchruns import ALLREDUCE, need_our_entry_points, place_flags, torchrun, world
 
 import elasticlib
+from elasticlib.compat.from_torch import HandlerFromTorch, open_from_torch
 from elasticlib.errors import RendezvousClosed
-from elasticlib.launch.from_torch import HandlerFromTorch, open_from_torch
 from elasticlib.rendezvous.bootstrap import open_threaded_torch_store
 from elasticlib.rendezvous.interface import ChangeKind
 

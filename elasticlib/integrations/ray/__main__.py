@@ -19,11 +19,10 @@ from ...errors import ConfigError, ElasticError
 from ...launch.arguments import launch_of
 from ...launch.command_line import read
 from ...launch.config import LaunchConfig
-from ...launch.console import start_logging
+from ...launch.console import log_level, start_logging
 from ...launch.elasticrun import leave_error_of
 from ...launch.flags import read_flags, read_variables
 from ...launch.report import told
-from ...launch.torchrun_options import log_level
 from ...workers.spec import Entrypoint, WorkerState
 from .launch import run_job
 from .options import ENDPOINT, RayOptions

@@ -12,8 +12,7 @@ from ...agent.interface import RunResult
 from ...errors import ConfigError
 from ...launch.config import LaunchConfig
 from ...launch.elastic_launch import values_of, with_args
-from ...launch.events import entry_name
-from ...workers.spec import Entrypoint, Function
+from ...workers.spec import Entrypoint, Function, entry_name
 from .driver import run_on
 from .function import read_values, sent
 from .options import RayOptions, check, find_ray

@@ -48,10 +48,10 @@ from ..rendezvous.interface import (
     deal_seats,
 )
 from ..threads import helper
-from .torch_names import TORCH_C10D, TORCHS_TIMEOUT
+from . import TORCH_C10D, TORCHS_TIMEOUT
 
 if TYPE_CHECKING:
-    from .backends import BackendRequest
+    from ..launch.backends import BackendRequest
 
 log = logging.getLogger("elasticlib.launch")
 
