@@ -15,11 +15,16 @@ import pytest
 
 from elasticlib import LaunchConfig, RunResult, WorkerExit, WorkerState
 from elasticlib.errors import ConfigError, ElasticError
-from elasticlib.integrations.ray import ENDPOINT, RayOptions, ray_launch
+from elasticlib.integrations.ray import (
+    ENDPOINT,
+    RayOptions,
+    check,
+    find_ray,
+    ray_launch,
+    read_values,
+)
 from elasticlib.integrations.ray.__main__ import main, split
-from elasticlib.integrations.ray.function import read_values
-from elasticlib.integrations.ray.options import check, find_ray
-from elasticlib.integrations.ray.outcome import merged
+from elasticlib.integrations.ray.driver import merged
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from ...launch.elasticrun import leave_error_of
 from ...launch.flags import read_flags, read_variables
 from ...launch.report import told
 from ...workers.spec import Entrypoint, WorkerState
-from .launch import run_job
-from .options import ENDPOINT, RayOptions
+from . import ENDPOINT, RayOptions, run_job
 
 log = logging.getLogger("elasticlib.ray")
 
