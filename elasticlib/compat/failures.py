@@ -33,28 +33,6 @@ if TYPE_CHECKING:
 NOT_AVAILABLE = "<N/A>"
 
 
-def _read(failure: ProcessFailure) -> dict[str, Any]:
-    path = Path(failure.error_file)
-    return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
-
-
-def _message(failure: ProcessFailure) -> Any:
-    if failure.error_file_data != NO_RECORD:
-        return failure.error_file_data["message"]
-    if failure.exitcode < 0:
-        return f"was killed by {failure.signal_name()}"
-    return f"exited with code {failure.exitcode}, and left no error file"
-
-
-def _timestamp(failure: ProcessFailure) -> int:
-    if failure.error_file_data == NO_RECORD:
-        return int(wall())
-    message = failure.error_file_data["message"]
-    if isinstance(message, dict):
-        return int(message["extraInfo"]["timestamp"])
-    return int(failure.error_file_data.get("timestamp", 0))
-
-
 @attrs.frozen
 class ProcessFailure:
     """One worker that failed.
@@ -76,13 +54,33 @@ class ProcessFailure:
     pid: int
     exitcode: int
     error_file: str
-    error_file_data: dict[str, Any] = attrs.field(
-        default=attrs.Factory(_read, takes_self=True), kw_only=True
-    )
-    message: Any = attrs.field(default=attrs.Factory(_message, takes_self=True), kw_only=True)
-    timestamp: int = attrs.field(default=attrs.Factory(_timestamp, takes_self=True), kw_only=True)
+    error_file_data: dict[str, Any] = attrs.field(kw_only=True)
+    message: Any = attrs.field(kw_only=True)
+    timestamp: int = attrs.field(kw_only=True)
     tail: str = attrs.field(default="", kw_only=True)
     host: str = attrs.field(default="", kw_only=True)
+
+    @error_file_data.default
+    def _read(self) -> dict[str, Any]:
+        path = Path(self.error_file)
+        return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
+
+    @message.default
+    def _said(self) -> Any:
+        if self.error_file_data != NO_RECORD:
+            return self.error_file_data["message"]
+        if self.exitcode < 0:
+            return f"was killed by {self.signal_name()}"
+        return f"exited with code {self.exitcode}, and left no error file"
+
+    @timestamp.default
+    def _when(self) -> int:
+        if self.error_file_data == NO_RECORD:
+            return int(wall())
+        message = self.error_file_data["message"]
+        if isinstance(message, dict):
+            return int(message["extraInfo"]["timestamp"])
+        return int(self.error_file_data.get("timestamp", 0))
 
     def signal_name(self) -> str:
         """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
@@ -108,21 +106,18 @@ class ProcessFailure:
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
     """What is known of the end of a worker of this node."""
     data = dict(exit_.error_data) or dict(NO_RECORD)
+    why = last_words(exit_.tail, exit_.returncode)
+    how = f"{exit_.how}: {why}" if why else exit_.how
     return ProcessFailure(
         exit_.local_rank,
         exit_.pid,
         exit_.returncode,
         exit_.error_file or NOT_AVAILABLE,
         error_file_data=data,
-        message=data["message"] if exit_.error_data else _how(exit_),
+        message=data["message"] if exit_.error_data else how,
         timestamp=int(exit_.at),
         tail=exit_.tail,
     )
-
-
-def _how(exit_: WorkerExit) -> str:
-    why = last_words(exit_.tail, exit_.returncode)
-    return f"{exit_.how}: {why}" if why else exit_.how
 
 
 def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
@@ -139,8 +134,8 @@ def failure_elsewhere(cause: Cause) -> ProcessFailure:
     """What another node told of its worker; pid and local rank are that node's."""
     data: dict[str, Any] = dict(NO_RECORD)
     if cause.message or cause.traceback:
-        data = {"message": {"message": cause.message, "extraInfo": {}}}
-        data["message"]["extraInfo"]["py_callstack"] = cause.traceback
+        trace = {"py_callstack": cause.traceback}
+        data = {"message": {"message": cause.message, "extraInfo": trace}}
     return ProcessFailure(
         cause.local_rank,
         cause.pid,
@@ -261,17 +256,16 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class ErrorHandler(Protocol):
-    """What torch's `ErrorHandler` is to its `record`; its own fits."""
+    """What torch's `ErrorHandler` is to its `record`: its own fits, and whatever has its methods.
 
-    def initialize(self) -> None:
-        """Called before the function."""
+    `initialize` is called before the function; then `record_exception` with what the function
+    raised or, where that is a launch's error and the worker that failed first has left an error
+    file, `dump_error_file` with that and the worker's exit code, negative for a signal.
+    """
 
-    def record_exception(self, e: BaseException) -> None:
-        """Called with what the function raised, before that goes on."""
-
-    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Called instead where the exception is a launch's and the worker that failed first has
-        left an error file; error_code is its exit code, negative for a signal."""
+    def initialize(self) -> None: ...
+    def record_exception(self, e: BaseException) -> None: ...
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None: ...
 
 
 class _ErrorFile:
@@ -318,16 +312,14 @@ def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorate
                 raise
             return None
         except Exception as error:
-            pass_on(error, handler)
+            _pass_on(error, handler)
             raise
 
     return cast(Decorated, wrapper)
 
 
-def pass_on(error: Exception, handler: ErrorHandler | None = None) -> None:
-    """Have a handler (the one that writes error.json) record an exception, or the worker's that
-    it tells of."""
-    handler = handler or _ErrorFile()
+def _pass_on(error: Exception, handler: ErrorHandler) -> None:
+    """Have the handler record an exception, or the failure of a worker that it tells of."""
     # By its name: torch's ChildFailedError is another class, of which this holds as well.
     ask = getattr(error, "get_first_failure", None)
     if ask is not None:

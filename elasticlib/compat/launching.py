@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,10 +20,11 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
 from ..signals import as_signal, read_signals
 from ..workers.cpu import BINDINGS
-from ..workers.output import Places, StreamChoice, Streams
+from ..workers.output import StreamChoice, Streams
 from ..workers.spec import WorkerState
 from . import EVENT_LOG_HANDLERS, TIMER_FILE, TORCH_C10D, TORCHS_TIMEOUT
 from .logs import check_name
+from .logs import open_logs_specs as open_logs_specs
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
@@ -68,13 +69,13 @@ def check_beside_torchs(config: LaunchConfig) -> None:
             "elasticlib's own backends can"
         )
     if backend == TORCH_C10D:
-        _check_c10d(config.rdzv_endpoint, config.rdzv_configs)
+        _check_c10d(config)
 
 
-def _check_c10d(endpoint: str, conf: Mapping[str, Any]) -> None:
-    if not endpoint:
+def _check_c10d(config: LaunchConfig) -> None:
+    if not config.rdzv_endpoint:
         raise ConfigError(f"--rdzv-backend {TORCH_C10D} needs an --rdzv-endpoint")
-    unknown = sorted(set(conf) - _C10D_KEYS)
+    unknown = sorted(set(config.rdzv_configs) - _C10D_KEYS)
     if unknown:
         raise ConfigError(
             f"--rdzv-conf {', '.join(unknown)}: torch's c10d handler would ignore that; it takes "
@@ -101,23 +102,16 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
     Raises:
         ConfigError: one of them cannot be heeded, or contradicts a field of ours.
     """
-    _refuse_torchs_own(config)
-    return {
-        **_meeting(config),
-        **_logs(config),
-        **_binding(config),
-        **_signals(config),
-    }
-
-
-def _refuse_torchs_own(config: LaunchConfig) -> None:
     if config.metrics_cfg:
         raise ConfigError(
             "metrics_cfg has no effect in torch either, and is refused here: leave it empty and "
             "call elasticlib.metrics.configure(handler), or give an observe_port; "
             f"got {dict(config.metrics_cfg)!r}"
         )
-    check_event_log_handler(config.event_log_handler)
+    name = config.event_log_handler
+    if name not in EVENT_LOG_HANDLERS:
+        raise ConfigError(f"--event-log-handler is {' or '.join(EVENT_LOG_HANDLERS)}, got {name!r}")
+    return {**_meeting(config), **_logs(config), **_binding(config), **_signals(config)}
 
 
 def _meeting(config: LaunchConfig) -> dict[str, Any]:
@@ -284,12 +278,6 @@ class TorchrunOptions:
     timer_file: str | None = None
 
 
-def check_event_log_handler(name: str) -> None:
-    """Raises ConfigError for one that there is not."""
-    if name not in EVENT_LOG_HANDLERS:
-        raise ConfigError(f"--event-log-handler is {' or '.join(EVENT_LOG_HANDLERS)}, got {name!r}")
-
-
 def read_torchrun_variables(
     environment: Mapping[str, str], *, python: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -306,8 +294,13 @@ def read_torchrun_variables(
         for name, why in WITHOUT_EFFECT.items()
         if environment.get(name, "") not in ("", "0")
     ]
-    if environment.get("PYTHON_EXEC") and python:
-        found["python"] = _interpreter(environment["PYTHON_EXEC"])
+    name = environment.get("PYTHON_EXEC")
+    if name and python:
+        found["python"] = shutil.which(name)
+        if found["python"] is None:
+            raise ConfigError(
+                f"PYTHON_EXEC is the interpreter of the workers, and {name!r} is no program here"
+            )
     found["use_libuv"] = wants_libuv(environment)
     pipe = environment.get(TIMER_FILE, "")
     if environment.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
@@ -323,15 +316,6 @@ def read_torchrun_variables(
 def wants_libuv(environment: Mapping[str, str]) -> bool:
     """As torch reads it: whatever is not 1 asks for the other server."""
     return environment.get("USE_LIBUV", "1") == "1"
-
-
-def _interpreter(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise ConfigError(
-            f"PYTHON_EXEC is the interpreter of the workers, and {name!r} is no program here"
-        )
-    return path
 
 
 # -- shapes of a run, each imported when it is needed ----------------------------------------------
@@ -360,17 +344,6 @@ def torch_views(config: LaunchConfig, name: str, handler: RendezvousHandler) -> 
     yield PutMetrics(config.role)
     if config.event_log_handler == "console":
         yield TorchsEvents(name, config.role, handler)
-
-
-def find_logs_specs(config: LaunchConfig) -> Callable[..., dict[int, Places]] | None:
-    """What says where the workers' output goes, if that is a `LogsSpecs` of torch's kind.
-
-    Raises:
-        ConfigError: it cannot be loaded, is not torch's `LogsSpecs`, or cannot be made.
-    """
-    from .logs import open_logs_specs
-
-    return open_logs_specs(config)
 
 
 def find_timers(config: LaunchConfig) -> TimerServer | None:

@@ -45,7 +45,7 @@ from ..launch.meeting import Meeting, open_meeting
 from ..launch.secret import read_secret
 from ..rendezvous import interface as ours
 from ..rendezvous.interface import Change, ChangeKind
-from ..threads import helper
+from ..threads import call_watched
 from .launching import TorchrunOptions, wants_libuv
 
 log = logging.getLogger("elasticlib.launch")
@@ -57,7 +57,6 @@ TORCHS_STOP = 60.0
 MARK = "@torchrun"
 """Ends our own name of a job whose agents are torch's: those of elasticrun deal ranks otherwise,
 and a job of both would wait for ever."""
-LOOK_SECONDS = 0.05
 _ROLES = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
 
@@ -297,31 +296,19 @@ def watched(act: Callable[[], Answer], ended: Ended, patience: float) -> Answer:
     Raises:
         GenerationEnded: it ended first, for that reason. RuntimeError: torch's own.
     """
-    answers: list[Answer] = []
-    errors: list[Exception] = []
 
-    def call() -> None:
-        try:
-            answers.append(act())
-        except Exception as error:
-            errors.append(error)
-
-    # torch's calls cannot be cancelled: one that is given up ends with its connection.
-    thread = helper(call, "torchrun-store")
-    thread.start()
-    thread.join(LOOK_SECONDS)
-    while thread.is_alive():
-        reason = ended(0.0)
+    def look(seconds: float = 0.0) -> None:
+        reason = ended(seconds)
         if reason is not None:
             raise GenerationEnded(reason)
-        thread.join(LOOK_SECONDS)
-    if answers:
-        return answers[0]
-    (error,) = errors
-    reason = ended(patience)
-    if reason is not None:
-        raise GenerationEnded(reason) from error
-    raise error
+
+    try:
+        return call_watched(act, "torchrun-store", look)
+    except GenerationEnded:
+        raise
+    except Exception:
+        look(patience)
+        raise
 
 
 class AgentStore(PrefixStore):

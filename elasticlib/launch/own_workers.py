@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from ..compat.launching import find_logs_specs, find_timers, may_go_unbound
+from ..compat.launching import find_timers, may_go_unbound, open_logs_specs
 from ..errors import ConfigError, ElasticError
 from ..workers.cpu import bindings
 from ..workers.processes import LocalWorkers
@@ -63,7 +63,7 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
     """Processes of this machine, as a launch has them."""
     found = LocalWorkers(
         environment,
-        output=attrs.evolve(config.output, ask=find_logs_specs(config)),
+        output=attrs.evolve(config.output, ask=open_logs_specs(config)),
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
