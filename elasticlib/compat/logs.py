@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, describe
 from ..workers.output import NAMES, OutputPlan, Places, StreamChoice, Streams
@@ -26,19 +26,10 @@ DEFAULT = "default"
 """The name that torch gives to its own, whose tree of files is elasticrun's."""
 
 
-class LogsSpecs(Protocol):
-    """Whatever has torch's method."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        """The files of workers with these environments, which it may change, by local rank."""
-
-
-def ask(
-    specs: LogsSpecs, environments: dict[int, dict[str, str]], plan: OutputPlan
-) -> dict[int, Places]:
-    """Where each worker's output goes. Their environments say where to write of a failure: there,
-    or where `specs` says instead; a worker of which it wants no such file keeps ours, which goes
-    with the run.
+def ask(specs: Any, environments: dict[int, dict[str, str]], plan: OutputPlan) -> dict[int, Places]:
+    """Where each worker's output goes, as `specs.reify` says of their environments, which it may
+    change: there, or in its answer, stands where a worker writes of its failure; one of which it
+    wants no such file keeps ours, which goes with the run.
 
     Raises:
         ConfigError: its code fails, or what it says makes no sense.

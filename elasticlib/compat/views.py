@@ -9,6 +9,7 @@ Nothing that happens depends on whether any of it was taken.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -37,9 +38,7 @@ def to_stderr(line: str) -> None:
 
 
 class TorchsEvents(View):
-    """Says what happens to the workers, and how the run ended.
-
-    Of each worker: START, then SUCCEEDED, FAILED, or TERMINATED if this agent ended it. Of the
+    """Of each worker: START, then SUCCEEDED, FAILED, or TERMINATED if this agent ended it. Of the
     agent: RENDEZVOUS with its duration, and in the end the `WorkerState` of its run.
 
     Args:
@@ -145,8 +144,7 @@ class PutMetrics(View):
 
     def __init__(self, role: str) -> None:
         self._role = role
-        self._restarts = 0
-        self._left = self._most = 0
+        self._restarts = self._left = self._most = 0
 
     @property
     def prompt(self) -> bool:
@@ -160,21 +158,15 @@ class PutMetrics(View):
             self._left = max(0, self._most - self._restarts)
             self._put("remaining_restarts", self._left)
         elif event.kind == "run.ended":
-            self._over(event.text("state"))
-
-    def _over(self, state: str) -> None:
-        failed, again = state == "failed", self._restarts > 0
-        good = 100.0 - 100.0 * (self._left + 1) / (self._most + 1)
-        self._put("flakiness", 100 if failed else int(good))
-        self._put("run_total", 1)
-        self._put(state, 1)
-        for name, value in (
-            ("run_success_with_retries", not failed and again),
-            ("run_success_no_retries", not failed and not again),
-            ("run_failed_with_retries", failed and again),
-            ("run_failed_no_retries", failed and not again),
-        ):
-            self._put(name, int(value))
+            state = event.text("state")
+            how = "failed" if state == "failed" else "success"
+            retries = "with" if self._restarts else "no"
+            good = int(100.0 - 100.0 * (self._left + 1) / (self._most + 1))
+            self._put("flakiness", 100 if how == "failed" else good)
+            self._put("run_total", 1)
+            self._put(state, 1)
+            for end in itertools.product(("success", "failed"), ("with", "no")):
+                self._put("run_{}_{}_retries".format(*end), int(end == (how, retries)))
 
     def _put(self, name: str, value: int) -> None:
         if not _is_taken():

@@ -212,7 +212,10 @@ def test_what_torch_leaves_to_agents_the_nodes_of_ours_tell_one_another(port: in
     assert a.report_done()
     assert a.wait_for_change(0.0) is None
     assert b.report_done()
-    assert [h.wait_for_change(0.0).kind for h in (a, b)] == [ChangeKind.SUCCEEDED] * 2
+    for handler in (a, b):
+        # torch's store answers no set: another connection may be served before it.
+        change = until("the end of all", lambda handler=handler: handler.wait_for_change(0.0))
+        assert change.kind is ChangeKind.SUCCEEDED
     # A node that is done ends the rendezvous for all, as torchrun does.
     assert b.shutdown()
     until("the end to be seen, which torch's handler reads once a second", a.is_closed)
