@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -43,8 +44,7 @@ from ..errors import (
 from ..launch.config import LaunchConfig
 from ..launch.meeting import Meeting, open_meeting
 from ..launch.secret import read_secret
-from ..rendezvous import interface as ours
-from ..rendezvous.interface import Change, ChangeKind
+from ..rendezvous.interface import BootstrapStoreInfo, Change, ChangeKind
 from ..threads import call_watched
 from .launching import TorchrunOptions, wants_libuv
 
@@ -61,7 +61,6 @@ _ROLES = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
 
 Answer = TypeVar("Answer")
-Ended = Callable[[float], "str | None"]
 
 
 def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHandler:
@@ -138,19 +137,14 @@ class TorchrunHandler(RendezvousHandler):
         with _in_torchs_words():
             while True:
                 info = self._handler.next_rendezvous()
-                at = info.bootstrap_store_info
                 try:
-                    store = self._open_store(at)
+                    store = self._open_store(info.bootstrap_store_info)
                 except GenerationEnded as error:
                     log.info("generation %d: %s", info.generation, error)
                     continue
                 self._held = True
-                return RendezvousInfo(
-                    store,
-                    info.rank,
-                    info.world_size,
-                    RendezvousStoreInfo(at.master_addr, at.master_port),
-                )
+                at = RendezvousStoreInfo(*attrs.astuple(info.bootstrap_store_info))
+                return RendezvousInfo(store, info.rank, info.world_size, at)
 
     def is_closed(self) -> bool:
         with _in_torchs_words():
@@ -194,18 +188,37 @@ class TorchrunHandler(RendezvousHandler):
             self._tell_failure(error)
         return self._leave(serve=True)
 
-    def _open_store(self, at: ours.BootstrapStoreInfo) -> AgentStore:
-        return AgentStore(
-            at.master_addr,
-            at.master_port,
-            ended=self._why_over,
-            patience=2 * self._config.timing.lease,
-            timeout=self._config.options.read_timeout,
+    def _open_store(self, at: BootstrapStoreInfo) -> AgentStore:
+        timeout = duration(self._config.options.read_timeout)
+        connect = partial(
+            TCPStore,
+            *(at.master_addr, at.master_port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
         )
+        return AgentStore(self._watched(connect), self._watched)
 
-    def _why_over(self, seconds: float) -> str | None:
-        change = self._handler.wait_for_change(seconds)
-        return None if change is None else change.reason
+    def _watched(self, act: Callable[[], Answer]) -> Answer:
+        """What `act` returns, while the generation stands.
+
+        Raises:
+            GenerationEnded: it does not, for that reason. RuntimeError: torch's own.
+        """
+
+        def look(seconds: float = 0.0) -> None:
+            change = self._handler.wait_for_change(seconds)
+            if change is not None:
+                raise GenerationEnded(change.reason)
+
+        try:
+            return call_watched(act, "torchrun-store", look)
+        except GenerationEnded:
+            raise
+        except Exception:
+            # It may be the first sign of a node's loss, which is known within this time.
+            look(2 * self._config.timing.lease)
+            raise
 
     def _wait_for_all(self) -> None:
         """Until all are done, which cannot be heard where the store is away."""
@@ -288,69 +301,26 @@ class GenerationEnded(RendezvousError):
     """The generation was over before another of its nodes had answered."""
 
 
-def watched(act: Callable[[], Answer], ended: Ended, patience: float) -> Answer:
-    """What `act` returns, while `ended(seconds)` has nothing to say.
-
-    patience: seconds for which an error of `act` may be the first sign of an end.
-
-    Raises:
-        GenerationEnded: it ended first, for that reason. RuntimeError: torch's own.
-    """
-
-    def look(seconds: float = 0.0) -> None:
-        reason = ended(seconds)
-        if reason is not None:
-            raise GenerationEnded(reason)
-
-    try:
-        return call_watched(act, "torchrun-store", look)
-    except GenerationEnded:
-        raise
-    except Exception:
-        look(patience)
-        raise
-
-
 class AgentStore(PrefixStore):
-    """torch's store of one generation, as torch's agent uses it.
+    """torch's store of one generation, as torch's agent uses it; watched: calls what it is given,
+    as long as the generation stands."""
 
-    Args:
-        address, port: where group rank 0 of the generation serves it.
-        ended: why the generation is over, waiting up to so many seconds for that; None if not.
-        patience: seconds within which the loss of a node is known.
-        timeout: seconds that torch's calls may take.
-    """
-
-    def __init__(
-        self, address: str, port: int, *, ended: Ended, patience: float, timeout: float
-    ) -> None:
-        self._ended = ended
-        self._patience = patience
-        self._own_role = b""
-
-        def connect() -> TCPStore:
-            return TCPStore(
-                address,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=duration(timeout),
-            )
-
-        store = watched(connect, ended, patience)
+    def __init__(self, store: TCPStore, watched: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__("elasticlib/agents", store)
+        self._watched = watched
+        self._own_role = b""
 
     def set(self, key: str, value: Any) -> None:
         if key.startswith(_ROLES):
             self._own_role = value.encode() if isinstance(value, str) else bytes(value)
-        self._told("set", key, value)
+        self._put("set", key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        self._told("multi_set", list(keys), list(values))
+        self._put("multi_set", list(keys), list(values))
 
     def get(self, key: str) -> bytes:
         try:
-            return bytes(self._asked("get", key))
+            return bytes(self._call("get", key))
         except GenerationEnded:
             if not self._own_role or not key.startswith(_RANKS):
                 raise
@@ -358,28 +328,28 @@ class AgentStore(PrefixStore):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         try:
-            return list(self._asked("multi_get", list(keys)))
+            return list(self._call("multi_get", list(keys)))
         except GenerationEnded:
             if not self._own_role or not all(key.startswith(_ROLES) for key in keys):
                 raise
             return [self._own_role for _ in keys]
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
-        self._asked("wait", list(keys), *(() if timeout is None else (timeout,)))
+        self._call("wait", list(keys), *(() if timeout is None else (timeout,)))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._asked("add", key, amount))
+        return int(self._call("add", key, amount))
 
-    def _told(self, name: str, *args: Any) -> None:
+    def _put(self, name: str, *args: Any) -> None:
         try:
-            self._asked(name, *args)
+            self._call(name, *args)
         except GenerationEnded:
             # Nobody is left who would read it.
             return
 
-    def _asked(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         act = getattr(super(), name)
-        return watched(lambda: act(*args), self._ended, self._patience)
+        return self._watched(lambda: act(*args))
 
     def _alone(self, rank: int) -> bytes:
         """Ranks in a world that cannot come together, as one of its nodes is gone."""
