@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 EVENT_LOG_HANDLERS = ("null", "console")
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TORCH_GROUP = "torchrun.handlers"
-"""torch's own group of entry points, in which others register handlers for torchrun."""
+"""torch's group of entry points: handlers that other distributions register for torchrun."""
 TORCH_C10D = "torch-c10d"
 """torch's dynamic rendezvous over a c10d store, which torchrun calls c10d."""
 TORCHS_TIMEOUT = 900
-"""Seconds that torch itself writes under `timeout` into its rdzv_configs where nobody did."""
+"""Seconds that torch writes into rdzv_configs as `timeout` unless the user gives one."""
 TORCHRUN_NAMES = {"el-tcp": "tcp", "el-file": "file", "el-etcd": "etcd"}
-"""What our backends are called under torchrun; who changes to elasticrun need not change it."""
+"""The names of our backends under torchrun; elasticrun takes them, too."""
 
 
 def our_name(name: str) -> str:

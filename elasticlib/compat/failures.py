@@ -1,8 +1,8 @@
-"""How a launch failed in the shapes that torch gives to it; and torch's `record`, both ways.
+"""A launch's failure in torch's shapes, and torch's `record` for both kinds of launch errors.
 
-What this node's workers did comes first, what is known of other nodes only where none of these
-failed; and the text of an error ends with the first cause, which is what people read. All of it
-are views of `WorkerExit`, and of the `Cause` that another node told.
+Failures of this node's workers come first; another node's is shown only where none of these failed.
+The text of an error ends with the first cause, as people read that line. All are views of
+`WorkerExit`, and of the `Cause` that another node reported.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ProcessFailure:
 
 
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
-    """What is known of the end of a worker of this node."""
+    """The end of a worker of this node in torch's shape."""
     data = dict(exit_.error_data) or dict(NO_RECORD)
     why = last_words(exit_.tail, exit_.returncode)
     how = f"{exit_.how}: {why}" if why else exit_.how
@@ -131,7 +131,7 @@ def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
 
 
 def failure_elsewhere(cause: Cause) -> ProcessFailure:
-    """What another node told of its worker; pid and local rank are that node's."""
+    """What another node reported of its worker; pid and local rank are that node's."""
     data: dict[str, Any] = dict(NO_RECORD)
     if cause.message or cause.traceback:
         trace = {"py_callstack": cause.traceback}
@@ -173,8 +173,8 @@ class ChildFailedError(ElasticError):
         return type(self), (self.name, self.failures, self.result)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Global rank and failure of the first worker of this node that failed; where none did,
-        of the first of another node, as far as that was told.
+        """Global rank and failure of the first worker of this node that failed; if none did, of the
+        first of another node, as far as that node reported it.
 
         Raises:
             NoFailure: no worker's failure is known; the message says why the job failed.
@@ -193,20 +193,20 @@ class ChildFailedError(ElasticError):
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """What stands in the error: why, all that failed, and the first failure with its traceback
         at the end. The delimiters are those of torch's, and make up the lines between."""
-        told = [f"{self.name}: {self._reason}"]
+        lines = [f"{self.name}: {self._reason}"]
         try:
             rank, first = self.get_first_failure()
         except NoFailure:
-            return told[0]
-        told.append(boarder_delim * 60)
+            return lines[0]
+        lines.append(boarder_delim * 60)
         others = {r: f for r, f in self.failures.items() if r != rank}
         if others:
-            told.append("Other failures:")
-            told += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
-            told.append(section_delim * 60)
-        told.append("Root cause (first failure):")
-        told += [f"  {line}" for line in _explained(rank, first)]
-        return visible("\n".join(told))
+            lines.append("Other failures:")
+            lines += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
+            lines.append(section_delim * 60)
+        lines.append("Root cause (first failure):")
+        lines += [f"  {line}" for line in _explained(rank, first)]
+        return visible("\n".join(lines))
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:

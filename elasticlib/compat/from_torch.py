@@ -1,8 +1,9 @@
 """torch's rendezvous handlers under our agent: its own over a c10d store, and registered ones.
 
-What torch's interface cannot tell (why a generation ended, who drains, whose workers failed
-first) stays unsaid. What it leaves to each agent, the nodes tell one another in the store that it
-returns: how many workers each has, which generation this is, where torch's store is, who is done.
+torch's interface does not say why a generation ended, which node drains, or whose worker failed
+first, so neither do we. What it leaves to each agent, the nodes exchange in the store that it
+returns: how many workers each has, which generation this is, where torch's store is, which nodes
+are done.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ log = logging.getLogger("elasticlib.launch")
 PREFIX = "elasticlib/node/"
 DONE = "elasticlib/done/"
 MEET_SECONDS = 60.0
-"""For the other nodes of a generation to say who they are, once torch has settled it."""
+"""For the other nodes of a generation to introduce themselves, once torch has settled it."""
 
 
 def open_from_torch(name: str, request: BackendRequest) -> HandlerFromTorch:
@@ -162,7 +163,7 @@ class HandlerFromTorch(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave. torch's own shutdown, which ends the job for all, is called as torchrun does:
-        after success or failure, and not where the node was told to go."""
+        after success or failure, and not where a signal asked this node to leave."""
         if self._left.is_set():
             return True
         self._left.set()
@@ -185,9 +186,9 @@ class HandlerFromTorch(RendezvousHandler):
             raise RendezvousClosed("this node has left the rendezvous")
 
     def _meet(self, store: Any, rank: int, nodes: int) -> RendezvousInfo:
-        """Tell the others of this node, and hear who they are."""
+        """Introduce this node to the others, and read what they say of themselves."""
         last = self._info
-        said: dict[str, Any] = {
+        mine: dict[str, Any] = {
             "slots": self._node.slots,
             "role": self._node.role,
             "generation": 0 if last is None else last.generation,
@@ -195,8 +196,8 @@ class HandlerFromTorch(RendezvousHandler):
         }
         if rank == 0:
             self._bootstrap = self._open_bootstrap(self._node.address)
-            said |= {"address": self._node.address, "port": self._bootstrap.port}
-        store.set(f"{PREFIX}{rank}", json.dumps(said))
+            mine |= {"address": self._node.address, "port": self._bootstrap.port}
+        store.set(f"{PREFIX}{rank}", json.dumps(mine))
         keys = [f"{PREFIX}{number}" for number in range(nodes)]
         try:
             store.wait(keys, duration(MEET_SECONDS))
@@ -205,20 +206,20 @@ class HandlerFromTorch(RendezvousHandler):
                 f"not all of the {nodes} nodes that torch's rendezvous has settled with have said "
                 f"who they are within {MEET_SECONDS:g} s (each must run elasticrun): {error}"
             ) from error
-        heard = [json.loads(bytes(store.get(key))) for key in keys]
+        records = [json.loads(bytes(store.get(key))) for key in keys]
         seats = deal_seats(
             [
                 Node(id=str(at), host="", address="", slots=one["slots"], role=one["role"])
-                for at, one in enumerate(heard)
+                for at, one in enumerate(records)
             ]
         )
         # Of several starts that have come together, the one that has come furthest goes on.
-        oldest = max(heard, key=lambda one: int(one["generation"]))
+        oldest = max(records, key=lambda one: int(one["generation"]))
         return RendezvousInfo(
             run_id=self.get_run_id(),
             generation=oldest["generation"] + 1,
             seat=seats[rank],
-            bootstrap_store_info=BootstrapStoreInfo(heard[0]["address"], heard[0]["port"]),
+            bootstrap_store_info=BootstrapStoreInfo(records[0]["address"], records[0]["port"]),
             cause=f"settled by {self._name}",
             incarnation=oldest["incarnation"],
         )

@@ -338,7 +338,7 @@ def values_of(name: str, result: RunResult) -> dict[int, Any]:
 
 
 def torch_views(config: LaunchConfig, name: str, handler: RendezvousHandler) -> Iterator[View]:
-    """Those who tell torch's readers of the events of this node; name: of what is run."""
+    """What shows this node's events in torch's shapes; name: of what is run."""
     from .views import PutMetrics, TorchsEvents
 
     yield PutMetrics(config.role)

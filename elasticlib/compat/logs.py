@@ -54,7 +54,7 @@ def ask(specs: Any, environments: dict[int, dict[str, str]], plan: OutputPlan) -
 
 
 def _places(said: Any, local_rank: int, error_file: str, plan: OutputPlan) -> Places:
-    """What torch's `LogsDest` says of one worker, which has been told of this error file."""
+    """What torch's `LogsDest` says of one worker, whose error file this is."""
     files: dict[Streams, str] = {}
     filtered: dict[Streams, str] = {}
     tee, shown = Streams.NONE, Streams.NONE

@@ -47,7 +47,7 @@ class Timer:
 class Timers(dict[tuple[int, str], Timer]):
     """Those that are running, by process and name."""
 
-    def heed(self, line: bytes, *, wall: float, now: float) -> None:
+    def take(self, line: bytes, *, wall: float, now: float) -> None:
         """wall, now: the time on the clock that workers go by, which is this machine's, and on
         ours. What is no request changes nothing."""
         try:
@@ -156,7 +156,7 @@ class TimerServer:
         *lines, rest = (self._rest + chunk).split(b"\n")
         self._rest = rest[-CHUNK:]
         for line in lines:
-            self._timers.heed(line, wall=wall(), now=monotonic())
+            self._timers.take(line, wall=wall(), now=monotonic())
         self._look()
 
     def _look(self) -> None:

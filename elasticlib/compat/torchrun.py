@@ -51,7 +51,7 @@ from .launching import TorchrunOptions, wants_libuv
 log = logging.getLogger("elasticlib.launch")
 
 SOON = 1.0
-"""Seconds; who waits for longer says so."""
+"""Seconds: a longer wait for the other nodes is logged."""
 TORCHS_STOP = 60.0
 """Seconds in which torch's agent has stopped its workers: 30 until SIGKILL, and 30 after it."""
 MARK = "@torchrun"
@@ -81,7 +81,7 @@ def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHand
 def read_params(
     kind: str, params: RendezvousParameters, environment: Mapping[str, str]
 ) -> LaunchConfig:
-    """What torchrun was told, as a launch of ours.
+    """What torchrun was asked for, as a launch of ours.
 
     Raises:
         ConfigError: an option that is none of ours, or a value that cannot work.
@@ -106,7 +106,7 @@ class TorchrunHandler(RendezvousHandler):
 
     Args:
         name: what --rdzv-backend was given.
-        config: the launch as torchrun was told of it.
+        config: what torchrun was asked for.
         meeting: where this node meets the others; closed by `shutdown`.
     """
 
@@ -185,7 +185,7 @@ class TorchrunHandler(RendezvousHandler):
             self._handler.report_done()
             self._wait_for_all()
         elif self._held and isinstance(error, ChildFailedError):
-            self._tell_failure(error)
+            self._report_failure(error)
         return self._leave(serve=True)
 
     def _open_store(self, at: BootstrapStoreInfo) -> AgentStore:
@@ -221,7 +221,7 @@ class TorchrunHandler(RendezvousHandler):
             raise
 
     def _wait_for_all(self) -> None:
-        """Until all are done, which cannot be heard where the store is away."""
+        """Until all are done; while the store is away this cannot be known."""
         patience = self._config.timing.close
         soon = min(SOON, patience)
         if self._handler.wait_for_change(soon) is None:
@@ -232,11 +232,11 @@ class TorchrunHandler(RendezvousHandler):
             )
             self._handler.wait_for_change(patience - soon)
 
-    def _tell_failure(self, error: ChildFailedError) -> None:
-        """Say why, and stay until the others have heard it, or have had the time to."""
+    def _report_failure(self, error: ChildFailedError) -> None:
+        """Report why, and stay until the others have read it, or have had the time to."""
         rank, failure = error.get_first_failure()
-        told = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        self._handler.report_failure(f"rank {rank} ended with {told}, its node's last restart")
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        self._handler.report_failure(f"rank {rank} ended with {how}, its node's last restart")
         give_up = threading.Timer(self._config.timing.close, self._handler.shutdown)
         give_up.daemon = True
         give_up.start()
@@ -264,10 +264,10 @@ class TorchrunHandler(RendezvousHandler):
 
 
 def _end_of(change: Change) -> TorchRendezvousError:
-    told = f"{change.kind.value}: {change.reason}"
+    sentence = f"{change.kind.value}: {change.reason}"
     if change.kind is ChangeKind.LOST:
-        return RendezvousConnectionError(told)
-    return RendezvousClosedError(told)
+        return RendezvousConnectionError(sentence)
+    return RendezvousClosedError(sentence)
 
 
 _WORDS: tuple[tuple[type[Exception], Callable[[str], TorchRendezvousError]], ...] = (
@@ -344,7 +344,7 @@ class AgentStore(PrefixStore):
         try:
             self._call(name, *args)
         except GenerationEnded:
-            # Nobody is left who would read it.
+            # No node is left that would read it.
             return
 
     def _call(self, name: str, *args: Any) -> Any:

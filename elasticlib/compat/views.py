@@ -44,7 +44,7 @@ class TorchsEvents(View):
     Args:
         name: of what is run.
         role: whose workers they are.
-        handler: of the job, whose id and backend are told.
+        handler: of the job, for its id and backend.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class TorchsEvents(View):
             "agent_restarts": 0 if group is None else group.count("restarts"),
             "duration_ms": None,
         }
-        said = {
+        record = {
             "name": f"torchelastic.worker.status.{state}",
             "source": source,
             "timestamp": int(event.wall * 1000),
             "metadata": {**metadata, **known},
         }
-        self._write(json.dumps(said) + "\n")
+        self._write(json.dumps(record) + "\n")
 
 
 def _as_torchs(error: str) -> str | None:

@@ -31,7 +31,7 @@ def line(pid: int, scope: str, at: float, number: int = 9) -> bytes:
 def after(*lines: bytes, wall: float = 1000.0, now: float = 5.0) -> Timers:
     timers = Timers()
     for each in lines:
-        timers.heed(each, wall=wall, now=now)
+        timers.take(each, wall=wall, now=now)
     return timers
 
 

@@ -1,4 +1,4 @@
-"""The driver of a job on a Ray cluster: it hosts the store, has agents placed, and hears their end.
+"""The driver of a job on a Ray cluster: it hosts the store, and places and watches the agents.
 
 Agents are actors, one a node, between as few and as many as may run; `decide` says where, of what
 the cluster has now. How the job stands is what its nodes have written in the store, and not what
@@ -52,7 +52,7 @@ MARGIN = 15.0
 CALLS = 4
 """Of an agent at one time: `run`, which lasts as long as the job does, and others beside it."""
 BREAKPOINT = "ray.util.rpdb.set_trace"
-# Ray ends what an actor has started along with it, and would not spare those who clear up.
+# Ray ends all that an actor has started along with it, even the guardian that clears up.
 KEEP_GUARDIAN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
@@ -273,7 +273,7 @@ class NodeAgent:
             return error
 
     def heed(self, number: int) -> None:
-        """As if this signal had come."""
+        """Act as if this signal had come."""
         with self._lock:
             self._asked.append(number)
             if self._agent is not None:
@@ -434,7 +434,7 @@ class Driver:
         waited = {agent.ran: number for number, agent in self._agents.items()}
         waited |= {one.hello: number for number, one in self._agents.items() if not one.runs}
         if not waited:
-            # Nobody is there who could tell of anything; a signal can still come.
+            # There is no agent to wait for; a signal can still come.
             with contextlib.suppress(queue.Empty):
                 self._signals.put(self._signals.get(timeout=LOOK_SECONDS))
             return []
@@ -464,7 +464,7 @@ class Driver:
 
     def _pass_on(self, number: int) -> None:
         """A signal goes to all agents that run; those that wait are not waited for."""
-        log.warning("%s: told to all agents", signal_name(number))
+        log.warning("%s: passed on to all agents", signal_name(number))
         self._asked = number
         self._end(self._config.supervision.agent.drain_grace + shutdown_seconds(self._config))
         for agent in self._agents.values():
@@ -518,7 +518,7 @@ class Driver:
         for number in list(self._agents):
             self._drop(number)
 
-    # -- what becomes of agents ---------------------------------------------------------------
+    # -- ends of agents ------------------------------------------------------------------------
 
     def _take(self, number: int, answer: Any) -> None:
         agent, errors = self._agents[number], self._ray.exceptions
@@ -532,7 +532,7 @@ class Driver:
             self._lose(number, f"{type(error).__name__}: {' '.join(str(error).split())}")
             return
         if isinstance(value, ElasticError):
-            # It cannot run as it was told to, here or elsewhere.
+            # Its settings cannot work, here or elsewhere.
             self._error = self._error or value
             self._fail(str(value))
         elif answer == agent.hello:
