@@ -17,6 +17,7 @@ from pathlib import Path
 import attrs
 
 from ..clock import monotonic, wall
+from ..compat import our_name
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import (
     ConfigError,
@@ -56,7 +57,6 @@ from .backends import check_etcd_keys, read_etcd_place
 from .command_tools import Part, Table, complain, show, shown_in_place, typed
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
 from .endpoints import parts_of, read_secret
-from .torch_names import our_name
 
 LONGEST_TIMEOUT = 30.0
 EVERY_SECONDS = 1.0

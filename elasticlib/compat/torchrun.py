@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import attrs
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -28,30 +32,35 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
 
+from ..clock import duration
 from ..errors import (
     ConfigError,
     ElasticError,
     RendezvousClosed,
+    RendezvousError,
     RendezvousTimeout,
     StoreError,
 )
-from ..rendezvous import interface as ours
-from ..rendezvous.interface import Change, ChangeKind
-from .config import LaunchConfig
-from .endpoints import read_secret
-from .rendezvous_setup import Meeting, open_meeting
-from .torchrun_options import TorchrunOptions, wants_libuv
-from .torchrun_store import AgentStore, GenerationEnded
+from ..launch.config import LaunchConfig
+from ..launch.endpoints import read_secret
+from ..launch.rendezvous_setup import Meeting, open_meeting
+from ..rendezvous.interface import BootstrapStoreInfo, Change, ChangeKind
+from ..threads import call_watched
+from .launching import TorchrunOptions, wants_libuv
 
 log = logging.getLogger("elasticlib.launch")
 
 SOON = 1.0
-"""Seconds; who waits for longer says so."""
+"""Seconds: a longer wait for the other nodes is logged."""
 TORCHS_STOP = 60.0
 """Seconds in which torch's agent has stopped its workers: 30 until SIGKILL, and 30 after it."""
 MARK = "@torchrun"
 """Ends our own name of a job whose agents are torch's: those of elasticrun deal ranks otherwise,
 and a job of both would wait for ever."""
+_ROLES = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+
+Answer = TypeVar("Answer")
 
 
 def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHandler:
@@ -72,7 +81,7 @@ def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHand
 def read_params(
     kind: str, params: RendezvousParameters, environment: Mapping[str, str]
 ) -> LaunchConfig:
-    """What torchrun was told, as a launch of ours.
+    """What torchrun was asked for, as a launch of ours.
 
     Raises:
         ConfigError: an option that is none of ours, or a value that cannot work.
@@ -97,7 +106,7 @@ class TorchrunHandler(RendezvousHandler):
 
     Args:
         name: what --rdzv-backend was given.
-        config: the launch as torchrun was told of it.
+        config: what torchrun was asked for.
         meeting: where this node meets the others; closed by `shutdown`.
     """
 
@@ -128,19 +137,14 @@ class TorchrunHandler(RendezvousHandler):
         with _in_torchs_words():
             while True:
                 info = self._handler.next_rendezvous()
-                at = info.bootstrap_store_info
                 try:
-                    store = self._open_store(at)
+                    store = self._open_store(info.bootstrap_store_info)
                 except GenerationEnded as error:
                     log.info("generation %d: %s", info.generation, error)
                     continue
                 self._held = True
-                return RendezvousInfo(
-                    store,
-                    info.rank,
-                    info.world_size,
-                    RendezvousStoreInfo(at.master_addr, at.master_port),
-                )
+                at = RendezvousStoreInfo(*attrs.astuple(info.bootstrap_store_info))
+                return RendezvousInfo(store, info.rank, info.world_size, at)
 
     def is_closed(self) -> bool:
         with _in_torchs_words():
@@ -181,24 +185,43 @@ class TorchrunHandler(RendezvousHandler):
             self._handler.report_done()
             self._wait_for_all()
         elif self._held and isinstance(error, ChildFailedError):
-            self._tell_failure(error)
+            self._report_failure(error)
         return self._leave(serve=True)
 
-    def _open_store(self, at: ours.BootstrapStoreInfo) -> AgentStore:
-        return AgentStore(
-            at.master_addr,
-            at.master_port,
-            ended=self._why_over,
-            patience=2 * self._config.timing.lease,
-            timeout=self._config.options.read_timeout,
+    def _open_store(self, at: BootstrapStoreInfo) -> AgentStore:
+        timeout = duration(self._config.options.read_timeout)
+        connect = partial(
+            TCPStore,
+            *(at.master_addr, at.master_port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
         )
+        return AgentStore(self._watched(connect), self._watched)
 
-    def _why_over(self, seconds: float) -> str | None:
-        change = self._handler.wait_for_change(seconds)
-        return None if change is None else change.reason
+    def _watched(self, act: Callable[[], Answer]) -> Answer:
+        """What `act` returns, while the generation stands.
+
+        Raises:
+            GenerationEnded: it does not, for that reason. RuntimeError: torch's own.
+        """
+
+        def look(seconds: float = 0.0) -> None:
+            change = self._handler.wait_for_change(seconds)
+            if change is not None:
+                raise GenerationEnded(change.reason)
+
+        try:
+            return call_watched(act, "torchrun-store", look)
+        except GenerationEnded:
+            raise
+        except Exception:
+            # It may be the first sign of a node's loss, which is known within this time.
+            look(2 * self._config.timing.lease)
+            raise
 
     def _wait_for_all(self) -> None:
-        """Until all are done, which cannot be heard where the store is away."""
+        """Until all are done; while the store is away this cannot be known."""
         patience = self._config.timing.close
         soon = min(SOON, patience)
         if self._handler.wait_for_change(soon) is None:
@@ -209,11 +232,11 @@ class TorchrunHandler(RendezvousHandler):
             )
             self._handler.wait_for_change(patience - soon)
 
-    def _tell_failure(self, error: ChildFailedError) -> None:
-        """Say why, and stay until the others have heard it, or have had the time to."""
+    def _report_failure(self, error: ChildFailedError) -> None:
+        """Report why, and stay until the others have read it, or have had the time to."""
         rank, failure = error.get_first_failure()
-        told = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        self._handler.report_failure(f"rank {rank} ended with {told}, its node's last restart")
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        self._handler.report_failure(f"rank {rank} ended with {how}, its node's last restart")
         give_up = threading.Timer(self._config.timing.close, self._handler.shutdown)
         give_up.daemon = True
         give_up.start()
@@ -241,10 +264,10 @@ class TorchrunHandler(RendezvousHandler):
 
 
 def _end_of(change: Change) -> TorchRendezvousError:
-    told = f"{change.kind.value}: {change.reason}"
+    sentence = f"{change.kind.value}: {change.reason}"
     if change.kind is ChangeKind.LOST:
-        return RendezvousConnectionError(told)
-    return RendezvousClosedError(told)
+        return RendezvousConnectionError(sentence)
+    return RendezvousClosedError(sentence)
 
 
 _WORDS: tuple[tuple[type[Exception], Callable[[str], TorchRendezvousError]], ...] = (
@@ -264,3 +287,72 @@ def _in_torchs_words() -> Iterator[None]:
         raise next(theirs for kind, theirs in _WORDS if isinstance(error, kind))(
             str(error)
         ) from error
+
+
+# -- the store of one generation -------------------------------------------------------------------
+#
+# What torch's agents tell one another in, for as long as a generation stands. torch's agent takes
+# an error of its store for the end of its node. So a call that another node's loss leaves without
+# an answer ends here with the generation, and where the agent is about to start workers it is
+# answered all the same: it stops them at its next look at the rendezvous.
+
+
+class GenerationEnded(RendezvousError):
+    """The generation was over before another of its nodes had answered."""
+
+
+class AgentStore(PrefixStore):
+    """torch's store of one generation, as torch's agent uses it; watched: calls what it is given,
+    as long as the generation stands."""
+
+    def __init__(self, store: TCPStore, watched: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__("elasticlib/agents", store)
+        self._watched = watched
+        self._own_role = b""
+
+    def set(self, key: str, value: Any) -> None:
+        if key.startswith(_ROLES):
+            self._own_role = value.encode() if isinstance(value, str) else bytes(value)
+        self._put("set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._put("multi_set", list(keys), list(values))
+
+    def get(self, key: str) -> bytes:
+        try:
+            return bytes(self._call("get", key))
+        except GenerationEnded:
+            if not self._own_role or not key.startswith(_RANKS):
+                raise
+            return self._alone(int(key.removeprefix(_RANKS)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        try:
+            return list(self._call("multi_get", list(keys)))
+        except GenerationEnded:
+            if not self._own_role or not all(key.startswith(_ROLES) for key in keys):
+                raise
+            return [self._own_role for _ in keys]
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        self._call("wait", list(keys), *(() if timeout is None else (timeout,)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+    def _put(self, name: str, *args: Any) -> None:
+        try:
+            self._call(name, *args)
+        except GenerationEnded:
+            # No node is left that would read it.
+            return
+
+    def _call(self, name: str, *args: Any) -> Any:
+        act = getattr(super(), name)
+        return self._watched(lambda: act(*args))
+
+    def _alone(self, rank: int) -> bytes:
+        """Ranks in a world that cannot come together, as one of its nodes is gone."""
+        slots = json.loads(self._own_role)["local_world_size"]
+        world = slots * (rank + 2)
+        return json.dumps([slots * rank, world, slots * rank, world]).encode()

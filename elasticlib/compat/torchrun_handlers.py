@@ -32,6 +32,6 @@ def el_etcd() -> Creator:
 
 
 def _open(kind: str, params: RendezvousParameters) -> RendezvousHandler:
-    from .torchrun_handler import open_for_torchrun
+    from .torchrun import open_for_torchrun
 
     return open_for_torchrun(kind, params)

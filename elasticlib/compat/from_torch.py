@@ -1,8 +1,9 @@
 """torch's rendezvous handlers under our agent: its own over a c10d store, and registered ones.
 
-What torch's interface cannot tell (why a generation ended, who drains, whose workers failed
-first) stays unsaid. What it leaves to each agent, the nodes tell one another in the store that it
-returns: how many workers each has, which generation this is, where torch's store is, who is done.
+torch's interface does not say why a generation ended, which node drains, or whose worker failed
+first, so neither do we. What it leaves to each agent, the nodes exchange in the store that it
+returns: how many workers each has, which generation this is, where torch's store is, which nodes
+are done.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import secrets
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import attrs
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -47,18 +46,18 @@ from ..rendezvous.interface import (
     RendezvousInfo,
     deal_seats,
 )
-from ..threads import helper
-from .torch_names import TORCH_C10D, TORCHS_TIMEOUT
+from ..threads import call_watched
+from . import TORCH_C10D, TORCHS_TIMEOUT
 
 if TYPE_CHECKING:
-    from .backends import BackendRequest
+    from ..launch.backends import BackendRequest
 
 log = logging.getLogger("elasticlib.launch")
 
 PREFIX = "elasticlib/node/"
 DONE = "elasticlib/done/"
 MEET_SECONDS = 60.0
-"""For the other nodes of a generation to say who they are, once torch has settled it."""
+"""For the other nodes of a generation to introduce themselves, once torch has settled it."""
 
 
 def open_from_torch(name: str, request: BackendRequest) -> HandlerFromTorch:
@@ -85,18 +84,6 @@ def open_from_torch(name: str, request: BackendRequest) -> HandlerFromTorch:
     return HandlerFromTorch(handler, name, request.node, torch_store(request.use_libuv))
 
 
-@attrs.frozen
-class _Held:
-    """The generation that this node is in: torch's store of it, and who is where."""
-
-    store: Any
-    info: RendezvousInfo
-
-    @property
-    def done_keys(self) -> list[str]:
-        return [f"{DONE}{rank}" for rank in range(self.info.world_size)]
-
-
 class HandlerFromTorch(RendezvousHandler):
     """A `torch.distributed.elastic` rendezvous handler, for our agent.
 
@@ -116,10 +103,10 @@ class HandlerFromTorch(RendezvousHandler):
         self._node = node
         self._open_bootstrap = open_bootstrap
         self._bootstrap: BootstrapStore | None = None
+        self._info: RendezvousInfo | None = None
+        self._store: Any = None  # torch's, of this generation
         self._left = threading.Event()
-        self._held: _Held | None = None
-        self._ending = False
-        self._done = False
+        self._ending = self._done = False
 
     def get_backend(self) -> str:
         return self._name
@@ -131,8 +118,9 @@ class HandlerFromTorch(RendezvousHandler):
         self._close_bootstrap()
         self._ending = self._done = False
         found = self._waited_for(self._theirs.next_rendezvous)
-        self._held = self._waited_for(lambda: self._meet(found))
-        return self._held.info
+        self._info = self._waited_for(lambda: self._meet(found.store, found.rank, found.world_size))
+        self._store = found.store
+        return self._info
 
     def is_closed(self) -> bool:
         return bool(_in_our_words(self._theirs.is_closed))
@@ -150,11 +138,10 @@ class HandlerFromTorch(RendezvousHandler):
         return False
 
     def report_done(self) -> bool:
-        held = present(self._held, "a generation")
-        store, rank = held.store, held.info.rank
         self._ending = True
+        key = f"{DONE}{present(self._info, 'a generation').rank}"
         try:
-            _in_our_words(lambda: store.set(f"{DONE}{rank}", "1"))
+            _in_our_words(lambda: self._store.set(key, "1"))
         except ElasticError as error:
             log.warning("the others are not waited for, the store being away: %s", error)
             return False
@@ -165,8 +152,9 @@ class HandlerFromTorch(RendezvousHandler):
         """As the interface has it; and that all are done, once this node is."""
         if not self._done:
             return super().wait_for_change(timeout)
+        keys = [f"{DONE}{rank}" for rank in range(present(self._info, "a generation").world_size)]
         try:
-            if self._all_done():
+            if _in_our_words(lambda: self._store.check(keys)):
                 return Change(ChangeKind.SUCCEEDED, "all nodes are done")
             return super().wait_for_change(timeout)
         except ElasticError as error:
@@ -175,7 +163,7 @@ class HandlerFromTorch(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave. torch's own shutdown, which ends the job for all, is called as torchrun does:
-        after success or failure, and not where the node was told to go."""
+        after success or failure, and not where a signal asked this node to leave."""
         if self._left.is_set():
             return True
         self._left.set()
@@ -189,49 +177,27 @@ class HandlerFromTorch(RendezvousHandler):
         self._close_bootstrap()
         return ended
 
-    def _all_done(self) -> bool:
-        held = present(self._held, "a generation")
-        return bool(_in_our_words(lambda: held.store.check(held.done_keys)))
-
     def _waited_for(self, act: Callable[[], Any]) -> Any:
-        """What `act` returns; torch's calls cannot be ended, so one is left to itself."""
-        told: queue.SimpleQueue[tuple[Any, ElasticError | None]] = queue.SimpleQueue()
+        """What `act` returns, unless this node leaves meanwhile."""
+        return call_watched(lambda: _in_our_words(act), "torch-rendezvous", self._check_left)
 
-        def call() -> None:
-            try:
-                told.put((_in_our_words(act), None))
-            except ElasticError as error:
-                told.put((None, error))
+    def _check_left(self) -> None:
+        if self._left.is_set():
+            raise RendezvousClosed("this node has left the rendezvous")
 
-        def broke(sentence: str) -> None:
-            told.put((None, RendezvousError(sentence)))
-
-        helper(call, "torch-rendezvous", broke).start()
-        while True:
-            if self._left.is_set():
-                raise RendezvousClosed("this node has left the rendezvous")
-            try:
-                answer, error = told.get(timeout=0.05)
-            except queue.Empty:
-                continue
-            if error is not None:
-                raise error
-            return answer
-
-    def _meet(self, found: Any) -> _Held:
-        """Tell the others of this node, and hear who they are."""
-        store, rank, nodes = found.store, found.rank, found.world_size
-        last = 0 if self._held is None else self._held.info.generation
-        said: dict[str, Any] = {
+    def _meet(self, store: Any, rank: int, nodes: int) -> RendezvousInfo:
+        """Introduce this node to the others, and read what they say of themselves."""
+        last = self._info
+        mine: dict[str, Any] = {
             "slots": self._node.slots,
             "role": self._node.role,
-            "generation": last,
-            "incarnation": secrets.token_hex(8) if self._held is None else self._incarnation,
+            "generation": 0 if last is None else last.generation,
+            "incarnation": secrets.token_hex(8) if last is None else last.incarnation,
         }
         if rank == 0:
             self._bootstrap = self._open_bootstrap(self._node.address)
-            said |= {"address": self._node.address, "port": self._bootstrap.port}
-        store.set(f"{PREFIX}{rank}", json.dumps(said))
+            mine |= {"address": self._node.address, "port": self._bootstrap.port}
+        store.set(f"{PREFIX}{rank}", json.dumps(mine))
         keys = [f"{PREFIX}{number}" for number in range(nodes)]
         try:
             store.wait(keys, duration(MEET_SECONDS))
@@ -240,28 +206,23 @@ class HandlerFromTorch(RendezvousHandler):
                 f"not all of the {nodes} nodes that torch's rendezvous has settled with have said "
                 f"who they are within {MEET_SECONDS:g} s (each must run elasticrun): {error}"
             ) from error
-        heard = [json.loads(bytes(store.get(key))) for key in keys]
-        return _Held(store, self._read(heard, rank))
-
-    def _read(self, heard: list[dict[str, Any]], rank: int) -> RendezvousInfo:
-        nodes = [
-            Node(id=str(at), host="", address="", slots=said["slots"], role=said["role"])
-            for at, said in enumerate(heard)
-        ]
+        records = [json.loads(bytes(store.get(key))) for key in keys]
+        seats = deal_seats(
+            [
+                Node(id=str(at), host="", address="", slots=one["slots"], role=one["role"])
+                for at, one in enumerate(records)
+            ]
+        )
         # Of several starts that have come together, the one that has come furthest goes on.
-        oldest = max(heard, key=lambda said: int(said["generation"]))
+        oldest = max(records, key=lambda one: int(one["generation"]))
         return RendezvousInfo(
             run_id=self.get_run_id(),
             generation=oldest["generation"] + 1,
-            seat=deal_seats(nodes)[rank],
-            bootstrap_store_info=BootstrapStoreInfo(heard[0]["address"], heard[0]["port"]),
+            seat=seats[rank],
+            bootstrap_store_info=BootstrapStoreInfo(records[0]["address"], records[0]["port"]),
             cause=f"settled by {self._name}",
             incarnation=oldest["incarnation"],
         )
-
-    @property
-    def _incarnation(self) -> str:
-        return "" if self._held is None else self._held.info.incarnation
 
     def _close_bootstrap(self) -> None:
         bootstrap, self._bootstrap = self._bootstrap, None

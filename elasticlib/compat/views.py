@@ -1,35 +1,34 @@
-"""torchrun's events, for `--event-log-handler console`: a line of JSON on stderr for each.
+"""What happens on a node, for those who read torch's events and metrics.
 
-The shape is that of torch's `Event`, so what reads those reads these. Each is one of the node's own
-events, shown in that shape; nothing that happens depends on whether it could be written.
+Each event of torch's shape is one of the node's own: a line of JSON on stderr, for
+`--event-log-handler console`. The numbers that torch's agent puts into the group `torchelastic`
+are put there by the same names, for programs that have configured a handler and launch from Python.
+Nothing that happens depends on whether any of it was taken.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
-
-import attrs
 
 from ..clock import monotonic
 from ..observe.event import Event
 from ..observe.journal import View
 from ..rendezvous.interface import RendezvousHandler
-from ..workers.spec import Entrypoint, Function
+
+log = logging.getLogger("elasticlib.launch")
 
 AGENT, WORKER = "AGENT", "WORKER"
 STDERR = 2
-
-
-def entry_name(entrypoint: Entrypoint) -> str:
-    """What is run, as a person would call it."""
-    if isinstance(entrypoint, Function):
-        return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
-    return str(attrs.astuple(entrypoint, recurse=False)[0])
+METRICS = "torch.distributed.elastic.metrics.api"
+GROUP = "torchelastic"
 
 
 def to_stderr(line: str) -> None:
@@ -39,25 +38,23 @@ def to_stderr(line: str) -> None:
 
 
 class TorchsEvents(View):
-    """Says what happens to the workers, and how the run ended.
-
-    Of each worker: START, then SUCCEEDED, FAILED, or TERMINATED if this agent ended it. Of the
+    """Of each worker: START, then SUCCEEDED, FAILED, or TERMINATED if this agent ended it. Of the
     agent: RENDEZVOUS with its duration, and in the end the `WorkerState` of its run.
 
     Args:
-        entrypoint: what is run.
+        name: of what is run.
         role: whose workers they are.
-        handler: of the job, whose id and backend are told.
+        handler: of the job, for its id and backend.
     """
 
     def __init__(
         self,
-        entrypoint: Entrypoint,
+        name: str,
         role: str,
         handler: RendezvousHandler,
         write: Callable[[str], None] = to_stderr,
     ) -> None:
-        self._entry_point = entry_name(entrypoint)
+        self._entry_point = name
         self._role = role
         self._handler = handler
         self._write = write
@@ -119,15 +116,65 @@ class TorchsEvents(View):
             "agent_restarts": 0 if group is None else group.count("restarts"),
             "duration_ms": None,
         }
-        said = {
+        record = {
             "name": f"torchelastic.worker.status.{state}",
             "source": source,
             "timestamp": int(event.wall * 1000),
             "metadata": {**metadata, **known},
         }
-        self._write(json.dumps(said) + "\n")
+        self._write(json.dumps(record) + "\n")
 
 
 def _as_torchs(error: str) -> str | None:
     """As what a worker leaves in its error.json, which torch puts here."""
     return json.dumps({"message": error}) if error else None
+
+
+def _is_taken() -> bool:
+    """Whether the program has configured a handler, for which it has imported torch's module."""
+    if METRICS not in sys.modules:
+        return False
+    from torch.distributed.elastic.metrics.api import NullMetricHandler, getStream
+
+    return not isinstance(getStream(GROUP).handler, NullMetricHandler)
+
+
+class PutMetrics(View):
+    """role: whose workers they are."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._restarts = self._left = self._most = 0
+
+    @property
+    def prompt(self) -> bool:
+        """A program's own handler may wait; where there is none, nothing does."""
+        return not _is_taken()
+
+    def hear(self, event: Event) -> None:
+        if event.kind == "generation.began":
+            self._restarts = event.count("restarts") or 0
+            self._most = event.count("max_restarts") or 0
+            self._left = max(0, self._most - self._restarts)
+            self._put("remaining_restarts", self._left)
+        elif event.kind == "run.ended":
+            state = event.text("state")
+            how = "failed" if state == "failed" else "success"
+            retries = "with" if self._restarts else "no"
+            good = int(100.0 - 100.0 * (self._left + 1) / (self._most + 1))
+            self._put("flakiness", 100 if how == "failed" else good)
+            self._put("run_total", 1)
+            self._put(state, 1)
+            for end in itertools.product(("success", "failed"), ("with", "no")):
+                self._put("run_{}_{}_retries".format(*end), int(end == (how, retries)))
+
+    def _put(self, name: str, value: int) -> None:
+        if not _is_taken():
+            return
+        from torch.distributed.elastic.metrics.api import put_metric
+
+        try:
+            put_metric(f"workers.{self._role}.{name}", value, GROUP)
+        except Exception:
+            # A program's own handler: what it does wrong is no end of its job.
+            log.exception("the metric %s is not taken", name)
