@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 
 from ..observe.journal import FILE, NodeJournal, View
-from ..observe.records import RunRecord, remove_old
+from ..observe.runs import RunRecord, remove_old
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from .config import LaunchConfig

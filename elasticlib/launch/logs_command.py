@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..errors import ElasticError
-from ..observe.kept_logs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail
-from ..observe.runs import find_runs
+from ..observe.runs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail, find_runs
 from ..visible import visible
 from .chosen_ranks import ranks_of
 

@@ -16,11 +16,10 @@ import attrs
 
 from ..agent.loop import ElasticAgent
 from ..errors import ConfigError
-from ..observe.exposed import Moment
 from ..observe.health import Health, judge
 from ..observe.journal import NodeJournal
+from ..observe.metrics import Exposition, Moment
 from ..observe.port import ObservePort, Page, plain
-from ..observe.prometheus import Exposition
 from ..observe.story import NodeStatus
 from .config import LaunchConfig
 from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port

@@ -23,7 +23,7 @@ from elasticlib.launch.status_command import _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
-from elasticlib.observe.records import RunRecord
+from elasticlib.observe.runs import RunRecord
 from elasticlib.observe.status import JobStatus, NodeEntry
 from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
 from elasticlib.observe.story import AgentLog

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticlib.observe.counts import BUCKETS, Counts, Durations, counted
 from elasticlib.observe.event import KINDS, Event
-from elasticlib.observe.exposed import FAMILIES, Moment, samples
+from elasticlib.observe.metrics import FAMILIES, Moment, samples
 from elasticlib.observe.story import NodeStatus
 
 

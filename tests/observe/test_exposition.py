@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elasticlib.observe.counts import Counts, Durations
-from elasticlib.observe.exposed import FAMILIES, Moment, Shape
 from elasticlib.observe.history import JobState
+from elasticlib.observe.metrics import FAMILIES, Exposition, Moment, Shape
 from elasticlib.observe.story import NodeStatus, WorkerStatus
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -57,8 +57,6 @@ def shown(moment: Moment) -> dict[str, dict[tuple[str, ...], float]]:
     """Values by the names and the further labels of their samples."""
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
-
-    from elasticlib.observe.prometheus import Exposition
 
     kind, text = Exposition(lambda: moment).text()
     assert kind.startswith("text/plain")
@@ -109,7 +107,7 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_where_prometheus_client_is_absent_the_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
-        "from elasticlib.observe.prometheus import Exposition\n"
+        "from elasticlib.observe.metrics import Exposition\n"
         "try: Exposition(None)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
