@@ -1,4 +1,5 @@
-"""What lets a running node be looked at from outside: where it stands, told through the store.
+"""What lets a running node be looked at from outside: its status, published in the store, and the
+stacks of its workers, for who asks there.
 
 Nothing of it takes part in the job, and no port is opened for it.
 """
@@ -6,13 +7,13 @@ Nothing of it takes part in the job, and no port is opened for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 
 from ..agent.loop import ElasticAgent
-from ..observe.asking import Answerer
+from ..clock import monotonic
 from ..observe.journal import NodeJournal
-from ..observe.question import Stacks
+from ..observe.published import Published, Publisher
+from ..observe.stacks import Answerer, Stacks
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
 from .meeting import Meeting
@@ -21,23 +22,27 @@ POLL_SECONDS = 1.0
 """Between looks for a question where waiting is a poll of files."""
 
 
-def answering(
-    meeting: Meeting, journal: NodeJournal, agent: ElasticAgent
-) -> AbstractContextManager[object]:
-    """Answers what `elasticlib status` and `stacks` ask, from `with` to its end; nothing where the
+@contextlib.contextmanager
+def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> Iterator[None]:
+    """Lets `elasticlib status` and `stacks` see this node, from `with` to its end; not where the
     nodes meet in a store that is not ours to speak to."""
     store, handler = meeting.store, meeting.handler
     if store is None:
-        return contextlib.nullcontext()
-    return Answerer(
-        store,
-        meeting.run_id,
-        meeting.me,
-        status=lambda: journal.status(agent.workers.beats()),
-        stacks=stacks_of(agent),
-        heard=handler.heard if isinstance(handler, DynamicRendezvousHandler) else lambda: None,
-        look_every=POLL_SECONDS if isinstance(store, FileStore) else 0.0,
-    )
+        yield
+        return
+
+    def look() -> Published:
+        heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
+        status = journal.status(agent.workers.beats())
+        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.silent())
+
+    poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
+    with (
+        Publisher(store, meeting.run_id, meeting.me, look) as publisher,
+        Answerer(store, meeting.run_id, meeting.me, stacks_of(agent), look_every=poll),
+    ):
+        journal.on_event = publisher.wake
+        yield
 
 
 def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:

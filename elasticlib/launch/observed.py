@@ -6,20 +6,18 @@ agent tells and what its workers show; nothing waits for who asks.
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import attrs
 
 from ..agent.loop import ElasticAgent
+from ..clock import monotonic
 from ..errors import ConfigError
-from ..observe.health import Health, judge
 from ..observe.journal import NodeJournal
 from ..observe.metrics import Exposition, Moment
 from ..observe.port import ObservePort, Page, plain
+from ..observe.published import Published
+from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
 from .config import LaunchConfig
 from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
@@ -27,7 +25,6 @@ from .versions import versions
 
 log = logging.getLogger("elasticlib.launch")
 
-STATUS_VERSION = 1
 HEALTH, STATUS, METRICS = "/healthz", "/status.json", "/metrics"
 
 
@@ -133,21 +130,11 @@ class _Pages:
         return plain(200 if found.good else 503, found.sentence)
 
     def _status(self) -> Page:
-        status = self._now()
-        found = self._judged(status)
-        said = {
-            "version": STATUS_VERSION,
-            "healthy": found.good,
-            "health": found.sentence,
-            **attrs.asdict(status, value_serializer=_value),
-        }
+        now = Published.at(monotonic(), self._now(), loop_silent=self._agent.silent())
+        said = document_of_node(now)
         return Page(200, "application/json", json.dumps(said, indent=2).encode() + b"\n")
 
     def _metrics(self) -> Page:
         if isinstance(self._exposition, str):
             return plain(501, self._exposition)
         return Page(200, *self._exposition.text())
-
-
-def _value(_kind: Any, _field: Any, value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value

@@ -16,12 +16,17 @@ import attrs
 from ..clock import wall
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError, NoSuchRun, StoreError, StoreTimeout, StoreUnavailable
-from ..observe.asking import jobs_in
 from ..observe.event import Event
-from ..observe.question import Answer
+from ..observe.published import Published
 from ..observe.read_events import EventsFile
 from ..observe.runs import find_runs, known_runs
-from ..observe.status import JobStatus, NodeEntry, status_of_records
+from ..observe.status import (
+    JobStatus,
+    NodeEntry,
+    jobs_in,
+    recorded_entry,
+    status_of_records,
+)
 from ..observe.story import AgentLog
 from ..stores.file import FileStore
 from ..stores.interface import Store
@@ -276,14 +281,5 @@ def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
         log.fold(event)
     if log.began is None:
         return None
-    status = log.status
-    answer = Answer(0, status, log.seen - status.since, log.seen - status.began)
-    node = NodeEntry(
-        node=status.node,
-        host=status.host,
-        rank=status.node_rank,
-        slots=status.slots,
-        lives=lives and not status.state.over,
-        answer=answer,
-    )
-    return node, log.wall
+    published = Published.at(log.seen, log.status)
+    return recorded_entry(published, lives=lives), log.wall

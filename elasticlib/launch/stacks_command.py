@@ -7,11 +7,8 @@ import sys
 from typing import Any
 
 from ..errors import ConfigError, ElasticError, NoSuchRun, StoreError
-from ..observe.asking import Asker
-from ..observe.question import What
-from ..observe.same_stacks import told
-from ..observe.status import JobView
-from ..observe.status_words import NOBODY
+from ..observe.stacks import Asker, JobStacks, stack_lines
+from ..observe.status import NOBODY
 from ..visible import visible
 from .chosen_ranks import ranks_of
 from .reach import Target, add_reach, find_target, reached, recorded
@@ -41,19 +38,19 @@ def add_stacks(commands: Any) -> None:
 def _stacks(chosen: argparse.Namespace) -> int:
     try:
         view = _asked(find_target(chosen), chosen)
-        print("\n".join(told(view, chosen.ranks)))
+        print("\n".join(stack_lines(view, chosen.ranks)))
     except ConfigError as error:
         return _fail(2, error)
     except ElasticError as error:
         return _fail(NOBODY, error)
     except KeyboardInterrupt:
         return 130
-    if not view.answers:
+    if not view.stacks:
         return NOBODY
-    return int(len(view.answers) < len(view.live))
+    return int(len(view.stacks) < len(view.live))
 
 
-def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
+def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
     """What the nodes show.
 
     Raises:
@@ -61,7 +58,7 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
     """
     try:
         with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
-            view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
+            view = asker.ask(chosen.timeout, chosen.ranks)
     except StoreError as error:
         last = recorded(target)
         if last is None or last.state is None or not last.state.over:

@@ -15,20 +15,20 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, StoreError
-from ..observe.asking import Asker
-from ..observe.question import What
-from ..observe.status import JobStatus, status_of
-from ..observe.status_words import (
+from ..observe.status import (
     EXIT_CODES,
     FIELDS,
     NOBODY,
     NODE_FIELDS,
+    JobStatus,
     as_document,
     exit_code,
     headline,
     lines,
     node_table,
     rank_table,
+    read_job,
+    status_of,
 )
 from ..visible import visible
 from .reach import Target, add_reach, find_target, is_recorded, reached, recorded
@@ -45,8 +45,8 @@ def add_status(commands: Any) -> None:
     parser = commands.add_parser(
         "status",
         help="what a run is doing: its state, nodes, ranks, steps",
-        description="Ask the nodes of a run what they are doing; where they do not answer, tell "
-        "what is written down of it on this machine.",
+        description="Show what the nodes of a run publish of themselves in its store; where that "
+        "is not there, what is written down of it on this machine.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -130,11 +130,10 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             error = failed
             yield lambda: _from_events(recorded(target), error, told)
             return
-        asker = stack.enter_context(Asker(store, run_id))
 
         def look() -> JobStatus:
             try:
-                status = status_of(asker.ask(What.STANDING, chosen.timeout))
+                status = status_of(read_job(store, run_id))
             except StoreError as error:
                 return _from_events(recorded(target), error, told)
             return status or _not_in_store(target, run_id, told)

@@ -6,16 +6,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..observe.status import JobStatus
-from ..observe.status_words import Table as Rows
-from ..observe.status_words import headline, node_table, rank_table
+from ..observe.status import JobStatus, headline, node_table, rank_table
+from ..observe.status import Table as Rows
 
 _STYLES = {
     "RUNNING": "green",
     "SUCCEEDED": "green",
     "FAILED": "bold red",
     "gone": "red",
-    "no answer": "red",
+    "no status": "red",
 }
 
 

@@ -103,6 +103,9 @@ class NodeJournal(Journal):
         found_by: what `elasticlib report` finds the file by.
         waiting: so many may wait to be written; more of them are lost, and counted.
         retry: seconds before another try where a disk takes nothing.
+
+    Attributes:
+        on_event: is called after each event has been folded, and must not wait.
     """
 
     prompt = True
@@ -120,6 +123,7 @@ class NodeJournal(Journal):
         clock: Clock = monotonic,
     ) -> None:
         self.story = Story()
+        self.on_event: Callable[[], object] = lambda: None
         self.path = "" if path is None else os.fspath(path)
         self.found_by = found_by
         self._run = run
@@ -144,6 +148,7 @@ class NodeJournal(Journal):
     ) -> None:
         event = Event(kind, self._run, self._node, generation, wall(), self._clock(), rank, facts)
         self._fold.call(partial(self.story.fold, event), prompt=True)
+        self.on_event()
         for view, guard in self._views:
             guard.call(partial(view.hear, event), prompt=view.prompt)
         if self.path and not self._file.call(partial(self._write, event)):

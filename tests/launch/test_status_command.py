@@ -22,10 +22,9 @@ from elasticlib.launch.commands import main
 from elasticlib.launch.status_command import _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
-from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
 from elasticlib.observe.runs import RunRecord
-from elasticlib.observe.status import JobStatus, NodeEntry
-from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
+from elasticlib.observe.stacks import LONGEST_QUESTION, Question, encode_question
+from elasticlib.observe.status import EXIT_CODES, FIELDS, NODE_FIELDS, JobStatus, NodeEntry
 from elasticlib.observe.story import AgentLog
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
@@ -324,7 +323,7 @@ def test_ranks_that_make_no_sense_are_refused(
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
     ranks = ranks_of("90000-99999")
     assert len(ranks) == MOST
-    assert len(encode_question(Question(What.STACKS, 10**9, ranks))) <= LONGEST_QUESTION
+    assert len(encode_question(Question(10**9, ranks))) <= LONGEST_QUESTION
 
 
 def test_the_help_describes_every_exit_code_and_every_key(
