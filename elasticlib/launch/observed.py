@@ -118,7 +118,8 @@ class _Pages:
         status = self._now()
         return Moment(
             status,
-            self._journal.story.counts,
+            self._journal.story.sums(),
+            self._journal.story.pace,
             alive=self._judged(status).good,
             silent=self._agent.silent(),
             events_lost=self._journal.lost,

@@ -7,15 +7,15 @@ them.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from ..errors import ConfigError
-from .counts import BUCKETS, PHASES, Counts, Durations
-from .history import JobState
-from .story import NodeStatus
+from .history import JobState, Pace
+from .story import BUCKETS, Durations, NodeStatus, Sums
 
 
 class Shape(enum.Enum):
@@ -49,7 +49,8 @@ class Moment:
     loop has not turned; events_lost: that could not be written to the file of events."""
 
     status: NodeStatus
-    counts: Counts
+    sums: Sums
+    pace: Pace | None = None
     alive: bool = True
     silent: float = 0.0
     events_lost: int = 0
@@ -94,6 +95,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Each metric by its name."""
 
+PHASES = ("detect", "stop", "rendezvous", "start", "restore", "redone")
 FAILURES = ("ordinary", "killed", "at start")
 """Kinds of failures that are told as 0 until there is one."""
 
@@ -101,7 +103,7 @@ FAILURES = ("ordinary", "killed", "at start")
 def samples(moment: Moment) -> Iterator[Sample]:
     """All that is known, family by family, in the order of `FAMILIES`."""
     found: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
-    for sample in (*_of_node(moment), *_of_workers(moment.status), *_of_counts(moment)):
+    for sample in (*_of_node(moment), *_of_workers(moment.status), *_of_sums(moment)):
         found[sample.family].append(sample)
     for of_family in found.values():
         yield from of_family
@@ -142,27 +144,31 @@ def _of_workers(status: NodeStatus) -> Iterator[Sample]:
                 yield Sample(name, float(value), labels)
 
 
-def _of_counts(moment: Moment) -> Iterator[Sample]:
-    counts = moment.counts
-    for kind in dict.fromkeys((*FAILURES, *counts.failures)):
-        yield Sample("elasticlib_failures_total", float(counts.failures.get(kind, 0)), (kind,))
-    for phase in dict.fromkeys((*PHASES, *counts.lost)):
-        yield Sample("elasticlib_lost_seconds_total", counts.lost.get(phase, 0.0), (phase,))
-    yield Sample("elasticlib_recovery_seconds", counts.started, ("started",))
-    yield Sample("elasticlib_recovery_seconds", counts.trained, ("trained",))
+def _of_sums(moment: Moment) -> Iterator[Sample]:
+    sums, cost, pace = moment.sums, moment.sums.cost, moment.pace
+    for kind in dict.fromkeys((*FAILURES, *sums.failures)):
+        yield Sample("elasticlib_failures_total", float(sums.failures.get(kind, 0)), (kind,))
+    for phase in PHASES:
+        seconds = cost.redone_seconds if phase == "redone" else getattr(cost, phase)
+        yield Sample("elasticlib_lost_seconds_total", seconds or 0.0, (phase,))
+    yield Sample("elasticlib_recovery_seconds", sums.started, ("started",))
+    yield Sample("elasticlib_recovery_seconds", sums.resumed, ("trained",))
     yield from _known(
-        elasticlib_generations_total=counts.generations,
-        elasticlib_restarts_total=counts.restarts,
-        elasticlib_steps_redone_total=counts.redone,
-        elasticlib_steps_per_second=counts.per_second,
-        elasticlib_samples_per_second=counts.samples_per_second,
-        elasticlib_loss=counts.loss,
+        elasticlib_generations_total=sums.generations,
+        elasticlib_restarts_total=sums.restarts,
+        elasticlib_steps_redone_total=cost.redone,
     )
+    if pace is not None:
+        yield from _known(
+            elasticlib_steps_per_second=pace.per_second,
+            elasticlib_samples_per_second=pace.samples_per_second,
+            elasticlib_loss=pace.loss,
+        )
 
 
 def _known(**values: float | None) -> Iterator[Sample]:
     for name, value in values.items():
-        if value is not None:
+        if value is not None and math.isfinite(value):
             yield Sample(name, float(value))
 
 
@@ -181,7 +187,8 @@ MISSING = (
 
 
 class Exposition:
-    """Shows each moment as it is asked for; keeps nothing itself.
+    """Shows each moment as it is asked for. It keeps of each counter the highest value shown: a
+    later event may say that less was lost, and a counter that falls has begun anew.
 
     Raises:
         ConfigError: prometheus-client is not installed.
@@ -200,6 +207,7 @@ class Exposition:
             Shape.HISTOGRAM: core.HistogramMetricFamily,
         }
         self._moment = moment
+        self._highest: dict[tuple[str, ...], float] = {}
         # One of its own: the program's own metrics are no affair of the agent's.
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
@@ -221,11 +229,18 @@ class Exposition:
         for sample in samples(moment):
             family, labels = made[sample.family], [*shared, *sample.labels]
             if isinstance(sample.value, (int, float)):
-                family.add_metric(labels, sample.value)
+                family.add_metric(labels, self._counted(sample, sample.value))
             else:
                 durations = sample.value
                 family.add_metric(labels, buckets(durations), sum_value=durations.seconds)
         return iter(family for family in made.values() if family.samples)
+
+    def _counted(self, sample: Sample, value: float) -> float:
+        if FAMILIES[sample.family].shape is not Shape.COUNTER:
+            return value
+        name = (sample.family, *sample.labels)
+        self._highest[name] = max(value, self._highest.get(name, value))
+        return self._highest[name]
 
     def _made(self, family: Family) -> Any:
         labels = ["run", "node", *family.labels]

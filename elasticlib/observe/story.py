@@ -8,13 +8,13 @@ events, by the node's own monotonic clock; nothing here compares nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from ..workers.interface import NOTHING, Heartbeat
 from .costs import Ledger, as_start
-from .counts import Counts, counted
 from .event import Event
 from .history import Cost, Generation, JobState, Mark, NodeGeneration, Pace, Why
 
@@ -352,6 +352,7 @@ class AgentLog:
         self.saved: tuple[float, int] | None = None
         self.snapshot: tuple[float, int] | None = None
         self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
+        self.pace: Pace | None = None
         self.failures = 0
         self._keep = keep
         self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
@@ -447,6 +448,7 @@ class AgentLog:
                 loss=event.value("loss"),
                 samples_per_second=event.seconds("samples_per_second"),
             )
+            self.pace = pace
             self.paces.add(pace)
             return
         words = event.text(_WORDS.get(kind, ""))
@@ -469,14 +471,35 @@ class AgentLog:
             self._marks.setdefault((kind, place % WORKERS), Thinned(limit)).add(mark)
 
 
+BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Seconds of a recovery, at most."""
+
+
+@attrs.frozen
+class Durations:
+    """How many there were, their sum in seconds, and how many of at most each of `BUCKETS`."""
+
+    count: int = 0
+    seconds: float = 0.0
+    within: tuple[int, ...] = (0,) * len(BUCKETS)
+
+    def plus(self, seconds: float) -> Durations:
+        within = (n + (seconds <= most) for n, most in zip(self.within, BUCKETS, strict=True))
+        return Durations(self.count + 1, self.seconds + seconds, tuple(within))
+
+
 @attrs.frozen
 class Sums:
-    """Of one node. seconds: from its first event to the last. trained: of these in steps that
-    count; None where none was told. first_step: seconds until the first one's end.
+    """What one node's events add up to, as far as they have come.
 
-    lost: phase by phase, of all generations but a first one that made steps; None where nobody
-    told of it. dearest: those after the first that cost most, in order of time; all of them, where
-    they are few.
+    seconds: from its first event to the last. trained: of these in steps that count; None where no
+    step is known. first_step: seconds until the first one's end. counts: of generations.
+
+    lost: phase by phase, of all generations but a first one that made steps; None where it is not
+    known. launch: of that first one. dearest: those after the first that cost most, in order of
+    time; all of them, where they are few. restarts: after failures, those too that were earned
+    back. failures: by kind. started, resumed: recoveries, from the first sign of what ended a
+    generation until the next one's workers were started, and until they had all made a step.
     """
 
     seconds: float = 0.0
@@ -484,13 +507,23 @@ class Sums:
     first_step: float | None = None
     counts: Mapping[Why, int] = attrs.field(factory=dict)
     lost: Cost = attrs.field(factory=Cost)
+    launch: Cost = attrs.field(factory=Cost)
     dearest: Sequence[Generation] = ()
+    restarts: int = 0
+    failures: Mapping[str, int] = attrs.field(factory=dict)
+    started: Durations = attrs.field(factory=Durations)
+    resumed: Durations = attrs.field(factory=Durations)
     saved: int | None = None
     snapshot: int | None = None
 
     @property
     def generations(self) -> int:
         return sum(self.counts.values())
+
+    @property
+    def cost(self) -> Cost:
+        """All seconds without a step that counts, the launch's too."""
+        return _sum(self.launch, self.lost)
 
     @property
     def goodput(self) -> float | None:
@@ -501,87 +534,152 @@ class Sums:
 
 
 class Story:
-    """One node's events while they are told: where it stands, what they add up to, what they cost.
+    """One node's events as they come: its status, and what they add up to.
 
-    What is told of it never waits for who looks: status and counts are values, replaced as a whole.
+    Who folds never waits for who looks, from whatever thread: what these see is replaced as a
+    whole.
     """
 
     def __init__(self) -> None:
-        self.counts = Counts()
         self._log = AgentLog(keep=False)
-        self._ledger = Ledger()
-        self._generations: dict[Why, int] = {}
-        # If workers never tell of steps, and if they do, which may be told by the last generation.
-        self._stepless, self._stepping = _Lost(), _Lost()
-        self._trained: float | None = None
-        self._first: float | None = None
+        self._failures: Mapping[str, int] = {}
+        self._totals = _Totals()
+        self._seen: tuple[_Totals, Sequence[NodeGeneration]] = (self._totals, ())
 
     @property
     def status(self) -> NodeStatus:
-        """Where the node and its workers stand, as far as they were told of."""
+        """That of the node and its workers, as far as events have it."""
         return self._log.status
+
+    @property
+    def pace(self) -> Pace | None:
+        """How far the workers were when an event last said so."""
+        return self._log.pace
 
     def fold(self, event: Event) -> None:
         """Once this has happened, too."""
-        self.counts = counted(self.counts, event)
-        self._log.fold(event)
-        # The last two may still be told of.
-        while len(self._log.lives) > 2:
-            self._settle()
+        log = self._log
+        log.fold(event)
+        if event.kind == "failure":
+            kind = event.text("failure") or "ordinary"
+            self._failures = {**self._failures, kind: self._failures.get(kind, 0) + 1}
+        totals = attrs.evolve(self._totals, began=log.began or 0.0, seen=log.seen)
+        # Events of the last two may still come.
+        while len(log.lives) > 2:
+            totals = totals.plus(log.lives.pop(0), log.lives[0].began)
+        self._totals = totals
+        self._seen = (totals, tuple(log.lives))
 
     def sums(self) -> Sums:
-        """All of it; nothing is told any more."""
-        while self._log.lives:
-            self._settle()
-        log = self._log
-        lost = self._stepless if self._trained is None else self._stepping
-        return Sums(
-            seconds=log.seen - (log.began or 0.0),
-            trained=self._trained,
-            first_step=self._first,
-            counts=self._generations,
-            lost=lost.cost,
-            dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
-            saved=None if log.saved is None else log.saved[1],
-            snapshot=None if log.snapshot is None else log.snapshot[1],
+        """All of it, at any time."""
+        totals, lives = self._seen
+        for index, life in enumerate(lives):
+            totals = totals.plus(life, None if life is lives[-1] else lives[index + 1].began)
+        status = self.status
+        return attrs.evolve(
+            totals.sums(), failures=self._failures, saved=status.saved, snapshot=status.snapshot
         )
 
-    def _settle(self) -> None:
-        lives, began, seen = self._log.lives, self._log.began or 0.0, self._log.seen
-        life = lives.pop(0)
-        made = self._ledger.add(
-            life.number,
-            [life],
-            launched=None if self._generations else began,
-            following=lives[0].began if lives else None,
-            until=seen,
-        )
-        if made.trained is not None:
-            ended = seen if made.ended is None else made.ended
-            self._trained = (self._trained or 0.0) + max(0.0, ended - made.trained)
-            self._trained -= made.cost.redone_seconds
-            self._first = made.trained - began if self._first is None else self._first
-        whole = as_start(made, seen)
-        if self._generations:
-            self._stepless.add(made)
-            self._stepping.add(whole)
-        elif made.trained is None:
-            self._stepping.cost = whole.cost
-        self._generations[made.why] = self._generations.get(made.why, 0) + 1
 
-
+@attrs.frozen
 class _Lost:
     """What some generations cost, and the dearest of them."""
 
-    def __init__(self) -> None:
-        self.cost = Cost()
-        self.dearest: list[Generation] = []
+    cost: Cost = attrs.field(factory=Cost)
+    dearest: Sequence[Generation] = ()
 
-    def add(self, made: Generation) -> None:
-        self.cost = _sum(self.cost, made.cost)
-        self.dearest.append(made)
-        self.dearest.sort(key=lambda generation: -generation.cost.seconds)
-        del self.dearest[DEAREST:]
+    def plus(self, made: Generation) -> _Lost:
+        dearest = sorted((*self.dearest, made), key=lambda one: -one.cost.seconds)
+        return _Lost(_sum(self.cost, made.cost), tuple(dearest[:DEAREST]))
+
+
+@attrs.frozen
+class _Totals:
+    """Of the generations that have been added. began, seen: the node's first and last event.
+
+    stepless, stepping: what is lost if workers never name a step, and if they do, which may first
+    be known of the last generation. charged: the job's restarts, by the last of them.
+    """
+
+    began: float = 0.0
+    seen: float = 0.0
+    ledger: Ledger = attrs.field(factory=Ledger)
+    counts: Mapping[Why, int] = attrs.field(factory=dict)
+    first: Generation | None = None
+    stepless: _Lost = _Lost()
+    stepping: _Lost = _Lost()
+    trained: float | None = None
+    first_step: float | None = None
+    restarts: int = 0
+    charged: int = 0
+    started: Durations = Durations()
+    resumed: Durations = Durations()
+
+    def plus(self, life: NodeGeneration, following: float | None) -> _Totals:
+        """With the next generation. following: when the one after it began."""
+        ledger = copy(self.ledger)
+        is_first = self.first is None
+        made = ledger.add(
+            life.number,
+            [life],
+            launched=self.began if is_first else None,
+            following=following,
+            until=self.seen,
+        )
+        # Of one that goes on it is not known whether it will have been a start alone.
+        whole = made if made.ended is None else as_start(made, self.seen)
+        if not is_first:
+            stepless, stepping = self.stepless.plus(made), self.stepping.plus(whole)
+        else:
+            stepless, stepping = _Lost(), _Lost(Cost() if made.trained is not None else whole.cost)
+        started, resumed = self._recoveries(made)
+        return attrs.evolve(
+            self._with_steps(made),
+            ledger=ledger,
+            counts={**self.counts, made.why: self.counts.get(made.why, 0) + 1},
+            first=made if is_first else self.first,
+            stepless=stepless,
+            stepping=stepping,
+            restarts=self.restarts + max(0, life.restarts - self.charged),
+            charged=life.restarts,
+            started=started,
+            resumed=resumed,
+        )
+
+    def _with_steps(self, made: Generation) -> _Totals:
+        if made.trained is None:
+            return self
+        ended = self.seen if made.ended is None else made.ended
+        worked = max(0.0, ended - made.trained) - made.cost.redone_seconds
+        first = made.trained - self.began if self.first_step is None else self.first_step
+        return attrs.evolve(self, trained=(self.trained or 0.0) + worked, first_step=first)
+
+    def _recoveries(self, made: Generation) -> tuple[Durations, Durations]:
+        if made.cost.stop is None or made.cost.rendezvous is None:
+            return self.started, self.resumed
+        seconds = made.cost.stop + made.cost.rendezvous
+        started = self.started.plus(seconds)
+        if made.trained is None:
+            return started, self.resumed
+        return started, self.resumed.plus(seconds + made.trained - made.began)
+
+    def sums(self) -> Sums:
+        stepless = self.trained is None
+        lost = self.stepless if stepless else self.stepping
+        first = self.first
+        apart = first is not None and (stepless or first.trained is not None)
+        return Sums(
+            seconds=self.seen - self.began,
+            trained=self.trained,
+            first_step=self.first_step,
+            counts=self.counts,
+            lost=lost.cost,
+            launch=first.cost if first is not None and apart else Cost(),
+            dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
+            restarts=self.restarts,
+            started=self.started,
+            resumed=self.resumed,
+        )
 
 
 def _sum(one: Cost, other: Cost) -> Cost:
