@@ -1,6 +1,6 @@
 """What /metrics shows: every metric by name, with its meaning, and its values of one moment.
 
-A value that is not known is left out, and not told as 0; names and units are as Prometheus has
+A value that is not known is left out, and not shown as 0; names and units are as Prometheus has
 them.
 """
 
@@ -74,12 +74,12 @@ FAMILIES: Mapping[str, Family] = {
         Family("elasticlib_restarts_left", _G, "until a failure ends the job"),
         Family("elasticlib_failures_total", _C, "that this node reported", ("kind",)),
         Family("elasticlib_worker_up", _G, "1 while the worker runs", ("rank",)),
-        Family("elasticlib_worker_step", _G, "the last that it told of", ("rank",)),
+        Family("elasticlib_worker_step", _G, "its last", ("rank",)),
         Family("elasticlib_worker_steps_per_second", _G, "by its last steps", ("rank",)),
         Family("elasticlib_worker_silent_seconds", _G, "since its sign of life", ("rank",)),
-        Family("elasticlib_steps_per_second", _G, "of this node's slowest worker, told last"),
-        Family("elasticlib_samples_per_second", _G, "of this node's workers, told last"),
-        Family("elasticlib_loss", _G, "as the node's lowest rank told it last"),
+        Family("elasticlib_steps_per_second", _G, "of this node's slowest worker, last known"),
+        Family("elasticlib_samples_per_second", _G, "of this node's workers, last known"),
+        Family("elasticlib_loss", _G, "of the node's lowest rank, last known"),
         Family("elasticlib_last_checkpoint_step", _G, "of the newest durable checkpoint"),
         Family("elasticlib_last_snapshot_step", _G, "of the newest snapshot in memory"),
         Family("elasticlib_steps_redone_total", _C, "steps that this node made again"),
@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, Family] = {
 
 PHASES = ("detect", "stop", "rendezvous", "start", "restore", "redone")
 FAILURES = ("ordinary", "killed", "at start")
-"""Kinds of failures that are told as 0 until there is one."""
+"""Kinds of failures that are shown as 0 until there is one."""
 
 
 def samples(moment: Moment) -> Iterator[Sample]:
@@ -111,8 +111,8 @@ def samples(moment: Moment) -> Iterator[Sample]:
 
 def _of_node(moment: Moment) -> Iterator[Sample]:
     now, versions = moment.status, moment.versions
-    told = tuple(versions.get(name, "") for name in ("elasticlib", "torch", "python"))
-    yield Sample("elasticlib_info", 1.0, (*told, now.host))
+    known = tuple(versions.get(name, "") for name in ("elasticlib", "torch", "python"))
+    yield Sample("elasticlib_info", 1.0, (*known, now.host))
     for state in JobState:
         yield Sample("elasticlib_state", float(state is now.state), (state.value,))
     left = None if now.max_restarts is None else max(0, now.max_restarts - now.restarts)
@@ -134,12 +134,12 @@ def _of_workers(status: NodeStatus) -> Iterator[Sample]:
     for worker in status.workers:
         labels = (str(worker.rank),)
         yield Sample("elasticlib_worker_up", float(worker.running), labels)
-        told = {
+        values = {
             "elasticlib_worker_step": worker.step,
             "elasticlib_worker_steps_per_second": worker.per_second,
             "elasticlib_worker_silent_seconds": worker.silent,
         }
-        for name, value in told.items():
+        for name, value in values.items():
             if value is not None and worker.running:
                 yield Sample(name, float(value), labels)
 

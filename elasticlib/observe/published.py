@@ -68,8 +68,8 @@ class Published:
     def at(cls, now: float, status: NodeStatus, **known: float | None) -> Published:
         """now: by the clock that the status has its times from."""
         lasted = {"state_seconds": now - status.since, "up_seconds": now - status.began}
-        told = {"heard": None, "loop_silent": 0.0, **known, **lasted}
-        ages = {name: None if s is None else round(max(0.0, s), 3) for name, s in told.items()}
+        seconds = {"heard": None, "loop_silent": 0.0, **known, **lasted}
+        ages = {name: None if s is None else round(max(0.0, s), 3) for name, s in seconds.items()}
         return cls(status, **ages)  # type: ignore[arg-type]
 
 

@@ -133,7 +133,7 @@ class Record:
     """One agent's events.
 
     run: the job's id; empty if nothing says so. began, until: seconds since 1970, of its first and
-    its last event; infinite while it lives. endpoint: where the job's nodes meet, if it was told.
+    its last event; infinite while it lives. endpoint: where the job's nodes meet, if that is known.
     """
 
     events: Path
@@ -267,7 +267,7 @@ def _newest_launch(found: Iterable[Record]) -> list[Record]:
 
 
 def of_one_job(one: Record, other: Record) -> bool:
-    """Whether both can be of one: jobs that were given no id are told apart by their endpoints."""
+    """Whether both can be of one: jobs that were given no id differ by their endpoints."""
     return one.run == other.run and (one.run != NO_ID or one.endpoint == other.endpoint)
 
 
@@ -368,11 +368,11 @@ class NodeLogs:
 
     def with_run_of(self, began: float) -> bool:
         """Whether it was there when another node's part began, in seconds since 1970. (Of other
-        machines' nodes no more is known than when they last told something.)"""
+        machines' nodes no more is known than when their last event was.)"""
         return self.seen >= began or (self._here and not self.over)
 
     def look(self) -> None:
-        """Read what has been told since the last look; lines that nobody can read are passed by."""
+        """Read what has happened since the last look; lines that nobody can read are skipped."""
         for line in self._read.lines():
             try:
                 self._take(decode(line))
