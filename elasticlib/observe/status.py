@@ -183,7 +183,9 @@ def status_of(view: JobView) -> JobStatus | None:
     if document is None and not view.live:
         return None
     nodes = _nodes(view)
-    statuses = [node.status for node in nodes if node.rank is not None and node.status]
+    statuses = [
+        node.status for node in nodes if node.rank is not None and node.lives and node.status
+    ]
     state, reason = _state(view, statuses)
     ages = [
         node.published.state_seconds + (node.published.age or 0.0)
@@ -217,8 +219,9 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     here += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
     published = dict(view.published)
     if members:
-        # What workers of others than members did last is no part of what the job does.
-        published |= {id: _put_out(it) for id, it in published.items() if id not in ids}
+        # Only members' steps count; of members that are gone only where nobody else is left.
+        counted = (ids & living.keys()) or ids
+        published |= {id: _put_out(it) for id, it in published.items() if id not in counted}
     return tuple(
         NodeEntry(
             node=node.id,

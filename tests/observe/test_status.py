@@ -169,6 +169,16 @@ def test_one_node_shows_the_same_document_of_itself() -> None:
     assert node["health"] == "the agent's loop has not turned for 16.0 s"
 
 
+def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
+    there = view(SETTLED, S.RUNNING, S.RESTARTING, live=1)
+    found = status_of(there)
+    assert found is not None
+    assert (found.state, found.step, found.saved) == (S.RUNNING, 10, 8)
+    gone = status_of(attrs.evolve(there, live=NODES[1:2]))
+    assert gone is not None
+    assert (gone.state, gone.step) == (S.RESTARTING, 11)
+
+
 def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> None:
     still = attrs.evolve(published(NODES[0]), age=40.0)
     for live, state in ((2, "RUNNING"), (0, "gone")):
