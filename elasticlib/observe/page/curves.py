@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from ..history import History, Pace
-from .markup import Markup, element
+from ..wording import count, plural, rate
+from .markup import Markup, element, seconds_text
 from .scale import Axis, Label, inward, placed, thinned, time_ticks, value_ticks
 from .strokes import curve, left_words, level, upright, words_at
-from .wording import count_text, plural, rate_text, seconds_text
 
 POINTS = 1200
 """Of one curve, at most."""
@@ -115,7 +115,7 @@ def _course(name: str, lines: Iterable[Points], over: str = "time") -> Course:
 
 def _where(point: tuple[float, float], over: str) -> str:
     at, value = point
-    return f"{value} at {seconds_text(at) if over == 'time' else f'step {count_text(at)}'}"
+    return f"{value} at {seconds_text(at) if over == 'time' else f'step {count(at)}'}"
 
 
 def strip(course: Course, axis: Axis, top: float, height: float) -> list[Markup]:
@@ -123,7 +123,7 @@ def strip(course: Course, axis: Axis, top: float, height: float) -> list[Markup]
     values = course.values
     low, high = min(values), max(values)
     up = Axis(0.0 if low > 0 else low, high if high > low else high + 1.0)
-    return _drawn(course, axis, up, (top, height), count_text)
+    return _drawn(course, axis, up, (top, height), count)
 
 
 def _drawn(
@@ -162,22 +162,20 @@ def chart(course: Course, history: History) -> Markup:
     up = Axis(low, high if high > low else low + 1.0)
     axis, ticks = _across(course, history)
     top, height = 16.0, 130.0
-    body = _drawn(course, axis, up, (top, height), rate_text, power=power)
+    body = _drawn(course, axis, up, (top, height), rate, power=power)
     last = course.lines[-1][-1][1]
-    words = (
-        f"{course.name} over {course.over}, from {rate_text(values[0])} to {rate_text(values[-1])}"
-    )
+    words = f"{course.name} over {course.over}, from {rate(values[0])} to {rate(values[-1])}"
     drawing = element(
         "svg",
         element("title", words),
-        element("desc", f"lowest {rate_text(min(values))}, highest {rate_text(max(values))}"),
+        element("desc", f"lowest {rate(min(values))}, highest {rate(max(values))}"),
         *body,
         *foot(axis, ticks, top + height),
         class_="drawing",
         role="img",
         height=top + height + 24,
     )
-    said = f"{rate_text(10**last if power else last)} at last"
+    said = f"{rate(10**last if power else last)} at last"
     head = element("h3", course.name, " ", element("span", said, class_="soft"))
     return element("figure", head, drawing, *_notes(course, power))
 
@@ -187,7 +185,7 @@ def _across(course: Course, history: History) -> tuple[Axis, list[tuple[float, s
         return Axis(0.0, max(history.until, 1e-9)), time_ticks(history.until, 4)
     steps = [x for line in course.lines for x, _ in line]
     axis = Axis(min(0.0, min(steps)), max(steps))
-    return axis, [(at, f"{count_text(at)}") for at in value_ticks(axis.first, axis.last, 4)]
+    return axis, [(at, f"{count(at)}") for at in value_ticks(axis.first, axis.last, 4)]
 
 
 def foot(axis: Axis, ticks: list[tuple[float, str]], top: float) -> list[Markup]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from ...clock import date_of
 from ..history import History, JobState
+from ..wording import count, percentage, plural
 from .curves import charts
-from .markup import Markup, cut, element, joined
+from .markup import Markup, cut, element, joined, seconds_text, unbroken
 from .recoveries import lost_seconds, recoveries, recovery_section
 from .signs import SIGNS, picture
 from .style import ROOT, page_style, style
 from .tables import failure_section, node_section, settings_section
 from .timeline import timeline
-from .wording import count_text, part_text, plural, seconds_text
 
 LAW = "default-src 'none'; style-src 'unsafe-inline'"
 """What the page may load: nothing, whatever a bug would let into it."""
@@ -74,7 +74,7 @@ def _header(history: History) -> Markup:
     state = element("span", sign, _word(history.state), class_="state")
     lead = [state, element("span", seconds_text(history.until))]
     if history.goodput is not None:
-        lead.append(element("span", f"goodput {part_text(history.goodput)}"))
+        lead.append(element("span", f"goodput {unbroken(percentage(history.goodput))}"))
     lead.append(element("span", _date(history.wall), class_="soft"))
     parts = [
         element("h1", history.run or "a run without an id"),
@@ -104,17 +104,17 @@ def _figures(history: History) -> Markup:
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
     sizes = list(dict.fromkeys(worlds))
-    budget = "" if history.max_restarts is None else f"of {count_text(history.max_restarts)}"
+    budget = "" if history.max_restarts is None else f"of {count(history.max_restarts)}"
     told = [
-        ("Generations", count_text(len(made)), ""),
-        ("Restarts", count_text(history.restarts), budget),
-        ("Failures", count_text(history.failures), "told by nodes"),
-        ("Nodes", count_text(len(history.nodes)), _span(history)),
+        ("Generations", count(len(made)), ""),
+        ("Restarts", count(history.restarts), budget),
+        ("Failures", count(history.failures), "told by nodes"),
+        ("Nodes", count(len(history.nodes)), _span(history)),
         ("Workers", _sizes(worlds), plural(len(sizes), "size") if len(sizes) > 4 else ""),
-        ("Last step", count_text(max(steps)) if steps else "not told", ""),
+        ("Last step", count(max(steps)) if steps else "not told", ""),
         ("Last checkpoint", _step(history.saved), ""),
         ("Last snapshot", _step(history.snapshot), ""),
-        ("Steps redone", count_text(redone), ""),
+        ("Steps redone", count(redone), ""),
         ("Time lost", lost, "starts and recoveries" if ways else ""),
     ]
     return element("dl", *(_figure(*one) for one in told), class_="figures")
@@ -127,7 +127,7 @@ def _figure(name: str, value: str, more: str) -> Markup:
 
 
 def _step(step: int | None) -> str:
-    return "none told" if step is None else f"step {count_text(step)}"
+    return "none told" if step is None else f"step {count(step)}"
 
 
 def _span(history: History) -> str:
@@ -146,8 +146,8 @@ def _sizes(worlds: list[int]) -> str:
         if not found or found[-1] != world:
             found.append(world)
     if len(found) > 6:
-        return f"{count_text(min(found))} to {count_text(max(found))}"
-    return " \u2192 ".join(map(count_text, found)) or "none"
+        return f"{count(min(found))} to {count(max(found))}"
+    return " \u2192 ".join(map(count, found)) or "none"
 
 
 def _footer(history: History) -> Markup:

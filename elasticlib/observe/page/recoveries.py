@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import attrs
 
 from ..history import Generation, History, Why
-from .markup import Markup, element, escaped, short
+from ..wording import count, median, plural
+from .markup import Markup, element, escaped, seconds_text, short
 from .scale import Label, inside
 from .strokes import THINNEST, box, words_at
-from .wording import count_text, middle, plural, seconds_text
 
 PHASES = {
     "detect": "until an agent knew of it",
@@ -85,9 +85,7 @@ def recovery_section(history: History) -> Markup:
     said += "."
     if len(shown) < len(every):
         rest = told - sum(one.total for one in shown)
-        said += (
-            f" The {len(shown)} longest are drawn; the other {count_text(len(every) - len(shown))}"
-        )
+        said += f" The {len(shown)} longest are drawn; the other {count(len(every) - len(shown))}"
         said += f" took {seconds_text(rest)}, and are in the table."
     return element(
         "section",
@@ -111,7 +109,7 @@ def _table(every: Sequence[Recovery]) -> Markup:
         values = [one.seconds[name] for one in every if name in one.seconds]
         if not values:
             continue
-        numbers = (sum(values), middle(values), max(values))
+        numbers = (sum(values), median(values), max(values))
         cells = [element("td", seconds_text(value), class_="number") for value in numbers]
         words = element("td", _swatch(name), name, class_="when")
         rows.append(element("tr", words, *cells, element("td", means, class_="wide soft")))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from ..history import Generation, History, JobState, Mark, NodeStory, Stay
+from ..wording import count, plural, spans
 from .lane import Lane
-from .markup import Markup, cut, short
+from .markup import Markup, cut, seconds_text, short
 from .scale import Axis, Label, inside
 from .signs import place
 from .strokes import box, left_words, level, right_words, words_at
-from .wording import count_text, plural, seconds_text, spans_text
 
 ROWS = 24
 BANDS = 3000
@@ -30,6 +30,7 @@ SHORT = 17
 BAND = 14.0
 SIGN = 18.0
 """Pixels of a band that signs at its ends may cover."""
+MOST_SPANS = 6
 MANY = 60
 """Generations, above which rows do not tell them apart."""
 IN_ROWS = ("failure", "drain.asked", "lost")
@@ -202,7 +203,7 @@ def _melted(stays: Iterable[Stay], until: float, axis: Axis, many: bool) -> list
 
 def _told(group: Sequence[Stay], made: Mapping[int, Generation], until: float) -> str:
     first, last = group[0], group[-1]
-    numbers = spans_text(stay.generation for stay in group)
+    numbers = spans((stay.generation for stay in group), MOST_SPANS)
     ended = until if last.ended is None else last.ended
     lasted = seconds_text(max(0.0, ended - first.began))
     if len(group) > 1:
@@ -247,4 +248,4 @@ def _sign_told(group: Sequence[Mark]) -> str:
     rank = "" if first.rank is None else f", rank {first.rank}"
     words = f"{first.kind} at {seconds_text(first.at)}{rank}: {cut(first.words, 300)}"
     more = len(group) - 1
-    return f"{words} (and {count_text(more)} more)" if more else words
+    return f"{words} (and {count(more)} more)" if more else words

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from .wording import DAY, HOUR, MINUTE
+from ..wording import DAY, HOUR, MINUTE
 
 LEFT, ACROSS = 1.5, 97.0
 """Per cent; the rest is room for half a sign at either end."""

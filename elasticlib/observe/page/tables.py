@@ -8,15 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..history import History, Mark, NodeStory
-from .markup import Markup, cut, element, joined
+from ..wording import count, plural, some, spans
+from .markup import Markup, cut, element, joined, seconds_text
 from .rows import ENDS, Row, rows
 from .signs import picture
-from .wording import count_text, plural, seconds_text, some_text, spans_text
 
 SINGLE = 20
 """Failures that are told one by one; more are told by reason."""
 REASONS = 40
 NODES = 40
+MOST_SPANS = 6
 REASON = 600
 """Characters of one reason that are shown, at most."""
 _DIGITS = re.compile(r"\d+")
@@ -34,7 +35,7 @@ class Failure:
 
     @property
     def ranks(self) -> str:
-        return spans_text(self.workers)
+        return spans(self.workers, MOST_SPANS)
 
 
 def failures(history: History) -> list[Failure]:
@@ -97,7 +98,7 @@ def failure_section(history: History) -> Markup:
     most = sorted(groups.values(), key=lambda group: -len(group))
     said = f"{plural(history.failures, 'failure')}, those alike but for numbers together"
     if history.failures > len(found):
-        said += f"; of so many, {count_text(len(found))} evenly spread ones are counted here"
+        said += f"; of so many, {count(len(found))} evenly spread ones are counted here"
     if len(most) > REASONS:
         rest = sum(map(len, most[REASONS:]))
         said += f"; {plural(rest, 'failure')} for {len(most) - REASONS} rarer reasons not shown"
@@ -111,13 +112,14 @@ def failure_section(history: History) -> Markup:
 def _grouped(group: Sequence[Failure]) -> list[tuple[str, str]]:
     first, last = seconds_text(group[0].mark.at), seconds_text(group[-1].mark.at)
     names = list(dict.fromkeys(one.name for one in group))
-    generations = spans_text(one.generation for one in group if one.generation is not None)
-    ranks = spans_text(rank for one in group for rank in one.workers)
+    known = (one.generation for one in group if one.generation is not None)
+    generations = spans(known, MOST_SPANS)
+    ranks = spans((rank for one in group for rank in one.workers), MOST_SPANS)
     return [
-        ("when", count_text(len(group))),
+        ("when", count(len(group))),
         ("", first if len(group) == 1 else f"{first}, {last}"),
         ("", generations),
-        ("name", some_text(names)),
+        ("name", some(names)),
         ("", ranks),
         ("reason", cut(group[0].mark.words, REASON)),
     ]
@@ -132,7 +134,7 @@ def node_section(history: History) -> Markup:
     said = []
     if len(every) > NODES:
         said.append(
-            f"{count_text(len(every))} nodes; the {NODES} with the most to tell are listed, of the "
+            f"{count(len(every))} nodes; the {NODES} with the most to tell are listed, of the "
             f"others {_ends(every[NODES:])}."
         )
     lost = sum(story.events_lost for story in history.nodes)
@@ -156,7 +158,7 @@ def _ends(others: Iterable[Row]) -> str:
         word = "told of no end" if end is None else ENDS.get(end.state, end.state.value)
         word = "were lost" if row.gone is not None else word
         counts[word] = counts.get(word, 0) + 1
-    return ", ".join(f"{count_text(many)} {word}" for word, many in counts.items())
+    return ", ".join(f"{count(many)} {word}" for word, many in counts.items())
 
 
 def _node(row: Row) -> list[tuple[str, str]]:
@@ -167,7 +169,7 @@ def _node(row: Row) -> list[tuple[str, str]]:
     name = joined(story.host or story.node, element("div", agent, class_="soft"))
     return [
         ("name", name),
-        ("when", count_text(story.slots)),
+        ("when", count(story.slots)),
         ("when", seconds_text(story.began)),
         ("when", "" if until is None else seconds_text(until)),
         ("reason", _how(row)),
@@ -217,7 +219,7 @@ def _agreed(told: Iterable[tuple[NodeStory, Mapping[str, str]]]) -> list[tuple[s
             name,
             next(iter(values))
             if len(values) == 1
-            else "; ".join(f"{value} on {some_text(hosts)}" for value, hosts in values.items()),
+            else "; ".join(f"{value} on {some(hosts)}" for value, hosts in values.items()),
         )
         for name, values in found.items()
     ]

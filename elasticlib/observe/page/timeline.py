@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..history import Generation, History, Mark
+from ..wording import count, plural
 from .curves import foot, progress, strip
 from .lane import Lane, drawn
-from .markup import Markup, cut, element
+from .markup import Markup, cut, element, seconds_text
 from .rows import MANY, Row, row_lane, rows, together
 from .scale import Axis, Label, placed, time_ticks
 from .signs import legend, place
 from .strokes import box, left_words, level, words_at
-from .wording import count_text, plural, seconds_text
 
 DEEPEST = 48
 """Rules of failures through all lanes, at most."""
@@ -81,7 +81,7 @@ def _workers(history: History, axis: Axis) -> Lane:
         tall = height * generation.world / most
         found.append(box(span, base - tall, tall, "area"))
         found.append(box(span, base - tall, 2.0, "band-a"))
-        words = count_text(generation.world)
+        words = count(generation.world)
         if not labels or labels[-1][0].words != words:
             labels.append((Label(span[0], words, "start"), base - tall - 4))
         told = _told(generation, history)
@@ -117,7 +117,7 @@ def _folded(folded: Sequence[Row], history: History, axis: Axis) -> Lane:
     for generation in history.generations:
         many = here.get(generation.number, 0)
         tall = 30.0 * many / most
-        told = f"generation {generation.number}: {count_text(many)} of them"
+        told = f"generation {generation.number}: {count(many)} of them"
         found.append(box(_span(generation, history, axis), base - tall, tall, "area", told=told))
     return Lane(words, [*found, level(base)], base + 8)
 
@@ -133,10 +133,10 @@ def _kept(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
 
 def _kept_lane(kind: str, marks: Sequence[Mark], history: History, axis: Axis) -> Lane:
     many = max(len(marks), history.kept.get(kind, 0))
-    words = f"{KEPT[kind]}: {count_text(many)}"
+    words = f"{KEPT[kind]}: {count(many)}"
     found = [left_words(words, 14)]
     for group in together(marks, lambda mark: axis(mark.at), KEPT_APART):
-        steps = [count_text(mark.step or 0) for mark in group]
+        steps = [count(mark.step or 0) for mark in group]
         told = f"step {steps[0]}" if len(group) == 1 else f"steps {steps[0]} to {steps[-1]}"
         told += f", at {seconds_text(group[0].at)}"
         found.append(place(kind, axis(group[0].at), 27, told))
@@ -148,7 +148,7 @@ def _progress(history: History, axis: Axis) -> list[Lane]:
     if not course.values:
         return []
     top, height = 32.0, 110.0
-    words = f"Steps done: {count_text(course.lines[-1][-1][1])} at last"
+    words = f"Steps done: {count(course.lines[-1][-1][1])} at last"
     parts = [left_words(words, 14), *strip(course, axis, top, height)]
     return [Lane(words, parts, top + height)]
 
@@ -184,7 +184,7 @@ def _notes(history: History, folded: int) -> list[Markup]:
     said = []
     if folded:
         said.append(
-            f"{count_text(folded)} nodes share one row: those with the most to tell have their own."
+            f"{count(folded)} nodes share one row: those with the most to tell have their own."
         )
     if len(history.generations) > MANY or len(history.marks) > DEEPEST:
         said.append(
@@ -193,7 +193,7 @@ def _notes(history: History, folded: int) -> list[Markup]:
         )
     if history.left_out:
         said.append(
-            f"{count_text(history.left_out)} marks or steps' lines were left out as events were "
+            f"{count(history.left_out)} marks or steps' lines were left out as events were "
             "read: there are so many that evenly spread ones stand for them."
         )
     return [element("p", " ".join(said), class_="soft")] if said else []
