@@ -21,7 +21,7 @@ from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.asking import Asker
 from elasticlib.observe.history import History
 from elasticlib.observe.question import What
-from elasticlib.observe.read_events import read_history
+from elasticlib.observe.reading import read_history
 from elasticlib.observe.report import Report
 from elasticlib.observe.runs import runs_folder
 from elasticlib.observe.status import JobStatus, status_of

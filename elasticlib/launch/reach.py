@@ -19,7 +19,7 @@ from ..errors import ConfigError, NoSuchRun, StoreError, StoreTimeout, StoreUnav
 from ..observe.asking import jobs_in
 from ..observe.event import Event
 from ..observe.question import Answer
-from ..observe.read_events import EventsFile
+from ..observe.reading import EventsFile
 from ..observe.runs import find_runs, known_runs
 from ..observe.status import JobStatus, NodeEntry, status_of_records
 from ..observe.story import AgentLog

@@ -13,10 +13,9 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from ..workers.interface import NOTHING, Heartbeat
-from .costs import Ledger, as_start
 from .counts import Counts, counted
 from .event import Event
-from .history import Cost, Generation, JobState, Mark, NodeGeneration, Pace, Why
+from .history import Cost, Generation, JobState, Ledger, Mark, NodeGeneration, Pace, Why, as_start
 
 _ENDS = {
     "succeeded": JobState.SUCCEEDED,

@@ -10,9 +10,9 @@ from told_runs import WALL, Agent, files
 
 from elasticlib.observe.event import decode, encode
 from elasticlib.observe.history import History, JobState, Why
-from elasticlib.observe.page.page import fragment
-from elasticlib.observe.page.rows import rows
 from elasticlib.observe.reading import history_of
+from elasticlib.observe.report.page import fragment
+from elasticlib.observe.report.timeline import rows
 
 
 def near(value: float) -> object:

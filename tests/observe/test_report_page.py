@@ -25,13 +25,12 @@ from elasticlib.observe.history import (
     Stay,
     Why,
 )
-from elasticlib.observe.page.curves import loss, sample_rate
-from elasticlib.observe.page.page import fragment, page
-from elasticlib.observe.page.recoveries import recoveries
-from elasticlib.observe.page.scale import Axis
-from elasticlib.observe.page.strokes import curve
-from elasticlib.observe.page.style import DARK, LIGHT, ROOT
-from elasticlib.observe.page.tables import failures
+from elasticlib.observe.report.curves import loss, sample_rate
+from elasticlib.observe.report.drawing import Axis, curve
+from elasticlib.observe.report.page import fragment, page
+from elasticlib.observe.report.recoveries import recoveries
+from elasticlib.observe.report.style import DARK, LIGHT, ROOT
+from elasticlib.observe.report.tables import failures
 
 KNOWN = frozenset(
     (

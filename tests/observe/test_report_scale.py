@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticlib.observe.page.markup import element
-from elasticlib.observe.page.scale import (
+from elasticlib.observe.report.drawing import (
     WIDTHS,
     Axis,
     Label,
@@ -19,6 +18,7 @@ from elasticlib.observe.page.scale import (
     time_ticks,
     value_ticks,
 )
+from elasticlib.observe.report.markup import element
 from elasticlib.visible import visible
 
 labels = st.lists(

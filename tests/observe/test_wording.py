@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elasticlib.observe.page.markup import seconds_text
+from elasticlib.observe.report.markup import seconds_text
 from elasticlib.observe.wording import (
     cell,
     count,

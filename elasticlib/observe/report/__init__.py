@@ -9,11 +9,11 @@ from pathlib import Path
 
 import attrs
 
-from ..errors import ConfigError
-from .history import History
-from .page.page import GENERATOR, fragment, page
-from .read_events import read_files
-from .runs import find_runs
+from ...errors import ConfigError
+from ..history import History
+from ..reading import read_files
+from ..runs import find_runs
+from .page import GENERATOR, fragment, page
 
 Name = str | os.PathLike[str]
 HEAD = 512

@@ -14,9 +14,21 @@ import attrs
 
 from ..history import History, Pace
 from ..wording import count, plural, rate
+from .drawing import (
+    Axis,
+    Label,
+    curve,
+    inward,
+    left_words,
+    level,
+    placed,
+    thinned,
+    time_ticks,
+    upright,
+    value_ticks,
+    words_at,
+)
 from .markup import Markup, element, seconds_text
-from .scale import Axis, Label, inward, placed, thinned, time_ticks, value_ticks
-from .strokes import curve, left_words, level, upright, words_at
 
 POINTS = 1200
 """Of one curve, at most."""

@@ -9,9 +9,9 @@ from ...clock import date_of
 from ..history import History, JobState
 from ..wording import count, percentage, plural
 from .curves import charts
+from .drawing import SIGNS, picture
 from .markup import Markup, cut, element, joined, seconds_text, unbroken
 from .recoveries import lost_seconds, recoveries, recovery_section
-from .signs import SIGNS, picture
 from .style import ROOT, page_style, style
 from .tables import failure_section, node_section, settings_section
 from .timeline import timeline

@@ -11,9 +11,8 @@ import attrs
 
 from ..history import Generation, History, Why
 from ..wording import count, median, plural
+from .drawing import THINNEST, Label, box, inside, words_at
 from .markup import Markup, element, escaped, seconds_text, short
-from .scale import Label, inside
-from .strokes import THINNEST, box, words_at
 
 PHASES = {
     "detect": "until an agent knew of it",

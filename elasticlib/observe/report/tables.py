@@ -9,9 +9,9 @@ import attrs
 
 from ..history import History, Mark, NodeStory
 from ..wording import count, plural, some, spans
+from .drawing import picture
 from .markup import Markup, cut, element, joined, seconds_text
-from .rows import ENDS, Row, rows
-from .signs import picture
+from .timeline import ENDS, Row, rows
 
 SINGLE = 20
 """Failures that are told one by one; more are told by reason."""
