@@ -310,7 +310,7 @@ class _Reader:
     def _each_pace(self) -> Iterable[Pace]:
         for s, log in enumerate(self._logs):
             here = {life.number: self._numbers[(s, i)] for i, life in enumerate(log.lives)}
-            for pace in log.paces.items:
+            for pace in (*log.paces.items, *log.losses.items):
                 yield attrs.evolve(
                     pace,
                     at=pace.at + self._shifts[s],

@@ -10,9 +10,9 @@ import attrs
 from ..workers.interface import NOTHING, SOURCES, Heartbeat
 
 EVERY_SECONDS = 10.0
-"""Between lines on how far the workers are."""
+"""Between lines on how far the workers are, at most; as many as training has lasted until then."""
 SOON_SECONDS = 1.0
-"""Between looks until training has begun."""
+"""At least; and between looks until training has begun."""
 
 Told = list[tuple[str, dict[str, Any]]]
 """Kinds and facts."""
@@ -60,15 +60,15 @@ class StepWatch:
     """Of one generation's workers: what was told of their steps. Each look makes the next watch.
 
     began: its workers were started; due: the next look is; told: a line on how far they are last
-    was, or could have been. restores: so many times has each worker taken up a state. trained:
-    whether training has begun. steps: the look that was told of last.
+    was, or could have been. restores: so many times has each worker taken up a state. trained: when
+    it was seen that training has begun. steps: the look that was told of last.
     """
 
     began: float
     due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
     told: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
     restores: int = 0
-    trained: bool = False
+    trained: float | None = None
     steps: Look | None = None
     saved: int = NOTHING
     snapshot: int = NOTHING
@@ -80,12 +80,19 @@ class StepWatch:
         Seconds are between the moments that the workers name, and not between looks."""
         look = Look(now, dict(beats), began=self.began, final=final)
         watch, found = self._beginnings(look)
-        if final or now >= self.told + EVERY_SECONDS:
+        if final or now >= self.told + self._pause:
             watch, more = attrs.evolve(watch, told=now)._progress(look)
             found += more
-        pause = max(0.0, watch.told + EVERY_SECONDS - now)
-        due = now + (pause if watch.trained else min(SOON_SECONDS, pause))
+        pause = max(0.0, watch.told + watch._pause - now)
+        due = now + (pause if watch.trained is not None else min(SOON_SECONDS, pause))
         return attrs.evolve(watch, due=due), found
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between lines: few at first, so that none of the losses that a worker keeps is
+        missed, however quick its steps are."""
+        lasted = EVERY_SECONDS if self.trained is None else self.told - self.trained
+        return min(EVERY_SECONDS, max(SOON_SECONDS, lasted))
 
     def _beginnings(self, now: Look) -> tuple[StepWatch, Told]:
         """How the workers came to train, once that is over for all of them."""
@@ -95,8 +102,8 @@ class StepWatch:
         if restores > watch.restores:
             watch = attrs.evolve(watch, restores=restores)
             found.append(("restored", _restored(now)))
-        if trains and not watch.trained:
-            watch = attrs.evolve(watch, trained=True)
+        if trains and watch.trained is None:
+            watch = attrs.evolve(watch, trained=now.at, told=now.at)
             if now.first is not None:
                 step, at = now.first
                 facts = {"step": step, "seconds": round(at - now.began, 6)}
@@ -157,8 +164,21 @@ def _steps(before: Look | None, now: Look) -> dict[str, Any]:
         "per_second": None if since is None else _rate(now.step - since[0], now.reached - since[1]),
         "silent": round(max(0.0, now.at - min(beat.alive for beat in now.stepping)), 3),
         "loss": told_loss[min(told_loss)] if told_loss else None,
+        "losses": _losses(before, now, min(told_loss, default=NOTHING)),
         "samples_per_second": _throughput(before, now),
     }
+
+
+def _losses(before: Look | None, now: Look, local: int) -> list[list[float]]:
+    """Of this local rank; those of evenly chosen steps since the look before."""
+    found = now.beats[local].losses if local in now.beats else None
+    if found is None:
+        return []
+    then = None if before is None or local not in before.beats else before.beats[local].losses
+    told = found.since(0 if then is None else then.count)
+    return [
+        [step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in told
+    ]
 
 
 def _throughput(before: Look | None, now: Look) -> float | None:

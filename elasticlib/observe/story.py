@@ -351,6 +351,7 @@ class AgentLog:
         self.saved: tuple[float, int] | None = None
         self.snapshot: tuple[float, int] | None = None
         self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
+        self.losses: Thinned[Pace] = Thinned(PACES)
         self.failures = 0
         self._keep = keep
         self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
@@ -372,7 +373,8 @@ class AgentLog:
     @property
     def left_out(self) -> int:
         """Marks and paces that there were too many of."""
-        return self.paces.left_out + sum(marks.left_out for marks in self._marks.values())
+        many: list[Thinned[Any]] = [self.paces, self.losses, *self._marks.values()]
+        return sum(kept.left_out for kept in many)
 
     def thinned(self, kind: str) -> bool:
         """Whether there were too many of this kind for all to be in `marks`."""
@@ -437,6 +439,8 @@ class AgentLog:
     def _mark(self, event: Event, step: int | None) -> None:
         kind = event.kind
         if kind == "steps" and step is not None:
+            for of, at, loss in event.losses() if self._keep else ():
+                self.losses.add(Pace(at, self.node, event.generation, of, loss=loss))
             pace = Pace(
                 at=event.at,
                 node=self.node,
