@@ -25,7 +25,7 @@ from elasticlib.observe.history import (
     Stay,
     Why,
 )
-from elasticlib.observe.report.curves import loss, sample_rate
+from elasticlib.observe.report.curves import gaps, loss, sample_rate, step_rate
 from elasticlib.observe.report.drawing import Axis, curve
 from elasticlib.observe.report.page import fragment, page
 from elasticlib.observe.report.recoveries import recoveries
@@ -256,6 +256,44 @@ def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
     )
     history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, paces=tuple(paces))
     assert sample_rate(history).lines == ([(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)])
+
+
+def test_where_a_curve_has_a_gap_a_band_and_a_sentence_say_why() -> None:
+    history = histories.eventful()
+    found = gaps(history)
+    assert [gap.generation.number for gap in found] == list(range(2, 13))
+    third = found[1]
+    before, after = history.generations[1:3]
+    assert third.time == (before.ended, after.trained)
+    assert third.steps == (after.first_step, (after.first_step or 0) + after.cost.redone - 1)
+    words = told(history)
+    cause = "6.8 s without a step, 99 steps done again: rank 5 on gpu-b failed: ValueError"
+    assert words.count(f"Generation 3 after a failure, {cause}") == 4, "the title of each band"
+    assert words.count(f"3 at 9 min 8 s, {cause}") == 1
+    assert "Each has the number of the generation that begins there: 2 at 4 min 2 s" in words
+    bands = re.findall(r'class="gap gap-(\w+)"', page(history))
+    assert bands.count("loss") == 4
+    assert set(bands) == {"failure", "loss", "resize"}
+
+
+def test_of_many_restarts_the_longest_gaps_are_shaded_and_told() -> None:
+    history = histories.vast(nodes=120, generations=70)
+    assert page(history).count('class="gap ') == 4 * 12
+    assert "begins there; the 12 longest of 69:" in told(history)
+
+
+@pytest.mark.parametrize(("speed", "shown"), [(None, 3), (0.5, 30)])
+def test_the_speed_of_a_short_run_is_read_off_the_times_of_its_losses(
+    speed: float | None, shown: int
+) -> None:
+    """It told its rate thrice, and perhaps of 200 losses."""
+    paces = [Pace(at, "a", 1, int(10 * at), 10.0) for at in (1.0, 2.0, 4.0)]
+    if speed is not None:
+        paces += [Pace(at / 50, "a", 1, at, None, 1.0) for at in range(1, 200)]
+    history = History("job", 0.0, 4.0, JobState.RUNNING, paces=tuple(paces))
+    (line,) = step_rate(history).lines
+    assert len(line) >= shown
+    assert all(rate == pytest.approx(10.0 if speed is None else 50.0) for _, rate in line)
 
 
 def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:

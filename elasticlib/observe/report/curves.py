@@ -7,16 +7,18 @@ summed over the nodes.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ..history import History, Pace
+from ..history import Generation, History, Pace
 from ..wording import count, plural, rate
 from .drawing import (
     Axis,
     Label,
+    box,
     curve,
     inward,
     left_words,
@@ -28,10 +30,17 @@ from .drawing import (
     value_ticks,
     words_at,
 )
-from .markup import Markup, element, seconds_text
+from .markup import Markup, cut, element, seconds_text
 
 POINTS = 1200
 """Of one curve, at most."""
+GAPS = 12
+"""That are shaded and told of, at most."""
+NARROWEST = 0.3
+"""Per cent of the width, of a band, at least."""
+CAUSE = 160
+FEW = 60
+"""Rates of a whole run."""
 DECADES = 100.0
 """So many times the lowest is the highest value of a loss that is drawn by its logarithm."""
 
@@ -80,13 +89,25 @@ def progress(history: History) -> Course:
 
 
 def step_rate(history: History) -> Course:
-    return _course(
-        "Steps per second",
-        [
-            [(pace.at, pace.per_second) for pace in paces if pace.per_second is not None]
-            for paces in leading(history).values()
-        ],
-    )
+    """As it was told; of a short run, for which that was seldom, from the times of its losses."""
+    every = leading(history).values()
+    lines = [[(p.at, p.per_second) for p in paces if p.per_second is not None] for paces in every]
+    if sum(map(len, lines)) < FEW:
+        timed = [[p for p in paces if p.per_second is None] for paces in every]
+        fine = [_rates(paces, history.until / FEW) for paces in timed]
+        lines = [max(pair, key=len) for pair in zip(lines, fine, strict=True)]
+    return _course("Steps per second", lines)
+
+
+def _rates(paces: Sequence[Pace], apart: float) -> Points:
+    """Of stretches of at least so many seconds."""
+    found: Points = []
+    last = paces[0] if paces else None
+    for pace in paces:
+        if last is not None and pace.at - last.at > apart and pace.step > last.step:
+            found.append((pace.at, (pace.step - last.step) / (pace.at - last.at)))
+            last = pace
+    return found
 
 
 def loss(history: History) -> Course:
@@ -130,12 +151,65 @@ def _where(point: tuple[float, float], over: str) -> str:
     return f"{value} at {seconds_text(at) if over == 'time' else f'step {count(at)}'}"
 
 
-def strip(course: Course, axis: Axis, top: float, height: float) -> list[Markup]:
+@attrs.frozen
+class Gap:
+    """What a new generation did to the curves. time: when no step was made; steps: which were made
+    again, first and last are the same where none was; words: why, and what it cost."""
+
+    generation: Generation
+    time: tuple[float, float]
+    steps: tuple[float, float] | None
+    words: str
+
+
+def gaps(history: History) -> list[Gap]:
+    """Between each two generations, in order; none where workers tell of no steps."""
+    found = []
+    for before, made in itertools.pairwise(history.generations):
+        if before.ended is None or all(g.trained is None for g in history.generations):
+            continue
+        ended = history.until if made.ended is None else made.ended
+        until = max(before.ended, ended if made.trained is None else made.trained)
+        words = f"{seconds_text(until - before.ended)} without a step"
+        steps, redone = None, made.cost.redone
+        if made.first_step is not None:
+            first = float(made.first_step)
+            steps = (first, first + max(0, redone - 1))
+        if redone:
+            words += f", {plural(redone, 'step')} done again"
+        found.append(Gap(made, (before.ended, until), steps, f"{words}: {cut(made.cause, CAUSE)}"))
+    return found
+
+
+def longest(found: Sequence[Gap]) -> list[Gap]:
+    """Those that are drawn and told, in order."""
+    chosen = sorted(found, key=lambda gap: gap.time[0] - gap.time[1])[:GAPS]
+    return [gap for gap in found if any(gap is one for one in chosen)]
+
+
+def _shaded(
+    found: Sequence[Gap], over: str, axis: Axis, place: tuple[float, float]
+) -> tuple[list[Markup], list[Label]]:
+    """A band across the curve for each gap, and the numbers of their generations."""
+    bands, numbers = [], []
+    for gap in found:
+        span = gap.time if over == "time" else gap.steps
+        if span is not None:
+            made, left = gap.generation, axis(span[0])
+            right = max(axis(span[1]), left + NARROWEST)
+            told = f"Generation {made.number} {made.why.words}, {gap.words}"
+            bands.append(box((left, right), *place, f"gap gap-{made.why.value}", told=told))
+            numbers.append(inward(Label((left + right) / 2, str(made.number)), 11))
+    return bands, numbers
+
+
+def strip(course: Course, history: History, axis: Axis, place: tuple[float, float]) -> list[Markup]:
     """The curve with its rules and numbers, in a lane of the timeline; from 0 up, if it can."""
     values = course.values
     low, high = min(values), max(values)
     up = Axis(0.0 if low > 0 else low, high if high > low else high + 1.0)
-    return _drawn(course, axis, up, (top, height), count)
+    bands, _ = _shaded(longest(gaps(history)), course.over, axis, place)
+    return [*bands, *_drawn(course, axis, up, place, count)]
 
 
 def _drawn(
@@ -173,8 +247,11 @@ def chart(course: Course, history: History) -> Markup:
         low = 0.0  # so that heights can be compared
     up = Axis(low, high if high > low else low + 1.0)
     axis, ticks = _across(course, history)
-    top, height = 16.0, 130.0
-    body = _drawn(course, axis, up, (top, height), rate, power=power)
+    found = longest(gaps(history))
+    top, height = 30.0 if found else 16.0, 130.0
+    body, numbers = _shaded(found, course.over, axis, (top, height))
+    body += [words_at(label, 10, f"value {rung}") for label, rung in placed(numbers, 11)]
+    body += _drawn(course, axis, up, (top, height), rate, power=power)
     last = course.lines[-1][-1][1]
     words = f"{course.name} over {course.over}, from {rate(values[0])} to {rate(values[-1])}"
     drawing = element(
@@ -220,7 +297,31 @@ def _notes(course: Course, power: bool) -> list[Markup]:
     return [element("p", " ".join(said), class_="soft")] if said else []
 
 
-def charts(history: History) -> list[Markup]:
-    """Speed and loss, as far as they were told."""
+def curve_section(history: History) -> Markup:
+    """Loss and speed, as far as they were told, and why they have gaps."""
     courses = (loss(history), step_rate(history), sample_rate(history))
-    return [figure for figure in (chart(course, history) for course in courses) if figure]
+    figures = [figure for figure in (chart(course, history) for course in courses) if figure]
+    if not figures:
+        return Markup("")
+    parts = [*figures, *_why(gaps(history))]
+    charts = element("div", *parts, class_="charts two" if len(parts) > 1 else "charts")
+    return element("section", element("h2", "Loss and speed"), charts)
+
+
+def _why(found: Sequence[Gap]) -> list[Markup]:
+    """The gaps in words."""
+    if not found:
+        return []
+    said = "Each has the number of the generation that begins there"
+    if len(found) > GAPS:
+        said += f"; the {GAPS} longest of {count(len(found))}"
+    rows = [
+        element(
+            "li",
+            element("b", str(gap.generation.number)),
+            f" at {seconds_text(gap.time[0])}, {gap.words}",
+        )
+        for gap in longest(found)
+    ]
+    head = element("h3", "What the bands are")
+    return [element("div", head, element("p", f"{said}:", class_="soft"), element("ul", *rows))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ...clock import date_of
 from ..history import History, JobState
 from ..wording import count, percentage, plural
-from .curves import charts
+from .curves import curve_section
 from .drawing import SIGNS, picture
 from .markup import Markup, cut, element, joined, seconds_text, unbroken
 from .recoveries import lost_seconds, recoveries, recovery_section
@@ -44,17 +44,11 @@ def page(history: History) -> str:
 
 def fragment(history: History) -> str:
     """The report alone, with its style: for a page that holds more."""
-    drawn = charts(history)
-    curves = Markup("")
-    if drawn:
-        heads = element("h2", "Loss and speed")
-        two = "charts two" if len(drawn) > 1 else "charts"
-        curves = element("section", heads, element("div", *drawn, class_=two))
     inner = element(
         "div",
         _header(history),
         element("section", element("h2", "Timeline"), timeline(history)),
-        curves,
+        curve_section(history),
         recovery_section(history),
         failure_section(history),
         node_section(history),

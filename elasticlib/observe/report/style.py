@@ -122,6 +122,9 @@ _RULES = """
 & svg .curve.alone { stroke-width: 5px }
 & svg .curve, & svg .edge { vector-effect: non-scaling-stroke }
 & svg .edge { fill: none; stroke: var(--curve); stroke-width: 1.6px }
+& svg .gap { fill: var(--leave); opacity: .22 }
+& svg .gap-failure { fill: var(--bad) }
+& svg .gap-loss { fill: var(--gone) }
 & svg .hover { fill: transparent }
 & svg .ink { fill: var(--ink) }
 & svg .good { fill: var(--good) }
@@ -145,6 +148,9 @@ _RULES = """
 @container (min-width: 640px) { & dl.figures { grid-template-columns: repeat(4, 1fr) } }
 @container (min-width: 980px) { & dl.figures { grid-template-columns: repeat(5, 1fr) } }
 & .timeline p.soft { margin-top: 8px }
+& .charts figure { container-type: inline-size }
+& .charts ul { list-style: none; margin: 0; padding: 0; font-size: 13px }
+& .charts li { margin: 0 0 3px }
 & .charts { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0 32px }
 @container (min-width: 760px) { & .charts.two { grid-template-columns: repeat(2, minmax(0, 1fr)) } }
 & ol.recoveries { list-style: none; margin: 14px 0 0; padding: 0 }

@@ -397,7 +397,7 @@ def _progress(history: History, axis: Axis) -> list[Lane]:
         return []
     top, height = 32.0, 110.0
     words = f"Steps done: {count(course.lines[-1][-1][1])} at last"
-    parts = [left_words(words, 14), *strip(course, axis, top, height)]
+    parts = [left_words(words, 14), *strip(course, history, axis, (top, height))]
     return [Lane(words, parts, top + height)]
 
 
