@@ -66,10 +66,17 @@ class Cost:
     redone_seconds: float = 0.0
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in order, of those that are known; `redone` is the last."""
+        names = ("detect", "stop", "rendezvous", "start", "restore")
+        known = {name: getattr(self, name) for name in names}
+        known["redone"] = self.redone_seconds if self.redone else None
+        return {name: max(0.0, value) for name, value in known.items() if value is not None}
+
+    @property
     def seconds(self) -> float:
         """All of it."""
-        phases = (self.detect, self.stop, self.rendezvous, self.start, self.restore)
-        return sum(phase for phase in phases if phase is not None) + self.redone_seconds
+        return sum(self.phases.values())
 
 
 @attrs.frozen

@@ -28,9 +28,9 @@ from elasticlib.observe.history import (
 from elasticlib.observe.report.curves import gaps, loss, sample_rate, step_rate
 from elasticlib.observe.report.drawing import Axis, curve
 from elasticlib.observe.report.page import fragment, page
-from elasticlib.observe.report.recoveries import recoveries
 from elasticlib.observe.report.style import DARK, LIGHT, ROOT
 from elasticlib.observe.report.tables import failures
+from elasticlib.observe.wording import duration, plural
 
 KNOWN = frozenset(
     (
@@ -217,12 +217,14 @@ def test_what_a_page_says_of_an_eventful_run() -> None:
 def test_a_page_of_many_folds_them_and_says_so() -> None:
     history = histories.vast(nodes=120, generations=70)
     text = told(history)
-    assert "96 nodes share one row: those with the most to tell have their own." in text
+    assert "96 nodes share one row; the most eventful have their own." in text
     assert "The 16 longest are drawn; the other 54 took" in text
-    assert "120 nodes; the 40 with the most to tell are listed" in text
-    assert re.search(r"\d+ failures, those alike but for numbers together", text)
+    assert "120 nodes; the 40 most eventful are listed. Of the others, " in text
+    assert re.search(
+        r"\d+ failures; those whose reasons differ only in numbers are counted together", text
+    )
     left_out = attrs.evolve(history, left_out=12345, unread=2)
-    assert "12,345 marks or steps' lines were left out" in told(left_out)
+    assert "12,345 events are left out: of so many, evenly spread ones are drawn." in told(left_out)
     assert "2 lines of its files could not be read" in told(left_out)
 
 
@@ -237,7 +239,7 @@ def test_a_loss_that_is_no_number_is_left_out_and_told() -> None:
     history = attrs.evolve(history, paces=tuple(broken))
     assert loss(history).left_out == spoilt
     step = next(one.step for one in broken if one.loss is not None and math.isnan(one.loss))
-    assert f"left out; the first is nan at step {step}" in told(history)
+    assert f"not finite, and left out; the first is nan at step {step}" in told(history)
 
 
 def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
@@ -267,7 +269,7 @@ def test_where_a_curve_has_a_gap_a_band_and_a_sentence_say_why() -> None:
     assert third.time == (before.ended, after.trained)
     assert third.steps == (after.first_step, (after.first_step or 0) + after.cost.redone - 1)
     words = told(history)
-    cause = "6.8 s without a step, 99 steps done again: rank 5 on gpu-b failed: ValueError"
+    cause = "6.8 s without a step, 99 steps repeated: rank 5 on gpu-b failed: ValueError"
     assert words.count(f"Generation 3 after a failure, {cause}") == 4, "the title of each band"
     assert words.count(f"3 at 9 min 8 s, {cause}") == 1
     assert "Each has the number of the generation that begins there: 2 at 4 min 2 s" in words
@@ -307,10 +309,13 @@ def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:
 
 def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     history = histories.eventful()
-    found = recoveries(history)
-    assert [one.generation.number for one in found] == list(range(1, 13))
-    for one in found:
-        assert one.total == pytest.approx(one.generation.cost.seconds)
+    words = told(history)
+    for made in history.generations:
+        cost = duration(made.cost.seconds)
+        assert f"Generation {made.number}, {made.why.words} {made.cause} {cost}" in words
+        for name, seconds in made.cost.phases.items():
+            redone = f"{plural(made.cost.redone, 'step')}, " if name == "redone" else ""
+            assert f"{name} {redone}{duration(seconds)}" in words
 
 
 def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
@@ -318,8 +323,8 @@ def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recov
     history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
     words = told(history)
     assert "Time lost 1 min 20 s" in words
-    assert "1 min 20 s were not spent on steps that count: 1 start and 0 recoveries; " in words
-    assert "; 1 min 12 s of that belong to neither." in words
+    assert "1 min 20 s did not go into steps that count: 1 start and 0 recoveries; " in words
+    assert "; 1 min 12 s of it belongs to neither." in words
 
 
 def test_a_failure_has_the_generation_and_the_ranks_that_others_tell_of() -> None:

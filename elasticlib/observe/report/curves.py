@@ -1,5 +1,5 @@
-"""What workers told of their steps, as curves: one line a generation, so that what was done again
-lies beside what it was.
+"""What workers reported of their steps, as curves: one line a generation, so that repeated steps
+lie beside the first ones, and a band for the gap between two.
 
 The workers of a job go in step, so the node of the lowest rank speaks for all of them; samples are
 summed over the nodes.
@@ -20,6 +20,7 @@ from .drawing import (
     Label,
     box,
     curve,
+    drawing,
     inward,
     left_words,
     level,
@@ -35,7 +36,7 @@ from .markup import Markup, cut, element, seconds_text
 POINTS = 1200
 """Of one curve, at most."""
 GAPS = 12
-"""That are shaded and told of, at most."""
+"""That are shaded and listed, at most."""
 NARROWEST = 0.3
 """Per cent of the width, of a band, at least."""
 CAUSE = 160
@@ -64,7 +65,7 @@ class Course:
 
 
 def leading(history: History) -> dict[int, list[Pace]]:
-    """By generation, what the node with the lowest rank of those told that told anything."""
+    """By generation, the reports of the node of the lowest rank that made any."""
     place = {(stay.node, stay.generation): stay.node_rank for stay in history.stays}
     found: dict[int, dict[str, list[Pace]]] = {}
     for pace in history.paces:
@@ -89,7 +90,7 @@ def progress(history: History) -> Course:
 
 
 def step_rate(history: History) -> Course:
-    """As it was told; of a short run, for which that was seldom, from the times of its losses."""
+    """As reported; of a short run, which has few such reports, from the times of its losses."""
     every = leading(history).values()
     lines = [[(p.at, p.per_second) for p in paces if p.per_second is not None] for paces in every]
     if sum(map(len, lines)) < FEW:
@@ -121,13 +122,13 @@ def loss(history: History) -> Course:
 
 
 def sample_rate(history: History) -> Course:
-    """Of all nodes: at each word of the leading one, what each told last in that generation."""
-    told = [p for p in history.paces if p.samples_per_second is not None]
-    leaders = leading(attrs.evolve(history, paces=tuple(told)))
+    """Of all nodes: at each report of the leading one, what each reported last."""
+    paces = [p for p in history.paces if p.samples_per_second is not None]
+    leaders = leading(attrs.evolve(history, paces=tuple(paces)))
     speaks = {generation: paces[0].node for generation, paces in leaders.items()}
     last: dict[int, dict[str, float]] = {}
     lines: dict[int, Points] = {}
-    for pace in sorted(told, key=lambda p: (p.at, p.node == speaks[p.generation])):
+    for pace in sorted(paces, key=lambda p: (p.at, p.node == speaks[p.generation])):
         nodes = last.setdefault(pace.generation, {})
         nodes[pace.node] = pace.samples_per_second or 0.0
         if pace.node == speaks[pace.generation]:
@@ -176,13 +177,13 @@ def gaps(history: History) -> list[Gap]:
             first = float(made.first_step)
             steps = (first, first + max(0, redone - 1))
         if redone:
-            words += f", {plural(redone, 'step')} done again"
+            words += f", {plural(redone, 'step')} repeated"
         found.append(Gap(made, (before.ended, until), steps, f"{words}: {cut(made.cause, CAUSE)}"))
     return found
 
 
 def longest(found: Sequence[Gap]) -> list[Gap]:
-    """Those that are drawn and told, in order."""
+    """Those that are drawn and listed, in order."""
     chosen = sorted(found, key=lambda gap: gap.time[0] - gap.time[1])[:GAPS]
     return [gap for gap in found if any(gap is one for one in chosen)]
 
@@ -197,8 +198,8 @@ def _shaded(
         if span is not None:
             made, left = gap.generation, axis(span[0])
             right = max(axis(span[1]), left + NARROWEST)
-            told = f"Generation {made.number} {made.why.words}, {gap.words}"
-            bands.append(box((left, right), *place, f"gap gap-{made.why.value}", told=told))
+            title = f"Generation {made.number} {made.why.words}, {gap.words}"
+            bands.append(box((left, right), *place, f"gap gap-{made.why.value}", title=title))
             numbers.append(inward(Label((left + right) / 2, str(made.number)), 11))
     return bands, numbers
 
@@ -235,7 +236,7 @@ def chart(course: Course, history: History) -> Markup:
     """A figure of its own; nothing where there is nothing to draw."""
     values = course.values
     if not values:
-        # Of a loss that never was a number there is nothing to draw, and much to tell.
+        # Of a loss that never was a number there is nothing to draw, and much to say.
         notes = _notes(course, power=False) if course.left_out else []
         return element("figure", element("h3", course.name), *notes) if notes else Markup("")
     power = course.name == "Loss" and min(values) > 0 and max(values) > DECADES * min(values)
@@ -249,24 +250,16 @@ def chart(course: Course, history: History) -> Markup:
     axis, ticks = _across(course, history)
     found = longest(gaps(history))
     top, height = 30.0 if found else 16.0, 130.0
-    body, numbers = _shaded(found, course.over, axis, (top, height))
-    body += [words_at(label, 10, f"value {rung}") for label, rung in placed(numbers, 11)]
-    body += _drawn(course, axis, up, (top, height), rate, power=power)
-    last = course.lines[-1][-1][1]
-    words = f"{course.name} over {course.over}, from {rate(values[0])} to {rate(values[-1])}"
-    drawing = element(
-        "svg",
-        element("title", words),
-        element("desc", f"lowest {rate(min(values))}, highest {rate(max(values))}"),
-        *body,
-        *foot(axis, ticks, top + height),
-        class_="drawing",
-        role="img",
-        height=top + height + 24,
-    )
-    said = f"{rate(10**last if power else last)} at last"
-    head = element("h3", course.name, " ", element("span", said, class_="soft"))
-    return element("figure", head, drawing, *_notes(course, power))
+    parts, numbers = _shaded(found, course.over, axis, (top, height))
+    parts += [words_at(label, 10, f"value {rung}") for label, rung in placed(numbers, 11)]
+    parts += _drawn(course, axis, up, (top, height), rate, power=power)
+    parts += foot(axis, ticks, top + height)
+    first, last = rate(values[0]), rate(values[-1])
+    title = f"{course.name} over {course.over}, from {first} to {last}"
+    desc = f"lowest {rate(min(values))}, highest {rate(max(values))}"
+    head = element("h3", course.name, " ", element("span", f"last {last}", class_="soft"))
+    drawn = drawing(title, parts, top + height + 24, desc=desc)
+    return element("figure", head, drawn, *_notes(course, power))
 
 
 def _across(course: Course, history: History) -> tuple[Axis, list[tuple[float, str]]]:
@@ -288,17 +281,17 @@ def foot(axis: Axis, ticks: list[tuple[float, str]], top: float) -> list[Markup]
 def _notes(course: Course, power: bool) -> list[Markup]:
     said = []
     if course.over == "steps":
-        said.append("Over steps; where a generation did steps again, there are two lines.")
+        said.append("Over steps; steps that were repeated have two lines.")
     if power:
-        said.append("The scale is that of the logarithm.")
+        said.append("The scale is logarithmic.")
     if course.left_out:
-        many = plural(course.left_out, "value that is", "values that are")
-        said.append(f"{many} no finite number left out; the first is {course.first_left_out}.")
+        many = plural(course.left_out, "value is", "values are")
+        said.append(f"{many} not finite, and left out; the first is {course.first_left_out}.")
     return [element("p", " ".join(said), class_="soft")] if said else []
 
 
 def curve_section(history: History) -> Markup:
-    """Loss and speed, as far as they were told, and why they have gaps."""
+    """Loss and speed, as far as workers report them, and why they have gaps."""
     courses = (loss(history), step_rate(history), sample_rate(history))
     figures = [figure for figure in (chart(course, history) for course in courses) if figure]
     if not figures:

@@ -144,12 +144,17 @@ THINNEST = 0.08
 """Per cent of the width that a box has at least, so that it shows."""
 
 
-def words_at(label: Label, down: float, classes: str, *, told: str = "") -> Markup:
-    """told: the tooltip, where there is more to say."""
-    title = [element("title", told)] if told else []
+def drawing(title: str, parts: Iterable[Markup], height: float, *, desc: str = "") -> Markup:
+    """A drawing as wide as its page, with words for people who do not see it."""
+    words = [element("title", title), *([element("desc", desc)] if desc else [])]
+    return element("svg", *words, *parts, class_="drawing", role="img", height=height)
+
+
+def words_at(label: Label, down: float, classes: str, *, title: str = "") -> Markup:
+    """title: the tooltip, where there is more to say."""
     return element(
         "text",
-        *title,
+        *_tooltip(title),
         label.words,
         x=percent(label.at),
         y=down,
@@ -158,12 +163,12 @@ def words_at(label: Label, down: float, classes: str, *, told: str = "") -> Mark
     )
 
 
-def left_words(words: str, down: float, classes: str = "halo", *, told: str = "") -> Markup:
-    return words_at(Label(0.0, words, "start"), down, classes, told=told)
+def _tooltip(title: str) -> list[Markup]:
+    return [element("title", title)] if title else []
 
 
-def right_words(words: str, down: float, classes: str = "note halo", *, told: str = "") -> Markup:
-    return words_at(Label(100.0, words, "end"), down, classes, told=told)
+def left_words(words: str, down: float, classes: str = "halo", *, title: str = "") -> Markup:
+    return words_at(Label(0.0, words, "start"), down, classes, title=title)
 
 
 def level(down: float, classes: str = "rule", *, span: tuple[float, float] = (0, 100)) -> Markup:
@@ -178,20 +183,35 @@ def upright(across: float, top: float, down: float, classes: str = "rule") -> Ma
 
 
 def box(
-    span: tuple[float, float], top: float, height: float, classes: str, *, told: str = ""
+    span: tuple[float, float], top: float, height: float, classes: str, *, title: str = ""
 ) -> Markup:
     """A rectangle from one per cent to the other."""
-    left, right = span
-    title = [element("title", told)] if told else []
-    return element(
-        "rect",
-        *title,
-        x=percent(left),
-        width=percent(max(right - left, THINNEST)),
-        y=top,
-        height=height,
-        class_=classes,
-    )
+    x, width = percent(span[0]), percent(max(span[1] - span[0], THINNEST))
+    shown = _tooltip(title)
+    return element("rect", *shown, x=x, width=width, y=top, height=height, class_=classes)
+
+
+def small(*parts: Markup, width: float, height: float, view: str | None = None) -> Markup:
+    """A picture in a line of words, which say what it means."""
+    about = {"class_": "sign", "viewBox": view, "aria_hidden": "true"}
+    return element("svg", *parts, width=width, height=height, **about)
+
+
+def swatch(*classes: str, width: float = 10.0) -> Markup:
+    """A bar in these colours, in a line of words."""
+    each = width / len(classes)
+    bars = [
+        element(
+            "rect",
+            x=1 + at * each,
+            y=1,
+            width=each - (at + 1 < len(classes)),
+            height=10,
+            class_=one,
+        )
+        for at, one in enumerate(classes)
+    ]
+    return small(*bars, width=width + 2, height=12)
 
 
 def curve(
@@ -202,7 +222,6 @@ def curve(
 ) -> Markup:
     """Lines of points in one strip of the drawing, from so many pixels down, so many high; a point
     alone is a dot that can be seen."""
-    top, height = place
     kinds = {
         "curve": [line for line in lines if len(line) != 1],
         "curve alone": [line for line in lines if len(line) == 1],
@@ -212,9 +231,9 @@ def curve(
         "svg",
         *(element("path", d=path, class_=kind) for kind, path in paths.items() if path),
         x=percent(LEFT),
-        y=top,
+        y=place[0],
         width=percent(ACROSS),
-        height=height,
+        height=place[1],
         viewBox="0 0 1000 1000",
         preserveAspectRatio="none",
         overflow="visible",
@@ -226,10 +245,8 @@ def _path(line: Sequence[tuple[float, float]], across: Axis, up: Axis) -> str:
         f"{number(round(across.part(x) * 1000, 1))} {number(round(1000 - up.part(y) * 1000, 1))}"
         for x, y in line
     ]
-    if len(places) == 1:
-        # A line without length, with a round end, is a dot.
-        return f"M{places[0]}h.01"
-    return f"M{'L'.join(places)}"
+    # A line without length, with a round end, is a dot.
+    return f"M{places[0]}h.01" if len(places) == 1 else f"M{'L'.join(places)}"
 
 
 @attrs.frozen
@@ -254,20 +271,20 @@ SIGNS: Mapping[str, Sign] = {
     ),
     "saved": Sign("M0-3.5a3.5 3.5 0 1 1-.01 0z", "ink", "checkpoint"),
     "snapshot": Sign(_RING, "ink", "snapshot in memory"),
-    "restored": Sign("M0-5 5 4H-5z", "good", "state taken up"),
+    "restored": Sign("M0-5 5 4H-5z", "good", "state restored"),
     "SUCCEEDED": Sign("M-5.5.5-4-1-1.6 1.4 4-4.5 5.5-3-1.6 4.4z", "good", "succeeded"),
     "FAILED": Sign(f"M-5.5-5.5H5.5V5.5H-5.5z{_SMALL_CROSS}", "bad", "node failed"),
-    "PREEMPTED": Sign("M-5-5.5H5L0 2.5zM-5 3.5H5V5.5H-5z", "leave", "left, drained"),
+    "PREEMPTED": Sign("M-5-5.5H5L0 2.5zM-5 3.5H5V5.5H-5z", "leave", "drained"),
     "STOPPED": Sign("M-4.5-4.5H4.5V4.5H-4.5z", "leave", "stopped by a signal"),
 }
 
 
-def place(name: str, across: float, down: float, words: str) -> Markup:
-    """A sign in a drawing, at so many per cent and pixels; words are its tooltip."""
+def place(name: str, across: float, down: float, title: str) -> Markup:
+    """A sign in a drawing, at so many per cent and pixels."""
     sign = SIGNS[name]
     shape = element(
         "path",
-        element("title", words),
+        *_tooltip(title),
         d=sign.path,
         class_=f"{sign.hue} halo",
         fill_rule="evenodd",
@@ -277,45 +294,9 @@ def place(name: str, across: float, down: float, words: str) -> Markup:
 
 
 def picture(name: str) -> Markup:
-    """A sign in a line of words, which says what it means."""
-    sign = SIGNS[name]
+    """A sign in a line of words; none of that name: nothing."""
+    sign = SIGNS.get(name)
+    if sign is None:
+        return Markup("")
     path = element("path", d=sign.path, class_=sign.hue, fill_rule="evenodd")
-    return element(
-        "svg", path, class_="sign", width=14, height=14, viewBox="-7 -7 14 14", aria_hidden="true"
-    )
-
-
-def legend(names: list[str], *more: Markup) -> Markup:
-    """What those signs mean that are in a drawing, and what else it holds."""
-    rows = [element("li", picture(name), SIGNS[name].means) for name in SIGNS if name in names]
-    return element("ul", *more, *rows, class_="legend")
-
-
-@attrs.frozen
-class Lane:
-    """parts: what is drawn; height: in pixels. name, told: its title and what else is said of it.
-    rules: from where down rules of failures go through it, None for none."""
-
-    name: str
-    parts: Sequence[Markup]
-    height: float
-    told: str = ""
-    rules: float | None = 0.0
-
-
-def drawn(lane: Lane, faults: Sequence[float]) -> Markup:
-    """With a rule behind it at each of these per cent."""
-    rules: list[Markup] = []
-    if lane.rules is not None:
-        rules = [upright(across, lane.rules, lane.height, "fault") for across in faults]
-    about = [element("desc", lane.told)] if lane.told else []
-    return element(
-        "svg",
-        element("title", lane.name),
-        *about,
-        *rules,
-        *lane.parts,
-        class_="drawing",
-        role="img",
-        height=lane.height,
-    )
+    return small(path, width=14, height=14, view="-7 -7 14 14")

@@ -5,11 +5,14 @@ It is one text without scripts that fetches nothing, and the same part of it sta
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 from ...clock import date_of
 from ..history import History, JobState
 from ..wording import count, percentage, plural
 from .curves import curve_section
-from .drawing import SIGNS, picture
+from .drawing import picture
 from .markup import Markup, cut, element, joined, seconds_text, unbroken
 from .recoveries import lost_seconds, recoveries, recovery_section
 from .style import ROOT, page_style, style
@@ -64,54 +67,47 @@ def _word(state: JobState) -> str:
 
 
 def _header(history: History) -> Markup:
-    sign = picture(history.state.value) if history.state.value in SIGNS else Markup("")
-    state = element("span", sign, _word(history.state), class_="state")
+    state = element("span", picture(history.state.value), _word(history.state), class_="state")
     lead = [state, element("span", seconds_text(history.until))]
     if history.goodput is not None:
         lead.append(element("span", f"goodput {unbroken(percentage(history.goodput))}"))
-    lead.append(element("span", _date(history.wall), class_="soft"))
+    with contextlib.suppress(OverflowError, OSError, ValueError):  # files may hold any time
+        lead.append(element("span", f"began {date_of(history.wall)}", class_="soft"))
     parts = [
         element("h1", history.run or "a run without an id"),
         element("p", *lead, class_="lead"),
     ]
     if history.reason:
         parts.append(element("p", cut(history.reason, REASON), class_="reason"))
-    cause = history.cause
-    if cause:
-        words = ", ".join(f"{name} {value}" for name, value in cause.items() if value is not None)
+    if history.cause:
+        named = history.cause.items()
+        words = ", ".join(f"{name} {value}" for name, value in named if value is not None)
         parts.append(element("p", f"First cause: {cut(words, REASON)}", class_="reason"))
     return element("header", *parts, _figures(history))
-
-
-def _date(wall: float) -> str:
-    try:
-        return f"began {date_of(wall)}"
-    except (OverflowError, OSError, ValueError):
-        return ""
 
 
 def _figures(history: History) -> Markup:
     made = history.generations
     redone = sum(generation.cost.redone for generation in made)
     ways = recoveries(history)
-    lost = seconds_text(lost_seconds(history)) if ways else "not told"
+    lost = seconds_text(lost_seconds(history)) if ways else "not reported"
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
-    sizes = list(dict.fromkeys(worlds))
+    sizes = len(set(worlds))
     budget = "" if history.max_restarts is None else f"of {count(history.max_restarts)}"
-    told = [
+    figures = [
         ("Generations", count(len(made)), ""),
         ("Restarts", count(history.restarts), budget),
-        ("Failures", count(history.failures), "told by nodes"),
+        ("Failures", count(history.failures), "reported by nodes"),
         ("Nodes", count(len(history.nodes)), _span(history)),
-        ("Workers", _sizes(worlds), plural(len(sizes), "size") if len(sizes) > 4 else ""),
-        ("Last step", count(max(steps)) if steps else "not told", ""),
+        ("Workers", _sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
+        ("Last step", count(max(steps)) if steps else "not reported", ""),
         ("Last checkpoint", _step(history.saved), ""),
         ("Last snapshot", _step(history.snapshot), ""),
         ("Steps redone", count(redone), ""),
         ("Time lost", lost, "starts and recoveries" if ways else ""),
     ]
-    return element("dl", *(_figure(*one) for one in told), class_="figures")
+    return element("dl", *(_figure(*one) for one in figures), class_="figures")
 
 
 def _figure(name: str, value: str, more: str) -> Markup:
@@ -121,7 +117,7 @@ def _figure(name: str, value: str, more: str) -> Markup:
 
 
 def _step(step: int | None) -> str:
-    return "none told" if step is None else f"step {count(step)}"
+    return "none reported" if step is None else f"step {count(step)}"
 
 
 def _span(history: History) -> str:
@@ -135,10 +131,7 @@ def _span(history: History) -> str:
 
 def _sizes(worlds: list[int]) -> str:
     """The sizes that the job had, in order, where these are few."""
-    found: list[int] = []
-    for world in worlds:
-        if not found or found[-1] != world:
-            found.append(world)
+    found = [world for world, _ in itertools.groupby(worlds)]
     if len(found) > 6:
         return f"{count(min(found))} to {count(max(found))}"
     return " \u2192 ".join(map(count, found)) or "none"
@@ -151,7 +144,6 @@ def _footer(history: History) -> Markup:
     return element(
         "footer",
         unread,
-        "Times count from the first event of the run. Goodput is the part of all time in which "
-        "steps were made that count: neither waiting nor done again. Pointing at a band or a sign "
-        "tells more.",
+        "Times count from the run's first event. Goodput is the share of all time in which steps "
+        "were made that count: neither waiting nor repeating. Point at a band or a sign for more.",
     )

@@ -2,7 +2,7 @@
 
 Each lane is a drawing of its own with its own words, so that a printer can break between them, and
 all have the same width, so that they are one picture. A node has a row of its own, or where nodes
-are many, those with the most to tell have one.
+are many, the most eventful ones have.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from ..history import Generation, History, JobState, Mark, NodeStory, Stay
 from ..wording import count, plural, spans
 from .curves import foot, progress, strip
 from .drawing import (
+    SIGNS,
     Axis,
     Label,
-    Lane,
     box,
-    drawn,
+    drawing,
     inside,
     left_words,
-    legend,
     level,
+    picture,
     place,
     placed,
-    right_words,
+    swatch,
     time_ticks,
+    upright,
     words_at,
 )
 from .markup import Markup, cut, element, seconds_text, short
@@ -40,6 +41,8 @@ NARROWEST = 0.25
 """Per cent of the width below which bands of generations melt into one."""
 APART = 1.6
 """Per cent of the width between two signs of one kind, below which they are one."""
+KEPT_APART = 2.6
+"""The same between two checkpoints."""
 SHORT = 17
 """Characters of a node's name on a narrow page."""
 BAND = 14.0
@@ -48,6 +51,11 @@ SIGN = 18.0
 MOST_SPANS = 6
 MANY = 60
 """Generations, above which rows do not tell them apart."""
+DEEPEST = 48
+"""Rules of failures through all lanes, at most."""
+DESCRIBED = 40
+"""Generations in the words for people who do not see it."""
+KEPT = {"saved": "Checkpoints", "snapshot": "Snapshots in memory"}
 IN_ROWS = ("failure", "drain.asked", "lost")
 ENDS = {
     JobState.SUCCEEDED: "succeeded",
@@ -55,6 +63,96 @@ ENDS = {
     JobState.PREEMPTED: "drained",
     JobState.STOPPED: "stopped",
 }
+
+
+@attrs.frozen
+class Lane:
+    """parts: what is drawn; height: in pixels. title, desc: for people who do not see it. rules:
+    from where down rules of failures go through it, None for none."""
+
+    title: str
+    parts: Sequence[Markup]
+    height: float
+    desc: str = ""
+    rules: float | None = 0.0
+
+    def drawn(self, faults: Sequence[float]) -> Markup:
+        """With a rule behind it at each of these per cent."""
+        top = self.rules
+        marked = [] if top is None else [upright(x, top, self.height, "fault") for x in faults]
+        return drawing(self.title, [*marked, *self.parts], self.height, desc=self.desc)
+
+
+def timeline(history: History) -> Markup:
+    """The figure, what its signs mean, and what was left out of it."""
+    axis = Axis(0.0, max(history.until, 1e-9))
+    shown, folded = rows(history)
+    kept = _kept(history.marks)
+    lanes = [
+        _workers(history, axis),
+        *(row_lane(row, history, axis) for row in shown),
+        *([_folded(folded, history, axis)] if folded else []),
+        *(_kept_lane(kind, marks, history, axis) for kind, marks in kept.items()),
+        *_progress(history, axis),
+        Lane("Time", foot(axis, time_ticks(axis.last), 0.5), 24.5, rules=None),
+    ]
+    faults = [axis(mark.at) for mark in history.marks if mark.kind == "failure"]
+    faults = faults if len(faults) <= DEEPEST else []
+    signs = set(kept).union(*(row.signs for row in shown))
+    return element(
+        "figure",
+        *(lane.drawn(faults) for lane in lanes),
+        _legend(signs, history),
+        *_notes(history, len(folded)),
+        class_="timeline",
+    )
+
+
+def _workers(history: History, axis: Axis) -> Lane:
+    """How many workers there were, as steps; hovering tells of each generation."""
+    top, height, made = 34.0, 40.0, history.generations
+    base = top + height
+    most = max((generation.world for generation in made), default=0) or 1
+    parts, hovers = [left_words("Workers", 12)], []
+    labels: dict[Label, float] = {}
+    words = ""
+    for one in made:
+        span = _span(one, history, axis)
+        tall = height * one.world / most
+        parts += [box(span, base - tall, tall, "area"), box(span, base - tall, 2.0, "band-a")]
+        if words != count(one.world):
+            words = count(one.world)
+            labels[Label(span[0], words, "start")] = base - tall - 4
+        title = f"Generation {one.number}: {plural(one.world, 'worker')} on "
+        title += f"{plural(one.nodes, 'node')} for {_lasted(one.began, one.ended, history)}, from "
+        title += f"{seconds_text(one.began)}. {cut(one.cause, 300)}"
+        hovers.append(box(span, top - 16, height + 16, "hover", title=title))
+    for label, rung in placed(labels, 11):
+        parts.append(words_at(label, labels[label], f"value halo {rung}"))
+    title = f"Timeline of {plural(len(history.nodes), 'node')} and "
+    title += f"{plural(len(made), 'generation')} in {seconds_text(history.until)}"
+    return Lane(title, [*parts, level(base), *hovers], base + 6, _described(made), rules=top)
+
+
+def _described(generations: Sequence[Generation]) -> str:
+    words = [
+        f"generation {one.number} from {seconds_text(one.began)}: {plural(one.world, 'worker')}, "
+        f"{one.why.value}"
+        for one in generations[:DESCRIBED]
+    ]
+    more = len(generations) - DESCRIBED
+    return "; ".join(words) + (f"; and {more} more" if more > 0 else "")
+
+
+def _span(one: Generation | Stay, history: History, axis: Axis) -> tuple[float, float]:
+    return axis(one.began), axis(history.until if one.ended is None else one.ended)
+
+
+def _lasted(began: float, ended: float | None, history: History) -> str:
+    return seconds_text(max(0.0, (history.until if ended is None else ended) - began))
+
+
+# -- a node's row ----------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -83,7 +181,7 @@ class Row:
 
     @property
     def weight(self) -> int:
-        """How much it has to tell."""
+        """How eventful it is."""
         end = self.story.end
         ended = end is None or end.state is not JobState.SUCCEEDED
         failures = sum(mark.kind == "failure" for mark in self.marks)
@@ -103,109 +201,98 @@ def rows(history: History) -> tuple[list[Row], list[Row]]:
         Row(story, tuple(stays.get(story.node, ())), tuple(marks.get(story.node, ())))
         for story in history.nodes
     ]
-    room = max(FEWEST, min(ROWS, BANDS // max(1, len(history.generations))))
-    if len(every) <= room + 1:
+    most = max(FEWEST, min(ROWS, BANDS // max(1, len(history.generations))))
+    if len(every) <= most + 1:
         return every, []
-    telling = sorted(range(len(every)), key=lambda at: (-every[at].weight, at))
-    chosen = set(telling[:room])
-    kept = [row for at, row in enumerate(every) if at in chosen]
-    return kept, [row for at, row in enumerate(every) if at not in chosen]
+    chosen = set(sorted(range(len(every)), key=lambda at: (-every[at].weight, at))[:most])
+    drawn = [row for at, row in enumerate(every) if at in chosen]
+    return drawn, [row for at, row in enumerate(every) if at not in chosen]
 
 
 def row_lane(row: Row, history: History, axis: Axis) -> Lane:
     """A line of words, and below it the node's time."""
     story, middle = row.story, 30.0
     name = story.host or story.node
-    told = f"{name} ({story.node}), {plural(story.slots, 'worker')}"
+    title = f"{name} ({story.node}), {plural(story.slots, 'worker')}"
     if story.folder:
-        told += f", logs in {story.folder}"
+        title += f", logs in {story.folder}"
     ended = history.until if story.end is None else story.end.at
     if row.gone is not None:
         ended = row.gone
     elif story.end is None and history.state.over:
         ended = story.seen
-    end_words = _end_words(row, history.state.over)
-    found = [
-        *_names(name, told),
-        right_words(end_words, 14, told=_end_told(row)),
+    end = _end(row, history.state.over)
+    why = "" if story.end is None else f"{story.end.reason} (exit code {story.end.exit_code})"
+    parts = [
+        *_names(name, title),
+        words_at(Label(100.0, end, "end"), 14, "note halo", title=cut(why, 300)),
         level(middle, "life", span=(axis(story.began), axis(ended))),
     ]
     if row.gone is not None:
-        found.append(level(middle, "lost", span=(axis(row.gone), axis(history.until))))
-    found += _bands(row.stays, history, axis, middle)
-    found += _signs(row, axis, middle)
-    words = f"{name}: {plural(len(row.stays), 'generation')}, {_counted(row)}{end_words or 'there'}"
-    return Lane(words, found, 44.0)
+        parts.append(level(middle, "lost", span=(axis(row.gone), axis(history.until))))
+    parts += [*_bands(row.stays, history, axis, middle), *_signs(row, axis, middle)]
+    failures = max(story.failures, sum(mark.kind == "failure" for mark in row.marks))
+    failed = f"{plural(failures, 'failure')}, " if failures else ""
+    stays = plural(len(row.stays), "generation")
+    return Lane(f"{name}: {stays}, {failed}{end or 'running'}", parts, 44.0)
 
 
-def _names(name: str, told: str) -> list[Markup]:
+def _names(name: str, title: str) -> list[Markup]:
     """The node's name, or as much of it as there is room for beside its end."""
     if len(name) <= SHORT:
-        return [left_words(name, 14, told=told)]
-    narrow = left_words(short(name, SHORT), 14, "halo n0", told=told)
-    return [narrow, left_words(short(name, 3 * SHORT), 14, "halo w1", told=told)]
+        return [left_words(name, 14, title=title)]
+    narrow = left_words(short(name, SHORT), 14, "halo n0", title=title)
+    return [narrow, left_words(short(name, 3 * SHORT), 14, "halo w1", title=title)]
 
 
-def _counted(row: Row) -> str:
-    failures = max(row.story.failures, sum(mark.kind == "failure" for mark in row.marks))
-    return f"{plural(failures, 'failure')}, " if failures else ""
-
-
-def _end_words(row: Row, over: bool) -> str:
+def _end(row: Row, over: bool) -> str:
     """over: whether the job is."""
     if row.gone is not None:
         return f"lost at {seconds_text(row.gone)}"
     end = row.story.end
     if end is None:
-        return "its end is not told" if over else ""
+        return "its end is not known" if over else ""
     return f"{ENDS.get(end.state, '')} at {seconds_text(end.at)}"
-
-
-def _end_told(row: Row) -> str:
-    end = row.story.end
-    return "" if end is None else cut(f"{end.reason} (exit code {end.exit_code})", 300)
 
 
 def _bands(stays: Sequence[Stay], history: History, axis: Axis, middle: float) -> list[Markup]:
     made = {generation.number: generation for generation in history.generations}
-    many = len(made) > MANY
+    many, top = len(made) > MANY, middle - BAND / 2
     found = []
-    for group in _melted(stays, history.until, axis, many):
-        first, last = group[0], group[-1]
-        left = axis(first.began)
-        right = axis(history.until if last.ended is None else last.ended)
+    for group in _melted(stays, history, axis):
+        first = group[0]
+        left, right = axis(first.began), _span(group[-1], history, axis)[1]
         shade = "b" if many or first.generation % 2 == 0 else "a"
-        told = _stays_told(group, made, history.until)
+        title = _stays(group, made, history)
         trained = _trained(first, made)
-        place = (middle - BAND / 2, BAND)
         if len(group) == 1 and (trained is None or axis(trained) - left > NARROWEST):
-            found.append(box((left, right), *place, "starting", told=told))
+            found.append(box((left, right), top, BAND, "starting", title=title))
             left = right if trained is None else axis(trained)
         if right > left:
-            found.append(box((left, right), *place, f"band-{shade}", told=told))
-        words = str(first.generation)
-        rung = None if many or len(group) > 1 else inside(right - left, words, room=SIGN)
+            found.append(box((left, right), top, BAND, f"band-{shade}", title=title))
+        label = Label((left + right) / 2, str(first.generation))
+        rung = None if many or len(group) > 1 else inside(right - left, label.words, room=SIGN)
         if rung is not None:
-            label = Label((left + right) / 2, words)
             found.append(words_at(label, middle + 4, f"on-{shade} {rung}"))
     return found
 
 
 def _trained(stay: Stay, made: Mapping[int, Generation]) -> float | None:
-    """When training began in this stay: at once, where workers never tell of it."""
+    """When training began in this stay: at once, where workers report no steps."""
     generation = made.get(stay.generation)
     if generation is None or all(one.trained is None for one in made.values()):
         return stay.began
     return generation.trained
 
 
-def _melted(stays: Iterable[Stay], until: float, axis: Axis, many: bool) -> list[list[Stay]]:
+def _melted(stays: Iterable[Stay], history: History, axis: Axis) -> list[list[Stay]]:
     """Stays one by one; those too narrow to be seen together with their neighbours; and where
     generations are many, all that only gaps too narrow part."""
+    many = len(history.generations) > MANY
     groups: list[list[Stay]] = []
     narrow, before = False, 0.0
     for stay in stays:
-        left, right = axis(stay.began), axis(until if stay.ended is None else stay.ended)
+        left, right = _span(stay, history, axis)
         thin = right - left < NARROWEST
         near = many and left - before < NARROWEST
         if groups and (near or (thin and narrow and right - axis(groups[-1][0].began) < 1)):
@@ -216,11 +303,10 @@ def _melted(stays: Iterable[Stay], until: float, axis: Axis, many: bool) -> list
     return groups
 
 
-def _stays_told(group: Sequence[Stay], made: Mapping[int, Generation], until: float) -> str:
-    first, last = group[0], group[-1]
+def _stays(group: Sequence[Stay], made: Mapping[int, Generation], history: History) -> str:
+    first = group[0]
     numbers = spans((stay.generation for stay in group), MOST_SPANS)
-    ended = until if last.ended is None else last.ended
-    lasted = seconds_text(max(0.0, ended - first.began))
+    lasted = _lasted(first.began, group[-1].ended, history)
     if len(group) > 1:
         return f"generations {numbers}, {lasted} in all"
     ranks = f"ranks {first.ranks[0]} to {first.ranks[1]}"
@@ -231,22 +317,28 @@ def _stays_told(group: Sequence[Stay], made: Mapping[int, Generation], until: fl
 
 def _signs(row: Row, axis: Axis, middle: float) -> list[Markup]:
     found = []
-    kinds = sorted({mark.kind for mark in row.marks})
-    for kind in kinds:
-        for group in together([m for m in row.marks if m.kind == kind], lambda m: axis(m.at)):
-            found.append(place(kind, axis(group[0].at), middle, _sign_told(group)))
+    for kind in sorted({mark.kind for mark in row.marks}):
+        marks = [mark for mark in row.marks if mark.kind == kind]
+        for group in together(marks, lambda mark: axis(mark.at), APART):
+            first = group[0]
+            rank = "" if first.rank is None else f", rank {first.rank}"
+            title = (
+                f"{SIGNS[kind].means} at {seconds_text(first.at)}{rank}: {cut(first.words, 300)}"
+            )
+            title += f" (and {count(len(group) - 1)} more)" if len(group) > 1 else ""
+            found.append(place(kind, axis(first.at), middle, title))
     end = row.story.end
     if end is not None:
-        told = f"{ENDS.get(end.state, '')} at {seconds_text(end.at)}: {cut(end.reason, 300)}"
-        found.append(place(end.state.value, axis(end.at), middle, told))
+        title = f"{_end(row, over=True)}: {cut(end.reason, 300)}"
+        found.append(place(end.state.value, axis(end.at), middle, title))
     if row.gone is not None:
-        told = f"last heard of at {seconds_text(row.gone)}"
-        found.append(place("vanished", axis(row.gone), middle, told))
+        title = f"last heard from at {seconds_text(row.gone)}"
+        found.append(place("vanished", axis(row.gone), middle, title))
     return found
 
 
 def together(
-    marks: Iterable[Mark], where: Callable[[Mark], float], apart: float = APART
+    marks: Iterable[Mark], where: Callable[[Mark], float], apart: float
 ) -> list[list[Mark]]:
     """Marks in order, those that would lie on each other in one group."""
     groups: list[list[Mark]] = []
@@ -258,120 +350,29 @@ def together(
     return groups
 
 
-def _sign_told(group: Sequence[Mark]) -> str:
-    first = group[0]
-    rank = "" if first.rank is None else f", rank {first.rank}"
-    words = f"{first.kind} at {seconds_text(first.at)}{rank}: {cut(first.words, 300)}"
-    more = len(group) - 1
-    return f"{words} (and {count(more)} more)" if more else words
-
-
-DEEPEST = 48
-"""Rules of failures through all lanes, at most."""
-DESCRIBED = 40
-"""Generations in the words for who does not see it."""
-KEPT_APART = 2.6
-"""Per cent of the width between two checkpoints, below which they are one sign."""
-KEPT = {"saved": "Checkpoints", "snapshot": "Snapshots in memory"}
-
-
-def timeline(history: History) -> Markup:
-    """The figure, what its signs mean, and what was left out of it."""
-    axis = Axis(0.0, max(history.until, 1e-9))
-    shown, folded = rows(history)
-    lanes = [_workers(history, axis)]
-    lanes += [row_lane(row, history, axis) for row in shown]
-    if folded:
-        lanes.append(_folded(folded, history, axis))
-    kept = _kept(history.marks)
-    lanes += [_kept_lane(kind, marks, history, axis) for kind, marks in kept.items()]
-    lanes += _progress(history, axis)
-    lanes.append(Lane("Time", foot(axis, time_ticks(axis.last), 0.5), 24.5, rules=None))
-    faults = _faults(history, axis)
-    signs = set(kept).union(*(row.signs for row in shown))
-    words = _legend(signs, history)
-    return element(
-        "figure",
-        *(drawn(lane, faults) for lane in lanes),
-        words,
-        *_notes(history, len(folded)),
-        class_="timeline",
-    )
-
-
-def _described(history: History) -> str:
-    told = [
-        f"generation {g.number} from {seconds_text(g.began)}: {plural(g.world, 'worker')}, "
-        f"{g.why.value}"
-        for g in history.generations[:DESCRIBED]
-    ]
-    more = len(history.generations) - DESCRIBED
-    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
-
-
-def _span(generation: Generation, history: History, axis: Axis) -> tuple[float, float]:
-    return axis(generation.began), axis(_end(generation, history))
-
-
-def _end(generation: Generation, history: History) -> float:
-    return history.until if generation.ended is None else generation.ended
-
-
-def _workers(history: History, axis: Axis) -> Lane:
-    """How many workers there were, as steps; hovering tells each generation."""
-    top, height = 34.0, 40.0
-    base = top + height
-    most = max((g.world for g in history.generations), default=0) or 1
-    found, hovers = [left_words("Workers", 12)], []
-    labels: list[tuple[Label, float]] = []
-    for generation in history.generations:
-        span = _span(generation, history, axis)
-        tall = height * generation.world / most
-        found.append(box(span, base - tall, tall, "area"))
-        found.append(box(span, base - tall, 2.0, "band-a"))
-        words = count(generation.world)
-        if not labels or labels[-1][0].words != words:
-            labels.append((Label(span[0], words, "start"), base - tall - 4))
-        told = _generation_told(generation, history)
-        hovers.append(box(span, top - 16, height + 16, "hover", told=told))
-    heights = dict(labels)
-    for label, rung in placed([label for label, _ in labels], 11):
-        found.append(words_at(label, heights[label], f"value halo {rung}"))
-    words = f"Timeline of {plural(len(history.nodes), 'node')} and "
-    words += f"{plural(len(history.generations), 'generation')} in {seconds_text(history.until)}"
-    parts = [*found, level(base), *hovers]
-    return Lane(words, parts, base + 6, told=_described(history), rules=top)
-
-
-def _generation_told(generation: Generation, history: History) -> str:
-    lasted = seconds_text(max(0.0, _end(generation, history) - generation.began))
-    return (
-        f"Generation {generation.number}: {plural(generation.world, 'worker')} on "
-        f"{plural(generation.nodes, 'node')} for {lasted}, from {seconds_text(generation.began)}. "
-        f"{cut(generation.cause, 300)}"
-    )
+# -- the other lanes -------------------------------------------------------------------------------
 
 
 def _folded(folded: Sequence[Row], history: History, axis: Axis) -> Lane:
     """How many of the nodes without a row of their own were in each generation."""
     names = {row.story.node for row in folded}
-    here: dict[int, int] = {}
+    present: dict[int, int] = {}
     for stay in history.stays:
         if stay.node in names:
-            here[stay.generation] = here.get(stay.generation, 0) + 1
-    most, base = max(here.values(), default=1), 54.0
-    words = f"{plural(len(folded), 'more node')}: how many were there"
-    found = [left_words(words, 14)]
+            present[stay.generation] = present.get(stay.generation, 0) + 1
+    most, base = max(present.values(), default=1), 54.0
+    words = f"{plural(len(folded), 'more node')}: how many were in the job"
+    parts = [left_words(words, 14)]
     for generation in history.generations:
-        many = here.get(generation.number, 0)
+        many = present.get(generation.number, 0)
         tall = 30.0 * many / most
-        told = f"generation {generation.number}: {count(many)} of them"
-        found.append(box(_span(generation, history, axis), base - tall, tall, "area", told=told))
-    return Lane(words, [*found, level(base)], base + 8)
+        title = f"generation {generation.number}: {count(many)} of them"
+        parts.append(box(_span(generation, history, axis), base - tall, tall, "area", title=title))
+    return Lane(words, [*parts, level(base)], base + 8)
 
 
 def _kept(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
-    """Checkpoints and snapshots by kind, each step once, though every node tells of it."""
+    """Checkpoints and snapshots by kind, each step once, though every node reports it."""
     found: dict[str, dict[int, Mark]] = {kind: {} for kind in KEPT}
     for mark in marks:
         if mark.kind in found and mark.step is not None:
@@ -380,15 +381,14 @@ def _kept(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
 
 
 def _kept_lane(kind: str, marks: Sequence[Mark], history: History, axis: Axis) -> Lane:
-    many = max(len(marks), history.kept.get(kind, 0))
-    words = f"{KEPT[kind]}: {count(many)}"
-    found = [left_words(words, 14)]
+    words = f"{KEPT[kind]}: {count(max(len(marks), history.kept.get(kind, 0)))}"
+    parts = [left_words(words, 14)]
     for group in together(marks, lambda mark: axis(mark.at), KEPT_APART):
         steps = [count(mark.step or 0) for mark in group]
-        told = f"step {steps[0]}" if len(group) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        told += f", at {seconds_text(group[0].at)}"
-        found.append(place(kind, axis(group[0].at), 27, told))
-    return Lane(words, found, 40.0)
+        title = f"step {steps[0]}" if len(group) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        title += f", at {seconds_text(group[0].at)}"
+        parts.append(place(kind, axis(group[0].at), 27, title))
+    return Lane(words, parts, 40.0)
 
 
 def _progress(history: History, axis: Axis) -> list[Lane]:
@@ -396,52 +396,39 @@ def _progress(history: History, axis: Axis) -> list[Lane]:
     if not course.values:
         return []
     top, height = 32.0, 110.0
-    words = f"Steps done: {count(course.lines[-1][-1][1])} at last"
+    words = f"Steps done: {count(course.lines[-1][-1][1])}"
     parts = [left_words(words, 14), *strip(course, history, axis, (top, height))]
     return [Lane(words, parts, top + height)]
 
 
-def _faults(history: History, axis: Axis) -> list[float]:
-    """Where a rule goes through all lanes, as something failed there."""
-    moments = [axis(mark.at) for mark in history.marks if mark.kind == "failure"]
-    return moments if len(moments) <= DEEPEST else []
-
-
 def _legend(signs: set[str], history: History) -> Markup:
-    def bar(words: str, *classes: str) -> Markup:
-        shapes = [
-            element("rect", x=0.5 + at * 10, y=2, width=20 / len(classes) - 1, height=9, class_=one)
-            for at, one in enumerate(classes)
-        ]
-        about = {"class_": "sign", "width": 20, "height": 13, "aria_hidden": "true"}
-        return element("li", element("svg", *shapes, **about), words)
-
-    if not history.generations:
-        return legend(sorted(signs))
-    told = any(generation.trained is not None for generation in history.generations)
-    works = "training" if told else "working"
+    """What the bands and those signs mean that are in a drawing."""
+    meanings = []
+    trains = any(generation.trained is not None for generation in history.generations)
+    works = "training" if trains else "working"
     if len(history.generations) > MANY:
-        bars = [bar(works, "band-b")]
-    else:
-        bars = [bar(f"{works}, with the generation's number", "band-a", "band-b")]
-        bars += [bar("starting", "starting")] if told else []
-    return legend(sorted(signs), *bars)
+        meanings.append((swatch("band-b", width=18), works))
+    elif history.generations:
+        bands = swatch("band-a", "band-b", width=18)
+        meanings.append((bands, f"{works}, with the generation's number"))
+        if trains:
+            meanings.append((swatch("starting", width=18), "starting"))
+    meanings += [(picture(name), sign.means) for name, sign in SIGNS.items() if name in signs]
+    return element("ul", *(element("li", *meaning) for meaning in meanings), class_="legend")
 
 
 def _notes(history: History, folded: int) -> list[Markup]:
     said = []
     if folded:
-        said.append(
-            f"{count(folded)} nodes share one row: those with the most to tell have their own."
-        )
+        said.append(f"{count(folded)} nodes share one row; the most eventful have their own.")
     if len(history.generations) > MANY or len(history.marks) > DEEPEST:
         said.append(
-            "What would lie on each other is drawn as one: signs of one kind, and generations too "
-            "short to be seen."
+            "Signs of one kind that would overlap, and generations too short to be seen, are drawn "
+            "as one."
         )
     if history.left_out:
         said.append(
-            f"{count(history.left_out)} marks or steps' lines were left out as events were "
-            "read: there are so many that evenly spread ones stand for them."
+            f"{count(history.left_out)} events are left out: of so many, evenly spread ones are "
+            "drawn."
         )
     return [element("p", " ".join(said), class_="soft")] if said else []
