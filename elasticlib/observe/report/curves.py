@@ -50,14 +50,13 @@ Points = list[tuple[float, float]]
 
 @attrs.frozen
 class Course:
-    """One curve: name and what it is over; lines of points in order; left_out: values that are no
-    finite number, and the first of them as words."""
+    """One curve: name and what it is over; lines of points in order; left_out: points whose value
+    is no finite number."""
 
     name: str
-    lines: tuple[Points, ...]
+    lines: Sequence[Points]
     over: str = "time"
-    left_out: int = 0
-    first_left_out: str = ""
+    left_out: Points = attrs.field(factory=list)
 
     @property
     def values(self) -> list[float]:
@@ -112,7 +111,7 @@ def _rates(paces: Sequence[Pace], apart: float) -> Points:
 
 
 def loss(history: History) -> Course:
-    """Over steps. The node of the lowest rank that tells of a loss."""
+    """Over steps. Of the node of the lowest rank that reports a loss."""
     telling = attrs.evolve(history, paces=tuple(p for p in history.paces if p.loss is not None))
     lines = [
         [(float(pace.step), pace.loss) for pace in paces if pace.loss is not None]
@@ -143,19 +142,14 @@ def _course(name: str, lines: Iterable[Points], over: str = "time") -> Course:
     finite = [[point for point in line if math.isfinite(point[1])] for line in lines]
     full = [line for line in finite if line]
     total = sum(map(len, full))
-    kept = tuple(thinned(line, max(8, POINTS * len(line) // total)) for line in full)
-    return Course(name, kept, over, len(odd), _where(odd[0], over) if odd else "")
-
-
-def _where(point: tuple[float, float], over: str) -> str:
-    at, value = point
-    return f"{value} at {seconds_text(at) if over == 'time' else f'step {count(at)}'}"
+    kept = [thinned(line, max(8, POINTS * len(line) // total)) for line in full]
+    return Course(name, kept, over, odd)
 
 
 @attrs.frozen
 class Gap:
-    """What a new generation did to the curves. time: when no step was made; steps: which were made
-    again, first and last are the same where none was; words: why, and what it cost."""
+    """What a new generation did to the curves. time: in which no step was made; steps: those that
+    were repeated, or if none was, the first one twice; words: what it cost, and why."""
 
     generation: Generation
     time: tuple[float, float]
@@ -164,10 +158,12 @@ class Gap:
 
 
 def gaps(history: History) -> list[Gap]:
-    """Between each two generations, in order; none where workers tell of no steps."""
-    found = []
+    """Between each two generations, in order; none where workers report no steps."""
+    found: list[Gap] = []
+    if all(made.trained is None for made in history.generations):
+        return found
     for before, made in itertools.pairwise(history.generations):
-        if before.ended is None or all(g.trained is None for g in history.generations):
+        if before.ended is None:
             continue
         ended = history.until if made.ended is None else made.ended
         until = max(before.ended, ended if made.trained is None else made.trained)
@@ -241,7 +237,7 @@ def chart(course: Course, history: History) -> Markup:
         return element("figure", element("h3", course.name), *notes) if notes else Markup("")
     power = course.name == "Loss" and min(values) > 0 and max(values) > DECADES * min(values)
     if power:
-        lines = tuple([(x, math.log10(y)) for x, y in line] for line in course.lines)
+        lines = [[(x, math.log10(y)) for x, y in line] for line in course.lines]
         course = attrs.evolve(course, lines=lines)
     low, high = min(course.values), max(course.values)
     if low > 0 and not power and (course.over == "time" or low < high / 2):
@@ -285,8 +281,10 @@ def _notes(course: Course, power: bool) -> list[Markup]:
     if power:
         said.append("The scale is logarithmic.")
     if course.left_out:
-        many = plural(course.left_out, "value is", "values are")
-        said.append(f"{many} not finite, and left out; the first is {course.first_left_out}.")
+        (at, value), many = course.left_out[0], len(course.left_out)
+        where = seconds_text(at) if course.over == "time" else f"step {count(at)}"
+        are = plural(many, "value is", "values are")
+        said.append(f"{are} not finite, and left out; the first is {value} at {where}.")
     return [element("p", " ".join(said), class_="soft")] if said else []
 
 
