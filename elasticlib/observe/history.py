@@ -1,4 +1,4 @@
-"""A job as its events tell it: who was there when, what was lost and why, and what that cost.
+"""A job as its events show it: which nodes ran when, what was lost and why, and what that cost.
 
 All times here are job seconds: 0 is the first event of all, and nodes whose clocks differ are
 laid on one axis by the generations that they began together.
@@ -47,7 +47,7 @@ class JobState(enum.Enum):
 
 @attrs.frozen
 class Cost:
-    """Seconds from a fault to training that goes on, by phase; None where nobody told of it. Steps
+    """Seconds from a fault to training that goes on, by phase; None where it is not known. Steps
     that are done after a notice are no part of it.
 
     detect: until an agent knew, where it can tell (the silence before a hang or a lost lease).
@@ -84,13 +84,13 @@ class NodeGeneration:
     """One generation as one node lived it, by the node's own times or on an axis of many nodes.
 
     began: its workers were started. sought: the rendezvous for it began, or None. why: it was
-    sought, None where that was not told.
+    sought, None where that is not known.
 
     trouble: the first sign that it would not last, None if it ended well. over: nobody works any
     more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
     seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
     node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
-    it was told; last_at: that of the last. saved, snapshot: how many steps were kept so.
+    it is known; last_at: that of the last. saved, snapshot: how many steps were kept so.
     """
 
     node: str
@@ -125,7 +125,7 @@ class NodeGeneration:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The pace of all of it; None where too little was told."""
+        """The pace of all of it; None where too little is known."""
         if self.trained is None or self.last_at is None:
             return None
         if self.first_step is None or self.last_step is None:
@@ -149,7 +149,7 @@ class Stay:
 @attrs.frozen
 class Generation:
     """cause: the sentence that stands in the log. trained: the first step's end, or None.
-    first_step and last_step: that were told of in it, or None. cost: what it took to get to it."""
+    first_step and last_step: the first and last that are known, or None. cost: of getting to it."""
 
     number: int
     why: Why
@@ -180,7 +180,8 @@ class Mark:
 
 @attrs.frozen
 class Pace:
-    """Where one node's workers were at one moment, as `steps` tells it; a loss may be no number."""
+    """Where one node's workers were at one moment: an event of `steps`, or one of its `losses`. A
+    loss may be no number."""
 
     at: float
     node: str
@@ -205,7 +206,7 @@ class NodeEnd:
 class NodeStory:
     """What is known of a node. began, seen: its first and last event. lost: whether it went
     without a word, as others tell. folder: of its logs, empty if none is kept. failures: how many
-    it told of, those too whose marks were left out."""
+    it reported, those too whose marks were left out."""
 
     node: str
     host: str
@@ -260,18 +261,18 @@ class History:
     @property
     def goodput(self) -> float | None:
         """The part of all time in which steps were made that count: neither waiting nor done
-        again. None where workers tell of no steps."""
+        again. None where workers report no steps."""
         trained = 0.0
         for generation in self.generations:
             if generation.trained is not None:
                 end = self.until if generation.ended is None else generation.ended
                 trained += max(0.0, end - generation.trained) - generation.cost.redone_seconds
-        told = any(generation.trained is not None for generation in self.generations)
-        return max(0.0, trained / self.until) if told and self.until > 0 else None
+        known = any(generation.trained is not None for generation in self.generations)
+        return max(0.0, trained / self.until) if known and self.until > 0 else None
 
     @property
     def lost(self) -> float | None:
-        """Seconds of all the other time; None where workers tell of no steps."""
+        """Seconds of all the other time; None where workers report no steps."""
         return None if self.goodput is None else self.until * max(0.0, 1.0 - self.goodput)
 
 
@@ -283,7 +284,7 @@ class History:
 
 @attrs.frozen
 class _End:
-    """Of a generation: when it went wrong, or was told to end and made its last step; when that was
+    """Of a generation: when it went wrong, or made its last step as it was to end; when that was
     known; and when no worker was left."""
 
     fault: float
@@ -386,7 +387,7 @@ class Ledger:
         )
 
     def _redone(self, steps: tuple[int | None, int | None]) -> int:
-        """How many of these were done before; one that is told as n follows n - 1."""
+        """How many of these were done before; a step n follows n - 1."""
         first, last = steps
         if first is None or last is None or self._newest is None:
             return 0
@@ -394,7 +395,7 @@ class Ledger:
 
 
 def as_start(made: Generation, until: float) -> Generation:
-    """The same, of a job whose workers tell of steps: of one that made none all was a start."""
+    """The same, of a job whose workers report steps: one that made none was a start in all."""
     if made.trained is not None:
         return made
     lasted = max(0.0, (until if made.ended is None else made.ended) - made.began)
@@ -404,13 +405,13 @@ def as_start(made: Generation, until: float) -> Generation:
 
 
 def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) -> Why:
-    """Why it was sought, as the rendezvous told; where it did not, by what the nodes did in the one
+    """Why it was sought, as the rendezvous said; where it did not, by what the nodes did in the one
     before."""
-    told = next((life.why for life in lives if life.why is not None), None)
-    if told is Why.START and before:
+    said = next((life.why for life in lives if life.why is not None), None)
+    if said is Why.START and before:
         return Why.LOSS  # begun anew, as what the store held is gone
-    if told is not None:
-        return told
+    if said is not None:
+        return said
     charged = max(x.restarts for x in lives) > max((x.restarts for x in before), default=0)
     if charged or any(life.failed for life in before):
         return Why.FAILURE
@@ -426,14 +427,14 @@ def _end_of(lives: Sequence[NodeGeneration], began: float, following: float | No
     if not troubles and following is None and len(overs) < len(lives):
         return None
     known = min(troubles) if troubles else max(overs, default=following or began)
-    # Who lives on tells; of those that were lost nothing is known, and nothing is awaited.
+    # Of nodes that were lost nothing is known, and nothing is awaited.
     gone = max((life.gone for life in lives if life.gone is not None), default=known)
     if following is not None:
         known, gone = min(known, following), min(gone, following)
     known = max(began, known)
     gone = max(known, gone)
     fault = max(began, known - (_latest(life.silent for life in lives) or 0.0))
-    # Who is given notice may go on: what was done since then is lost only where it is done again.
+    # Workers go on after a notice: what they did since then is lost only where it is repeated.
     worked = _latest(life.last_at for life in lives if life.asked)
     if worked is not None:
         fault = max(fault, min(worked, gone))

@@ -1,5 +1,5 @@
-"""From the files of events of a run's agents to its history: nothing is asked of them but what each
-told, so files may be missing, damaged, end anywhere, or hold several launches of one run."""
+"""From the files of events of a run's agents to its history. Nobody is asked for more, so files may
+be missing, damaged, end anywhere, or hold several launches of one run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def read_history(run: str | os.PathLike[str] = "") -> History:
 
 
 def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:
-    """The history that these files tell together; each is read once, by however many names it is
+    """The history that these files make together; each is read once, by however many names it is
     given, in bounded memory.
 
     Raises:
@@ -377,14 +377,14 @@ def _in_time(found: Iterable[Timed]) -> tuple[Timed, ...]:
 
 # -- one axis of time -----------------------------------------------------------------------------
 #
-# What several agents told is laid on one axis by the generations that they began together, and by
-# their wall clocks only where they share none. Members of a generation start their workers within a
-# moment of one another, whatever their clocks say, so a node whose wall clock is wrong lands right,
-# and wall clocks say no more than when it was; but where they are hours apart it must be seen that
-# what was begun together lasted as long for both.
+# The events of several agents are laid on one axis by the generations that they began together,
+# and by their wall clocks only where they share none. Members of a generation start their workers
+# within a moment of one another, whatever their clocks say. So a node whose wall clock is wrong
+# lands right, and wall clocks say no more than when it was; but where they are hours apart it must
+# be seen that what was begun together lasted as long for both.
 
 APART = 3600.0
-"""Seconds by wall clocks within which two that tell of a like generation mean the same one."""
+"""Seconds by wall clocks within which two agents with a like generation had the same one."""
 MOMENT, PART = 2.0, 0.01
 """Of those whose wall clocks are further apart: seconds, and part of the time since it began,
 within which its end, or another's beginning, came for both, by their own clocks."""
@@ -405,7 +405,7 @@ class Aligned:
 
 
 def align(logs: Sequence[Sequence[NodeGeneration]], clocks: Sequence[float]) -> Aligned:
-    """logs: the lives that each agent told of, in their order. clocks: of each, its wall clock
+    """logs: the lives of each agent, in their order. clocks: of each, its wall clock
     minus its monotonic one."""
     parts = _parts(logs)
     jobs = _together(logs, parts)
@@ -432,7 +432,7 @@ def _parts(logs: Sequence[Sequence[NodeGeneration]]) -> dict[Key, Key]:
 def _together(
     logs: Sequence[Sequence[NodeGeneration]], parts: Mapping[Key, Key]
 ) -> list[dict[int, list[Key]]]:
-    """Of each job the lives of its generations, by number, whoever told of them."""
+    """Of each job the lives of its generations, by number, of all agents."""
     same: dict[tuple[object, ...], list[Key]] = {}
     for s, lives in enumerate(logs):
         for i, x in enumerate(lives):
@@ -472,7 +472,7 @@ def _by_wall(logs: Sequence[Sequence[NodeGeneration]], keys: Sequence[Key]) -> l
 
 def _in_step(logs: Sequence[Sequence[NodeGeneration]], one: Key, other: Key) -> bool:
     """Whether this generation ended, or its neighbour began, after as long a time for both."""
-    told = []
+    times = []
     for s, i in (one, other):
         life, found = logs[s][i], {}
         if life.over is not None:
@@ -480,8 +480,8 @@ def _in_step(logs: Sequence[Sequence[NodeGeneration]], one: Key, other: Key) -> 
         for near in logs[s][max(0, i - 1) : i + 2]:
             if near.number != life.number:
                 found[f"began {near.number}"] = near.began - life.began
-        told.append(found)
-    pairs = [(told[0][what], told[1][what]) for what in told[0].keys() & told[1].keys()]
+        times.append(found)
+    pairs = [(times[0][what], times[1][what]) for what in times[0].keys() & times[1].keys()]
     return any(abs(mine - its) <= min(MOMENT, PART * abs(mine)) for mine, its in pairs)
 
 

@@ -17,7 +17,7 @@ from .page import GENERATOR, fragment, page
 
 Name = str | os.PathLike[str]
 HEAD = 512
-"""So many bytes of a report tell that it is one."""
+"""So many bytes of a report show that it is one."""
 
 
 @attrs.frozen
@@ -67,7 +67,7 @@ def _is_report(path: Path) -> bool:
 
 
 def report(run: Name | Iterable[Name] = "") -> Report:
-    """The report of a run, over or not, as its agents' events tell it.
+    """The report of a run, over or not, from its agents' events.
 
     Args:
         run: its id, the folder of its logs, or a file of events; several, such as the files that

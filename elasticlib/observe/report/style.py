@@ -1,7 +1,7 @@
 """How a report looks: colours of two schemes, and rules that touch nothing outside of it.
 
 Each rule begins with the class of the report's root, as the same markup stands in notebooks. Widths
-are those of the root, not of the window. Colours tell nothing that a shape or a word does not.
+are those of the root, not of the window. Colours say nothing that a shape or a word does not.
 """
 
 from __future__ import annotations
