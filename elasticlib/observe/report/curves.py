@@ -233,7 +233,7 @@ def chart(course: Course, history: History) -> Markup:
     values = course.values
     if not values:
         # Of a loss that never was a number there is nothing to draw, and much to say.
-        notes = _notes(course, power=False) if course.left_out else []
+        notes = _notes(course, history, power=False) if course.left_out else []
         return element("figure", element("h3", course.name), *notes) if notes else Markup("")
     power = course.name == "Loss" and min(values) > 0 and max(values) > DECADES * min(values)
     if power:
@@ -255,7 +255,7 @@ def chart(course: Course, history: History) -> Markup:
     desc = f"lowest {rate(min(values))}, highest {rate(max(values))}"
     head = element("h3", course.name, " ", element("span", f"last {last}", class_="soft"))
     drawn = drawing(title, parts, top + height + 24, desc=desc)
-    return element("figure", head, drawn, *_notes(course, power))
+    return element("figure", head, drawn, *_notes(course, history, power))
 
 
 def _across(course: Course, history: History) -> tuple[Axis, list[tuple[float, str]]]:
@@ -274,10 +274,12 @@ def foot(axis: Axis, ticks: list[tuple[float, str]], top: float) -> list[Markup]
     return [level(top), *marks, *words]
 
 
-def _notes(course: Course, power: bool) -> list[Markup]:
+def _notes(course: Course, history: History, power: bool) -> list[Markup]:
     said = []
     if course.over == "steps":
-        said.append("Over steps; steps that were repeated have two lines.")
+        said.append("Over steps.")
+        if any(made.cost.redone for made in history.generations):
+            said.append("Steps that were repeated have two lines.")
     if power:
         said.append("The scale is logarithmic.")
     if course.left_out:

@@ -25,6 +25,8 @@ GENERATOR = "elasticlib report"
 """What tells a report from another page."""
 DOCTYPE = Markup("<!DOCTYPE html>\n")
 REASON = 600
+UNKNOWN = ("\u2013", "not reported")
+"""A key figure, and what is said below it."""
 LONG = 12
 """Characters of a key figure, above which it is written smaller."""
 
@@ -90,7 +92,7 @@ def _figures(history: History) -> Markup:
     made = history.generations
     redone = sum(generation.cost.redone for generation in made)
     ways = recoveries(history)
-    lost = seconds_text(lost_seconds(history)) if ways else "not reported"
+    lost = (seconds_text(lost_seconds(history)), "starts and recoveries") if ways else UNKNOWN
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
     sizes = len(set(worlds))
@@ -101,11 +103,11 @@ def _figures(history: History) -> Markup:
         ("Failures", count(history.failures), "reported by nodes"),
         ("Nodes", count(len(history.nodes)), _span(history)),
         ("Workers", _sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
-        ("Last step", count(max(steps)) if steps else "not reported", ""),
-        ("Last checkpoint", _step(history.saved), ""),
-        ("Last snapshot", _step(history.snapshot), ""),
+        ("Last step", *((count(max(steps)), "") if steps else UNKNOWN)),
+        ("Last checkpoint", *_step(history.saved)),
+        ("Last snapshot", *_step(history.snapshot)),
         ("Steps redone", count(redone), ""),
-        ("Time lost", lost, "starts and recoveries" if ways else ""),
+        ("Time lost", *lost),
     ]
     return element("dl", *(_figure(*one) for one in figures), class_="figures")
 
@@ -116,8 +118,8 @@ def _figure(name: str, value: str, more: str) -> Markup:
     return element("div", element("dt", name), element("dd", words, class_=wide))
 
 
-def _step(step: int | None) -> str:
-    return "none reported" if step is None else f"step {count(step)}"
+def _step(step: int | None) -> tuple[str, str]:
+    return UNKNOWN if step is None else (f"step {count(step)}", "")
 
 
 def _span(history: History) -> str:
