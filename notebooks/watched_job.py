@@ -19,7 +19,7 @@ from pathlib import Path
 from elasticlib.clock import Clock, monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.history import History
-from elasticlib.observe.read_events import read_history
+from elasticlib.observe.reading import read_history
 from elasticlib.observe.report import Report
 from elasticlib.observe.runs import runs_folder
 from elasticlib.observe.status import (

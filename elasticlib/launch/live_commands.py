@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..observe.event import Event
 from ..observe.published import Published
-from ..observe.read_events import EventsFile
+from ..observe.reading import EventsFile
 from ..observe.runs import find_runs, known_runs
 from ..observe.stacks import Asker, JobStacks, stack_lines
 from ..observe.status import (

@@ -132,7 +132,7 @@ def _conf(config: LaunchConfig) -> dict[str, str]:
     return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
 
 
-# -- what others see of it through the store --------------------------------------------------------
+# -- what others see of it through the store -------------------------------------------------------
 
 
 @contextlib.contextmanager

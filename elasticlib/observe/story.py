@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from ..workers.interface import NOTHING, Heartbeat
-from .costs import Ledger, as_start
 from .event import Event
-from .history import Cost, Generation, JobState, Mark, NodeGeneration, Pace, Why
+from .history import Cost, Generation, JobState, Ledger, Mark, NodeGeneration, Pace, Why, as_start
 
 _ENDS = {
     "succeeded": JobState.SUCCEEDED,
@@ -353,6 +352,7 @@ class AgentLog:
         self.snapshot: tuple[float, int] | None = None
         self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
         self.pace: Pace | None = None
+        self.losses: Thinned[Pace] = Thinned(PACES)
         self.failures = 0
         self._keep = keep
         self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
@@ -374,7 +374,8 @@ class AgentLog:
     @property
     def left_out(self) -> int:
         """Marks and paces that there were too many of."""
-        return self.paces.left_out + sum(marks.left_out for marks in self._marks.values())
+        many: list[Thinned[Any]] = [self.paces, self.losses, *self._marks.values()]
+        return sum(kept.left_out for kept in many)
 
     def thinned(self, kind: str) -> bool:
         """Whether there were too many of this kind for all to be in `marks`."""
@@ -439,6 +440,8 @@ class AgentLog:
     def _mark(self, event: Event, step: int | None) -> None:
         kind = event.kind
         if kind == "steps" and step is not None:
+            for of, at, loss in event.losses() if self._keep else ():
+                self.losses.add(Pace(at, self.node, event.generation, of, loss=loss))
             pace = Pace(
                 at=event.at,
                 node=self.node,
