@@ -241,7 +241,7 @@ class Sink:
         except Exception as error:
             # A console may be any object, whose own code may raise anything.
             self._write = None
-            log.warning("a worker's output is no longer written to %s: %s", self._name, error)
+            log.warning("stopped writing a worker's output to %s: %s", self._name, error)
 
 
 class FileSink(Sink):
@@ -255,7 +255,7 @@ class FileSink(Sink):
         try:
             self._file.close()
         except OSError as error:
-            log.warning("a worker's output is not whole in %s: %s", self._file.name, error)
+            log.warning("a worker's output in %s is incomplete: %s", self._file.name, error)
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -298,7 +298,7 @@ def _write_what_comes(waiting: queue.SimpleQueue[Callable[[], object] | None]) -
             work()
         except Exception as error:
             # One worker's must not take the others' with it.
-            log.error("a worker's output is lost: %s", error, exc_info=error)
+            log.error("lost some of a worker's output: %s", error, exc_info=error)
 
 
 class Pipe:

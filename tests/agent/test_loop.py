@@ -228,7 +228,7 @@ def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
     assert view.told[-1] == "run.ended"
-    assert "could not be looked at" in caplog.text
+    assert "cannot read the workers" in caplog.text
 
 
 def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> None:
