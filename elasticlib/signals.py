@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import signal
 
+from .errors import ConfigError
+
 NOT_TO_BE_HEARD = frozenset({signal.SIGKILL, signal.SIGSTOP})
+NEVER = frozenset(
+    {
+        *("SIGKILL", "SIGSTOP"),
+        *("SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGPIPE"),
+    }
+)
+"""Those that nobody can catch, and those that tell a process of its own affairs."""
 
 
 def signal_name(number: int) -> str:
@@ -38,3 +47,27 @@ def signal_number(name: str) -> int | None:
 def can_be_heard(number: int) -> bool:
     """Whether a process may decide what this signal does to it."""
     return number in signal.valid_signals() and number not in NOT_TO_BE_HEARD
+
+
+def read_signals(text: str | None, flag: str) -> tuple[int, ...] | None:
+    """The signals that a flag names, each once; None if it was not given.
+
+    Raises:
+        ConfigError: it names no signal, or one that cannot be heard or means something else.
+    """
+    if text is None:
+        return None
+    if text == "none":
+        return ()
+    return tuple(dict.fromkeys(_number(name.strip(), flag) for name in text.split(",")))
+
+
+def _number(name: str, flag: str) -> int:
+    if name in NEVER:
+        raise ConfigError(f"{flag}: {name} cannot mean that")
+    number = signal_number(name)
+    if number is None:
+        raise ConfigError(
+            f"{flag} is names of signals with commas between, as SIGTERM,SIGUSR1, got {name!r}"
+        )
+    return number
