@@ -53,6 +53,7 @@ _HOMES = {
     ),
     "workers.exit": ("WorkerExit",),
     "compat.failures": ("ChildFailedError", "ProcessFailure", "SignalException", "record"),
+    "compat.launching": ("TorchrunOptions",),
     "workers.interface": ("Notice", "Workers"),
     "workers.context": ("Context", "Stop", "context"),
     "workers.processes": ("LocalWorkers",),
@@ -64,7 +65,6 @@ _HOMES = {
     "agent.options": ("AgentOptions",),
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig", "SupervisionOptions"),
-    "launch.torchrun_options": ("TorchrunOptions",),
     "launch.elastic_launch": ("elastic_launch",),
     "data.sampler": ("ElasticDistributedSampler",),
     "logical.workers": (
@@ -93,7 +93,7 @@ _HOMES = {
     "checkpoint.commit": ("Save",),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
-    "observe.read_events": ("read_history",),
+    "observe.reading": ("read_history",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from .compat.failures import ProcessFailure as ProcessFailure
     from .compat.failures import SignalException as SignalException
     from .compat.failures import record as record
+    from .compat.launching import TorchrunOptions as TorchrunOptions
     from .data.batches import BatchPlan as BatchPlan
     from .data.batches import CollateOrEmpty as CollateOrEmpty
     from .data.batches import ElasticBatchSampler as ElasticBatchSampler
@@ -132,11 +133,10 @@ if TYPE_CHECKING:
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
-    from .launch.torchrun_options import TorchrunOptions as TorchrunOptions
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .observe.history import History as History
-    from .observe.read_events import read_history as read_history
+    from .observe.reading import read_history as read_history
     from .observe.report import Report as Report
     from .observe.report import report as report
     from .rendezvous.document import FailureKind as FailureKind

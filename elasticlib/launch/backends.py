@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from ..compat import TORCH_C10D, registered_with_torch
+from ..compat.launching import open_from_torch
 from ..errors import ConfigError, describe
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.interface import Store
 from .addresses import is_loopback, outward_address, resolve, source_address
 from .backend_names import ETCD_BACKENDS, OUR_BACKENDS, is_torchs, registered
-from .torch_names import TORCH_C10D, registered_with_torch
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -86,9 +87,6 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
 
 
 def _load_torchs(name: str) -> Callable[[BackendRequest], RendezvousHandler]:
-    # Imported here: it takes torch.
-    from .from_torch import open_from_torch
-
     return partial(open_from_torch, name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from ..compat.timers import VARIABLE as TIMERS
+from ..compat import TIMER_FILE
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name
@@ -143,7 +143,7 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     )
     own = dict(_OWN)
     if config.torchrun.timer_file is not None:
-        own[TIMERS] = config.torchrun.timer_file or "a pipe of its agent's"
+        own[TIMER_FILE] = config.torchrun.timer_file or "a pipe of its agent's"
     told = []
     for worker in group.workers:
         environment = worker_environment(

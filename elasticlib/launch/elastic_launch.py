@@ -19,11 +19,9 @@ from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent, LocalElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.replicas import SnapshotKeeper, Stores
-from ..compat.failures import ChildFailedError, SignalException, failures_of
+from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables, torch_views
+from ..compat.launching import values_of as values_of
 from ..errors import ConfigError
-from ..observe.journal import View
-from ..rendezvous.interface import RendezvousHandler
-from ..signals import as_signal
 from ..stores.memory import MemoryStore
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
@@ -36,19 +34,16 @@ from ..workers.spec import (
     Function,
     Ladder,
     WorkerState,
+    entry_name,
 )
-from .config import LONGEST, TCP_BACKENDS, LaunchConfig
+from .config import TCP_BACKENDS, LaunchConfig, check_shutdown
 from .endpoints import read_secret
-from .events import TorchsEvents, entry_name
 from .exit_report import summary, write_failure
 from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
-from .put_metrics import PutMetrics
 from .rendezvous_setup import Meeting, open_meeting
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
-from .torch_fields import check_shutdown, ours
-from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -91,20 +86,6 @@ class elastic_launch:
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
         return values_of(entry_name(entrypoint), run_node(self._config, entrypoint))
-
-
-def values_of(name: str, result: RunResult) -> dict[int, Any]:
-    """What the workers of a run that succeeded returned.
-
-    Raises:
-        ChildFailedError: it failed. SignalException: it was stopped or drained.
-    """
-    if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-        said = f"{name}: {result.state.value}: {result.reason}"
-        raise SignalException(said, as_signal(result.signal), result)
-    if result.state is not WorkerState.SUCCEEDED:
-        raise ChildFailedError(name, failures_of(result.failures), result)
-    return result.values
 
 
 def with_args(
@@ -152,7 +133,7 @@ def run_node(
         stack.callback(meeting.close)
         check_requeue(requeue, meeting, config.rdzv_backend)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
-        views = _views(config, entrypoint, meeting.handler)
+        views = torch_views(config, entry_name(entrypoint), meeting.handler)
         journal = stack.enter_context(
             open_journal(config, runners, meeting.me, endpoint=meeting.serves_at, views=views)
         )
@@ -189,15 +170,6 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
     plain, found = TorchrunOptions(), config.torchrun
     told = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
     return attrs.evolve(config, torchrun=attrs.evolve(found, **told))
-
-
-def _views(
-    config: LaunchConfig, entrypoint: Entrypoint, handler: RendezvousHandler
-) -> Iterator[View]:
-    """Who hears of what happens, beside the node's own journal."""
-    yield PutMetrics(config.role)
-    if config.event_log_handler == "console":
-        yield TorchsEvents(entrypoint, config.role, handler)
 
 
 def _depart(
@@ -259,7 +231,7 @@ def shutdown_seconds(config: LaunchConfig) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}", LONGEST)
+    check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}")
     return seconds
 
 

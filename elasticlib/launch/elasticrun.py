@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
-from .console import show, start_logging
+from .console import log_level, show, start_logging
 from .flags import read
 from .process import HELD, stand_in
 
@@ -83,7 +83,6 @@ def _run(argv: Sequence[str]) -> _Ended:
     line = read(argv)
     # What is imported from here on --help and usage errors have not waited for.
     from .arguments import launch_of
-    from .torchrun_options import log_level
 
     launch = launch_of(line, os.environ)
     config = launch.config
@@ -106,9 +105,8 @@ def _run(argv: Sequence[str]) -> _Ended:
 
 def _run_node(launch: Launch, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
-    from ..workers.spec import WorkerState
+    from ..workers.spec import WorkerState, entry_name
     from .elastic_launch import run_node
-    from .events import entry_name
     from .exit_report import result_text
 
     config = launch.config

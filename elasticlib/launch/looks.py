@@ -26,7 +26,7 @@ import attrs
 
 from .._version import versions
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
-from ..compat.timers import VARIABLE as TIMERS
+from ..compat import TIMER_FILE
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreError, StoreRefused
 from ..held_folder import is_held
@@ -57,10 +57,10 @@ from .config import (
     health_port,
     read_port,
 )
+from .console import log_level
 from .endpoints import read_secret
 from .requeue import find_requeue
 from .store_host import must_host
-from .torchrun_options import log_level
 
 CONNECT_SECONDS = 3.0
 TORCH_SECONDS = 10.0
@@ -140,9 +140,9 @@ def look_at_flags(config: LaunchConfig, environment: Mapping[str, str]) -> Itera
     path = config.torchrun.timer_file
     folder = os.path.dirname(os.path.abspath(path)) if path else ""
     if path and not os.path.isdir(folder):
-        yield Finding(TIMERS, False, f"no pipe can be made at {path}: there is no {folder}")
+        yield Finding(TIMER_FILE, False, f"no pipe can be made at {path}: there is no {folder}")
     elif path:
-        yield writable(TIMERS, folder)
+        yield writable(TIMER_FILE, folder)
     if config.virtual_local_rank:
         yield from _tried(
             "--virtual-local-rank",

@@ -13,12 +13,12 @@ import pytest
 from jobs import until
 from lone_agent import LoneNode, OneWorker, running
 
-from elasticlib import Command, WorkerState
+from elasticlib import WorkerState
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
+from elasticlib.compat.views import TorchsEvents
 from elasticlib.errors import ConfigError
-from elasticlib.launch.events import TorchsEvents
 from elasticlib.observe.journal import Journal, NodeJournal
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Heartbeat, Notice
@@ -169,7 +169,7 @@ def test_torchs_events_that_nobody_takes_hold_up_nothing(
             raise ZeroDivisionError("a console of mine")
         free.wait(60)
 
-    view = TorchsEvents(Command("none"), "trainer", LoneNode(), write)
+    view = TorchsEvents("none", "trainer", LoneNode(), write)
     journal = NodeJournal("run", "n-1", views=[view])
     with running(workers, journal=journal) as run:
         workers.finish()
