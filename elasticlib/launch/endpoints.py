@@ -34,12 +34,9 @@ def settle_place(settings: Settings) -> Settings:
     return _settle_master(settings)
 
 
-def settle_cluster(settings: Settings, told: Layer) -> Settings:
-    """These settings, once settled, without what a scheduler says that does not fit the rest.
-
-    told: what it says, by name; what the user says as well stands beside it, not in its place,
-    where there are several of the kind.
-    """
+def settle_cluster(settings: Settings, from_job: Layer) -> Settings:
+    """These settings, once settled, without what a scheduler says that does not fit the rest, and
+    with its keys of --rdzv-conf beside the user's own."""
     backend = settings["rdzv_backend"]
     static = backend == "static"
     if not static and backend not in _TCP:
@@ -55,17 +52,14 @@ def settle_cluster(settings: Settings, told: Layer) -> Settings:
         if settings["rdzv_endpoint"]:
             settings = settings.without("node_rank", because=because)
         settings = _unless_given(settings, "node_rank", because)
-    conf = told.get("rdzv_conf")
-    if conf is None:
-        return settings
     own = settings.found["rdzv_conf"]
-    if not settings["rdzv_endpoint"] and own.source is Source.CLUSTER:
-        # Nobody is told: it is of no use to a node by itself, and none misses it.
-        return settings.unsaid("rdzv_conf")
-    if not settings["rdzv_endpoint"] or own.source is Source.CLUSTER:
+    if own.source is Source.CLUSTER:
+        # A node by itself has no use for it: that is not worth a note.
+        return settings if settings["rdzv_endpoint"] else settings.unsaid("rdzv_conf")
+    if "rdzv_conf" not in from_job or not settings["rdzv_endpoint"]:
         return settings
     given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
-    more = [text for text in conf.value if text.partition("=")[0] not in given]
+    more = [text for text in from_job["rdzv_conf"].value if text.partition("=")[0] not in given]
     return settings.with_setting("rdzv_conf", own._replace(value=[*own.value, *more]))
 
 
