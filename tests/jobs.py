@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 from ports import held_port
-from processes import alive, marked
+from processes import alive, described, marked
 
 from elasticlib.held_folder import LOCK
 from elasticlib.launch.commands import main
@@ -279,7 +279,11 @@ class Job:
 
     def gone(self, seconds: float = BOUND) -> None:
         """Waits until no process of the job is left."""
-        until("the job's processes to be gone", lambda: not self.processes(), seconds)
+        try:
+            until("the job's processes to be gone", lambda: not self.processes(), seconds)
+        except AssertionError as error:
+            left = "\n".join(described(pid) for pid in sorted(self.processes()))
+            raise AssertionError(f"{error}; left are\n{left}") from None
 
     def reap(self) -> None:
         """Take note of the processes that have ended."""

@@ -42,10 +42,26 @@ def marked(name: str, value: str) -> set[int]:
 
 def name_of(pid: int) -> str:
     """What the process calls itself; nothing once it has ended."""
+    return _read(f"/proc/{pid}/comm").strip()
+
+
+def _read(path: str) -> str:
+    """Of /proc; nothing once the process has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def described(pid: int) -> str:
+    """A line of what it is and does, for the message of a test that fails."""
+    words, waits = (_read(f"/proc/{pid}/{name}") for name in ("cmdline", "wchan"))
+    facts = [
+        line
+        for line in _read(f"/proc/{pid}/status").splitlines()
+        if line.startswith(("State", "PPid", "Threads", "SigBlk", "SigIgn", "SigCgt", "SigPnd"))
+    ]
+    return f"{pid} {name_of(pid)}: {words[:200]!r}, waits in {waits}; {'; '.join(facts)}"
 
 
 def workers_of(agent: int) -> list[int]:

@@ -26,6 +26,11 @@ ORDER = (
     "__init__.py",
 )
 """Each folder imports those before it alone."""
+FROM_TORCHRUN = "compat/torchrun.py"
+"""But for this file, with which stock torchrun begins a launch of ours."""
+
+COMPAT_DOORS = ("compat/__init__.py", "compat/launching.py")
+"""All that is imported of torch's shapes, and that by `launch` alone: see docs/design.md."""
 
 COMPOSERS = ("compat", "launch", "integrations", "examples", "testing", "__init__.py")
 """They alone choose the doers; the others get theirs handed over, as an interface or a value."""
@@ -41,9 +46,7 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 PURE = (
     "agent/policy.py",
     "agent/hang.py",
-    "checkpoint/choose.py",
     "checkpoint/cover.py",
-    "checkpoint/manifest.py",
     "data/deal.py",
     "launch/schedulers.py",
     "logical/shares.py",
@@ -141,9 +144,22 @@ def test_a_folder_imports_only_those_before_it() -> None:
         f"{name} imports {other}"
         for name in NAMES
         for other in own(name)
-        if ORDER.index(folder(other)) > ORDER.index(folder(name))
+        if ORDER.index(folder(other)) > ORDER.index(folder(name)) and name != FROM_TORCHRUN
     ]
     assert_none(broken, f"A folder imports those before it alone: {', '.join(ORDER[1:-1])}.")
+
+
+def test_torchs_shapes_could_be_deleted_whole() -> None:
+    broken = [
+        f"{name} imports {other}"
+        for name in NAMES
+        for other in own(name)
+        if folder(other) == "compat" != folder(name)
+        and (folder(name) != "launch" or other not in COMPAT_DOORS)
+    ]
+    assert_none(broken, f"Only launch imports compat, by {' and '.join(COMPAT_DOORS)}.")
+    design = (ROOT / "docs" / "design.md").read_text()
+    assert_none([door for door in COMPAT_DOORS if f"`{door}`" not in design], "See docs/design.md.")
 
 
 def test_only_tests_import_testing_and_only_examples_integrations() -> None:

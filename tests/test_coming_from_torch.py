@@ -142,12 +142,9 @@ def test_the_pages_program_runs(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (code, said), done.stderr
 
 
-def test_the_pages_counting_runs_without_torch() -> None:
+def test_the_pages_counting_runs() -> None:
     [code] = [code for _, code in BLOCKS if code.startswith("# counting.py")]
-    check = "\nimport sys\nassert 'torch' not in sys.modules\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[loader\]: __main__\.load\.success=1\n.*\n.*rows=3\n", done.stdout)
     assert '"name": "loaded"' in done.stderr

@@ -25,7 +25,7 @@ FOLDERS = {
     "rendezvous": "Rendezvous",
     "agent": "Agents",
     "workers": "Workers, and what a script sees of its agent",
-    "compat": "Failures in torch's shapes, and record",
+    "compat": "Torch's shapes: failures, record, and what torchrun takes from variables",
     "launch": "Launching",
     "data": "Data",
     "logical": "Logical workers",

@@ -144,10 +144,10 @@ class Board:
                 # Somebody else's store may raise anything. What is said here helps the job, which
                 # goes on without it.
                 if isinstance(error, StoreError) and not isinstance(error, StoreRefused):
-                    log.info("the other nodes are not reached, trying again: %s", error)
+                    log.info("cannot reach the other nodes, retrying: %s", error)
                     self._retry_at = self._clock() + RETRY_SECONDS
                     return
-                log.info("the other nodes cannot be asked: %s", describe(error))
+                log.info("cannot ask the other nodes: %s", describe(error))
                 self._posts = deque(post for post in self._posts if post.name != name)
                 self._stale.pop(name, None)
                 self._heard.discard(name)
@@ -186,7 +186,7 @@ class Board:
                     f"{info.board}{name}", after=version, timeout=LOOK_SECONDS
                 )
             except Exception as error:
-                log.info("the store cannot be waited for, asking again: %s", describe(error))
+                log.info("cannot wait for changes in the store, polling it: %s", describe(error))
                 changed, self._retry_at = True, self._clock() + RETRY_SECONDS
             if changed:
                 del self._polled[name]

@@ -50,7 +50,7 @@ class HangLimits:
     def __attrs_post_init__(self) -> None:
         given = (self.times, self.peaks, self.floor, self.first, self.steps)
         if min(given) <= 0 or (self.seconds is not None and self.seconds <= 0):
-            raise ConfigError(f"limits of a hang are positive, got {self}")
+            raise ConfigError(f"hang limits must be positive, got {self}")
 
     def of(self, beat: Heartbeat) -> float:
         """The silence that this worker is allowed, in seconds."""
@@ -138,7 +138,7 @@ def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
     if others:
         ends = f"{others[0]}" if len(others) == 1 else f"{others[0]} to {others[-1]}"
         where = f"; the others are at step {ends}".replace(str(NOTHING), "none")
-    return f"hung: {last}{where}; allowed are {limit:.1f} s (--hang-timeout)"
+    return f"hung: {last}{where}; the limit is {limit:.1f} s (--hang-timeout)"
 
 
 def encode_pulses(pulses: Iterable[Pulse]) -> bytes:

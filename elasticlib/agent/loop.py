@@ -142,8 +142,8 @@ class ElasticAgent:
         self._group: WorkerGroup | None = None
         if self._options.hang is not None and not workers.tell_steps:
             raise ConfigError(
-                f"--hang-timeout needs workers that tell of their steps, and those of "
-                f"{type(workers).__name__} do not: leave it out"
+                f"--hang-timeout needs workers that report their steps, and "
+                f"{type(workers).__name__} has none of them: leave it out"
             )
 
     # -- for any thread -----------------------------------------------------------------------
@@ -195,7 +195,7 @@ class ElasticAgent:
                 cause = self._find_cause()
             except Exception as error:
                 # A bug of ours, or a promise broken by a part: still an end with a reason.
-                log.exception("the agent's loop broke")
+                log.exception("the agent's loop failed")
                 outcome = Outcome(WorkerState.FAILED, describe(error))
                 self._now = Supervision(State.ENDED, outcome=outcome)
             finally:
@@ -229,7 +229,7 @@ class ElasticAgent:
                 close()
             except Exception:
                 # How the run ended is known by now, and must still be told.
-                log.exception("the end of the run was not clean")
+                log.exception("clearing up after the run failed")
 
     def _keep(self) -> None:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
@@ -258,7 +258,10 @@ class ElasticAgent:
                     cause = None if news.posts is None else first_cause(news.posts)
                     if cause is not None or news.posts is None:
                         return cause or own
-        log.info("the store did not say in %g s what other nodes know", ANSWER_SECONDS)
+        log.info(
+            "the store did not answer within %g s whether another node knows the cause",
+            ANSWER_SECONDS,
+        )
         return own
 
     # -- the loop -----------------------------------------------------------------------------
@@ -360,7 +363,7 @@ class ElasticAgent:
         slots = info.seat.slots
         if slots != self._spec.local_world_size:
             raise ConfigError(
-                f"the rendezvous has this node with {slots} slots, and its worker spec "
+                f"the rendezvous registered this node with {slots} slots, but its worker spec "
                 f"has {self._spec.local_world_size} workers: give both the same number"
             )
         return policy.Settled(frozenset(range(slots)))
@@ -372,7 +375,7 @@ class ElasticAgent:
         stopping = self._stopping
         unsaved = stopping is not None and stopping.noticing and not exit_.ok
         if unsaved:
-            log.warning("while it was to save and end: %s", exit_.describe())
+            log.warning("failed after it was asked to save and end: %s", exit_.describe())
         cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
         if cause is not None:
             self._board.do(post_cause(cause))

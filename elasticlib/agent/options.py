@@ -62,8 +62,8 @@ class AgentOptions:
             for number in getattr(self, name):
                 if not can_be_heard(number):
                     raise ConfigError(
-                        f"{name}: no process can decide what {signal_name(number)} ({number}) does "
-                        "to it: name others"
+                        f"{name}: a process cannot handle {signal_name(number)} ({number}): "
+                        "choose other signals"
                     )
         for name in ("resize_grace", "drain_grace"):
             if not 0 <= getattr(self, name) < float("inf"):

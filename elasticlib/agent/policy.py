@@ -638,12 +638,14 @@ class Stopping:
         rung = self.ladder.rung(now - self.since)
         commands: list[Command] = []
         if self.rung < Rung.TERM <= rung:
-            why = "told to save and still there"
+            why = "asked to save and still there"
             if self.outcome == NO_CALL:
                 why = "the workers cannot all stop at one step"
             commands.append(EndWorkers(f"{why}, sending SIGTERM: {running}"))
         if self.rung < Rung.KILL <= rung:
-            waited = "in a hurry" if self.hurried else f"after {self.ladder.grace:g} s"
+            waited = (
+                "when it had to stop at once" if self.hurried else f"after {self.ladder.grace:g} s"
+            )
             commands.append(EndWorkers(f"still there {waited}, killing: {running}", force=True))
         if rung is Rung.GIVE_UP:
             commands.append(GroupStopped(left=running))

@@ -189,7 +189,7 @@ class Report:
             self._steps, found = watch.look(now, beats, final=final)
         except Exception:
             # What is seen is never worth the end of the training.
-            log.exception("the workers' steps could not be looked at")
+            log.exception("cannot read the workers' steps")
             self._steps, found = attrs.evolve(watch, due=now + EVERY_SECONDS), []
         for kind, facts in found:
             self._tell(kind, **facts)

@@ -1,8 +1,8 @@
-"""How a launch failed in the shapes that torch gives to it; and torch's `record`, both ways.
+"""A launch's failure in torch's shapes, and torch's `record` for both kinds of launch errors.
 
-What this node's workers did comes first, what is known of other nodes only where none of these
-failed; and the text of an error ends with the first cause, which is what people read. All of it
-are views of `WorkerExit`, and of the `Cause` that another node told.
+Failures of this node's workers come first; another node's is shown only where none of these failed.
+The text of an error ends with the first cause, as people read that line. All are views of
+`WorkerExit`, and of the `Cause` that another node reported.
 """
 
 from __future__ import annotations
@@ -33,28 +33,6 @@ if TYPE_CHECKING:
 NOT_AVAILABLE = "<N/A>"
 
 
-def _read(failure: ProcessFailure) -> dict[str, Any]:
-    path = Path(failure.error_file)
-    return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
-
-
-def _message(failure: ProcessFailure) -> Any:
-    if failure.error_file_data != NO_RECORD:
-        return failure.error_file_data["message"]
-    if failure.exitcode < 0:
-        return f"was killed by {failure.signal_name()}"
-    return f"exited with code {failure.exitcode}, and left no error file"
-
-
-def _timestamp(failure: ProcessFailure) -> int:
-    if failure.error_file_data == NO_RECORD:
-        return int(wall())
-    message = failure.error_file_data["message"]
-    if isinstance(message, dict):
-        return int(message["extraInfo"]["timestamp"])
-    return int(failure.error_file_data.get("timestamp", 0))
-
-
 @attrs.frozen
 class ProcessFailure:
     """One worker that failed.
@@ -76,13 +54,33 @@ class ProcessFailure:
     pid: int
     exitcode: int
     error_file: str
-    error_file_data: dict[str, Any] = attrs.field(
-        default=attrs.Factory(_read, takes_self=True), kw_only=True
-    )
-    message: Any = attrs.field(default=attrs.Factory(_message, takes_self=True), kw_only=True)
-    timestamp: int = attrs.field(default=attrs.Factory(_timestamp, takes_self=True), kw_only=True)
+    error_file_data: dict[str, Any] = attrs.field(kw_only=True)
+    message: Any = attrs.field(kw_only=True)
+    timestamp: int = attrs.field(kw_only=True)
     tail: str = attrs.field(default="", kw_only=True)
     host: str = attrs.field(default="", kw_only=True)
+
+    @error_file_data.default
+    def _read(self) -> dict[str, Any]:
+        path = Path(self.error_file)
+        return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
+
+    @message.default
+    def _said(self) -> Any:
+        if self.error_file_data != NO_RECORD:
+            return self.error_file_data["message"]
+        if self.exitcode < 0:
+            return f"was killed by {self.signal_name()}"
+        return f"exited with code {self.exitcode}, and left no error file"
+
+    @timestamp.default
+    def _when(self) -> int:
+        if self.error_file_data == NO_RECORD:
+            return int(wall())
+        message = self.error_file_data["message"]
+        if isinstance(message, dict):
+            return int(message["extraInfo"]["timestamp"])
+        return int(self.error_file_data.get("timestamp", 0))
 
     def signal_name(self) -> str:
         """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
@@ -106,23 +104,20 @@ class ProcessFailure:
 
 
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
-    """What is known of the end of a worker of this node."""
+    """The end of a worker of this node in torch's shape."""
     data = dict(exit_.error_data) or dict(NO_RECORD)
+    why = last_words(exit_.tail, exit_.returncode)
+    how = f"{exit_.how}: {why}" if why else exit_.how
     return ProcessFailure(
         exit_.local_rank,
         exit_.pid,
         exit_.returncode,
         exit_.error_file or NOT_AVAILABLE,
         error_file_data=data,
-        message=data["message"] if exit_.error_data else _how(exit_),
+        message=data["message"] if exit_.error_data else how,
         timestamp=int(exit_.at),
         tail=exit_.tail,
     )
-
-
-def _how(exit_: WorkerExit) -> str:
-    why = last_words(exit_.tail, exit_.returncode)
-    return f"{exit_.how}: {why}" if why else exit_.how
 
 
 def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
@@ -136,11 +131,11 @@ def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
 
 
 def failure_elsewhere(cause: Cause) -> ProcessFailure:
-    """What another node told of its worker; pid and local rank are that node's."""
+    """What another node reported of its worker; pid and local rank are that node's."""
     data: dict[str, Any] = dict(NO_RECORD)
     if cause.message or cause.traceback:
-        data = {"message": {"message": cause.message, "extraInfo": {}}}
-        data["message"]["extraInfo"]["py_callstack"] = cause.traceback
+        trace = {"py_callstack": cause.traceback}
+        data = {"message": {"message": cause.message, "extraInfo": trace}}
     return ProcessFailure(
         cause.local_rank,
         cause.pid,
@@ -178,8 +173,8 @@ class ChildFailedError(ElasticError):
         return type(self), (self.name, self.failures, self.result)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Global rank and failure of the first worker of this node that failed; where none did,
-        of the first of another node, as far as that was told.
+        """Global rank and failure of the first worker of this node that failed; if none did, of the
+        first of another node, as far as that node reported it.
 
         Raises:
             NoFailure: no worker's failure is known; the message says why the job failed.
@@ -198,20 +193,20 @@ class ChildFailedError(ElasticError):
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """What stands in the error: why, all that failed, and the first failure with its traceback
         at the end. The delimiters are those of torch's, and make up the lines between."""
-        told = [f"{self.name}: {self._reason}"]
+        lines = [f"{self.name}: {self._reason}"]
         try:
             rank, first = self.get_first_failure()
         except NoFailure:
-            return told[0]
-        told.append(boarder_delim * 60)
+            return lines[0]
+        lines.append(boarder_delim * 60)
         others = {r: f for r, f in self.failures.items() if r != rank}
         if others:
-            told.append("Other failures:")
-            told += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
-            told.append(section_delim * 60)
-        told.append("Root cause (first failure):")
-        told += [f"  {line}" for line in _explained(rank, first)]
-        return visible("\n".join(told))
+            lines.append("Other failures:")
+            lines += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
+            lines.append(section_delim * 60)
+        lines.append("Root cause (first failure):")
+        lines += [f"  {line}" for line in _explained(rank, first)]
+        return visible("\n".join(lines))
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:
@@ -261,17 +256,16 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class ErrorHandler(Protocol):
-    """What torch's `ErrorHandler` is to its `record`; its own fits."""
+    """What torch's `ErrorHandler` is to its `record`: its own fits, and whatever has its methods.
 
-    def initialize(self) -> None:
-        """Called before the function."""
+    `initialize` is called before the function; then `record_exception` with what the function
+    raised or, where that is a launch's error and the worker that failed first has left an error
+    file, `dump_error_file` with that and the worker's exit code, negative for a signal.
+    """
 
-    def record_exception(self, e: BaseException) -> None:
-        """Called with what the function raised, before that goes on."""
-
-    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Called instead where the exception is a launch's and the worker that failed first has
-        left an error file; error_code is its exit code, negative for a signal."""
+    def initialize(self) -> None: ...
+    def record_exception(self, e: BaseException) -> None: ...
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None: ...
 
 
 class _ErrorFile:
@@ -318,16 +312,14 @@ def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorate
                 raise
             return None
         except Exception as error:
-            pass_on(error, handler)
+            _pass_on(error, handler)
             raise
 
     return cast(Decorated, wrapper)
 
 
-def pass_on(error: Exception, handler: ErrorHandler | None = None) -> None:
-    """Have a handler (the one that writes error.json) record an exception, or the worker's that
-    it tells of."""
-    handler = handler or _ErrorFile()
+def _pass_on(error: Exception, handler: ErrorHandler) -> None:
+    """Have the handler record an exception, or the failure of a worker that it tells of."""
     # By its name: torch's ChildFailedError is another class, of which this holds as well.
     ask = getattr(error, "get_first_failure", None)
     if ask is not None:

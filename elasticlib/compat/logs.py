@@ -1,33 +1,35 @@
 """Where the output of a generation's workers goes, when that is for torch's `LogsSpecs` to say.
 
-Whatever has its `reify` is taken; nothing of torch is imported.
+Whatever has its `reify` is taken. Another distribution registers `name = package.module:Class` in
+`torchrun.logs_specs`, a subclass of torch's; nothing of it, nor torch, is imported before a launch
+that asks for that name is about to start.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, describe
-from ..workers.output import NAMES, OutputPlan, Places, Streams
+from ..workers.output import NAMES, OutputPlan, Places, StreamChoice, Streams
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from ..launch.config import LaunchConfig
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 NOWHERE = "/dev/null"
+GROUP = "torchrun.logs_specs"
+DEFAULT = "default"
+"""The name that torch gives to its own, whose tree of files is elasticrun's."""
 
 
-class LogsSpecs(Protocol):
-    """Whatever has torch's method."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        """The files of workers with these environments, which it may change, by local rank."""
-
-
-def ask(
-    specs: LogsSpecs, environments: dict[int, dict[str, str]], plan: OutputPlan
-) -> dict[int, Places]:
-    """Where each worker's output goes. Their environments say where to write of a failure: there,
-    or where `specs` says instead; a worker of which it wants no such file keeps ours, which goes
-    with the run.
+def ask(specs: Any, environments: dict[int, dict[str, str]], plan: OutputPlan) -> dict[int, Places]:
+    """Where each worker's output goes, as `specs.reify` says of their environments, which it may
+    change: there, or in its answer, stands where a worker writes of its failure; one of which it
+    wants no such file keeps ours, which goes with the run.
 
     Raises:
         ConfigError: its code fails, or what it says makes no sense.
@@ -52,7 +54,7 @@ def ask(
 
 
 def _places(said: Any, local_rank: int, error_file: str, plan: OutputPlan) -> Places:
-    """What torch's `LogsDest` says of one worker, which has been told of this error file."""
+    """What torch's `LogsDest` says of one worker, whose error file this is."""
     files: dict[Streams, str] = {}
     filtered: dict[Streams, str] = {}
     tee, shown = Streams.NONE, Streams.NONE
@@ -77,3 +79,62 @@ def _places(said: Any, local_rank: int, error_file: str, plan: OutputPlan) -> Pl
         if target and plan.needles(stream):
             filtered[stream] = target
     return Places(error_file=error_file, files=files, tee=tee, shown=shown, filtered=filtered)
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError where no distribution registers this name."""
+    if name != DEFAULT:
+        _entry_point(name)
+
+
+def _entry_point(name: str) -> EntryPoint:
+    # Imported here: it costs as much as half of `elasticrun --help`.
+    from importlib.metadata import entry_points
+
+    registered = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in registered:
+        names = ", ".join(sorted({DEFAULT, *registered}))
+        raise ConfigError(
+            f"--logs-specs names an entry point of the group {GROUP}: {names}; got {name!r}"
+        )
+    return registered[name]
+
+
+def open_logs_specs(config: LaunchConfig) -> partial[dict[int, Places]] | None:
+    """What says where the output of each generation goes; None where elasticrun does.
+
+    Raises:
+        ConfigError: it cannot be loaded, is not torch's `LogsSpecs`, or cannot be made.
+    """
+    chosen, ranks = config.logs_specs, config.local_ranks_filter
+    if chosen is None or chosen == DEFAULT:
+        return None
+    if not isinstance(chosen, str):
+        return partial(ask, chosen)
+    from torch.distributed.elastic.multiprocessing import LogsSpecs as TorchsLogsSpecs
+    from torch.distributed.elastic.multiprocessing import Std
+
+    def streams(choice: StreamChoice) -> Any:
+        if choice.by_rank:
+            return {rank: Std(int(which)) for rank, which in choice.by_rank.items()}
+        return Std(int(choice.everywhere))
+
+    point = _entry_point(chosen)
+    said = f"--logs-specs {chosen} = {point.value}"
+    try:
+        kind = point.load()
+    except Exception as error:
+        # Anything may be wrong in code that is not ours, and the user must learn in whose it is.
+        raise ConfigError(f"{said} cannot be loaded: {describe(error)}") from error
+    if not (isinstance(kind, type) and issubclass(kind, TorchsLogsSpecs)):
+        raise ConfigError(f"{said} is to be a subclass of torch's LogsSpecs, got {kind!r}")
+    try:
+        made = kind(
+            log_dir=config.log_dir,
+            redirects=streams(config.redirects),
+            tee=streams(config.tee),
+            local_ranks_filter=None if ranks is None else set(ranks),
+        )
+    except Exception as error:
+        raise ConfigError(f"{said} failed: {describe(error)}") from error
+    return partial(ask, made)

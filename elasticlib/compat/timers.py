@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -26,10 +26,10 @@ from ..foreign import read_json
 from ..workers import session
 from ..workers.loop import Loop
 from ..workers.session import Guardian
+from . import TIMER_FILE
 
 log = logging.getLogger("elasticlib.workers")
 
-VARIABLE = "TORCHELASTIC_TIMER_FILE"
 CHUNK = 1 << 16
 LONGEST_NAME = 1024
 
@@ -44,52 +44,46 @@ class Timer:
     signal: int
 
 
-@attrs.frozen
-class Timers:
+class Timers(dict[tuple[int, str], Timer]):
     """Those that are running, by process and name."""
 
-    running: Mapping[tuple[int, str], Timer] = attrs.field(factory=dict)
-
-    def heed(self, line: bytes, *, wall: float, now: float) -> Timers:
-        """What they are after this line; wall, now: the time on the clock that workers go by, which
-        is this machine's, and on ours. What is no request changes nothing."""
+    def take(self, line: bytes, *, wall: float, now: float) -> None:
+        """wall, now: the time on the clock that workers go by, which is this machine's, and on
+        ours. What is no request changes nothing."""
         try:
             said = read_json(line)
             pid, scope, at = int(said["pid"]), str(said["scope_id"]), float(said["expiration_time"])
             number = int(said["signal"])
         except (ValueError, KeyError, TypeError, OverflowError):
-            return self
-        running = dict(self.running)
-        running.pop((pid, scope), None)
+            return
+        self.pop((pid, scope), None)
         if at >= 0 and len(scope) <= LONGEST_NAME:
-            running[pid, scope] = Timer(pid, scope, now + at - wall, number)
-        return Timers(running)
+            self[pid, scope] = Timer(pid, scope, now + at - wall, number)
 
     def next(self) -> float | None:
         """When the first one runs out."""
-        return min((timer.at for timer in self.running.values()), default=None)
+        return min((timer.at for timer in self.values()), default=None)
 
-    def expire(self, now: float) -> tuple[Timers, tuple[Timer, ...]]:
-        """Without those processes of which one has run out; and the first of each of them that
-        sends a signal."""
-        over = sorted((t for t in self.running.values() if t.at <= now), key=lambda t: t.at)
-        gone = {timer.pid for timer in over}
+    def expire(self, now: float) -> tuple[Timer, ...]:
+        """The first that sends a signal, of each process of which one has run out: those go."""
+        over = sorted((t for t in self.values() if t.at <= now), key=lambda t: t.at)
         first: dict[int, Timer] = {}
         for timer in over:
             if timer.signal > 0:
                 first.setdefault(timer.pid, timer)
-        left = {key: timer for key, timer in self.running.items() if timer.pid not in gone}
-        return Timers(left), tuple(first.values())
+        self.forget({timer.pid for timer in over})
+        return tuple(first.values())
 
-    def without(self, pids: set[int]) -> Timers:
-        """Without those of these processes, which have ended."""
-        return Timers({key: t for key, t in self.running.items() if t.pid not in pids})
+    def forget(self, pids: set[int]) -> None:
+        """These processes have ended, or been signalled."""
+        for key in [key for key in self if key[0] in pids]:
+            del self[key]
 
 
 class TimerServer:
     """A named pipe, which the workers' loop reads. path: empty for one in a folder of its own."""
 
-    VARIABLE = VARIABLE
+    VARIABLE = TIMER_FILE
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -162,17 +156,16 @@ class TimerServer:
         *lines, rest = (self._rest + chunk).split(b"\n")
         self._rest = rest[-CHUNK:]
         for line in lines:
-            self._timers = self._timers.heed(line, wall=wall(), now=monotonic())
+            self._timers.take(line, wall=wall(), now=monotonic())
         self._look()
 
     def _look(self) -> None:
         now = monotonic()
         if self._next <= now:
             self._next = float("inf")
-        running = self._timers.running.values()
-        timers = self._timers.without({t.pid for t in running if _is_gone(t.pid)})
-        self._timers, over = timers.expire(now)
-        for timer in over:
+        pids = {pid for pid, _ in self._timers}
+        self._timers.forget({pid for pid in pids if not os.path.exists(f"/proc/{pid}")})
+        for timer in self._timers.expire(now):
             self._signal(timer)
         first = self._timers.next()
         if first is not None and first < self._next:
@@ -204,7 +197,3 @@ def _is_listened_to(path: str) -> bool:
             return False
         raise
     return True
-
-
-def _is_gone(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")

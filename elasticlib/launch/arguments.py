@@ -17,6 +17,7 @@ import attrs
 
 from ..agent.hang import HangLimits
 from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
 from ..workers.cpu import count_cores
@@ -27,7 +28,6 @@ from .endpoints import node_range, read_place, settle_cluster, settle_place
 from .flags import FLAGS, Settings, Source, read, read_flags, read_job, read_variables
 from .flags import build_flags as build_flags
 from .schedulers import read_cluster
-from .torchrun_options import TorchrunOptions, read_torchrun_variables
 
 
 @attrs.frozen

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from .torch_names import TORCH_C10D, TORCHRUN_NAMES, registered_with_torch
+from ..compat import TORCH_C10D, TORCHRUN_NAMES, registered_with_torch
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

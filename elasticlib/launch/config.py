@@ -13,6 +13,8 @@ from typing import Any
 import attrs
 
 from ..agent.options import AgentOptions
+from ..compat import our_name
+from ..compat.launching import TorchrunOptions, check_beside_torchs, plain_values, texts
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits, Timing
@@ -20,12 +22,9 @@ from ..workers.cpu import BINDINGS
 from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
+from .backends import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .endpoints import check_endpoints, check_local_addr, parts_of
-from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .flags import DEFAULTS, REQUEUES
-from .torch_fields import check_shutdown, plain_values, texts
-from .torch_names import check_beside_torchs, our_name
-from .torchrun_options import TorchrunOptions
 
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
@@ -243,6 +242,12 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
         raise ConfigError(f"{name} is [HOST:]PORT, a port up to 65535, got {text!r}") from None
 
 
+def check_shutdown(seconds: float | None, name: str) -> None:
+    """Raises ConfigError for a time that workers cannot be given to end."""
+    if seconds is not None and not 0 <= seconds <= LONGEST:
+        raise ConfigError(f"{name} is seconds from 0 to {LONGEST:g}, got {seconds}")
+
+
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Where torch's variable has health checks answered, if it says so.
 
@@ -377,7 +382,7 @@ class LaunchConfig:
             raise ConfigError(
                 f"--monitor-interval is positive, up to {LONGEST:g} s, got {self.monitor_interval}"
             )
-        check_shutdown(self.shutdown_timeout, "--shutdown-timeout", LONGEST)
+        check_shutdown(self.shutdown_timeout, "--shutdown-timeout")
         if not 0 < self.store_grace <= LONGEST:
             raise ConfigError(
                 f"--store-grace is seconds, positive and up to {LONGEST:g}, got {self.store_grace}"

@@ -9,6 +9,7 @@ import os
 import select
 import sys
 
+from ..errors import ConfigError
 from ..visible import visible
 
 PIECE = 512
@@ -69,3 +70,11 @@ def start_logging(level: int, form: str) -> None:
     logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
+
+
+def log_level(name: str) -> int:
+    """Of the agent's own lines. Raises ConfigError for one that there is not."""
+    level = logging.getLevelName(name.upper())
+    if not isinstance(level, int):
+        raise ConfigError(f"LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got {name!r}")
+    return level

@@ -1,28 +1,38 @@
-"""The ports at which a launch is observed: `/healthz`, `/status.json` and `/metrics`.
+"""How a launch can be looked at: its events on the disk, what its nodes answer through the store,
+and a port that serves `/healthz`, `/status.json` and `/metrics`.
 
-They are bound before the node takes part in anything, and what they answer is read off what the
-agent tells and what its workers show; nothing waits for who asks.
+Nothing of it takes part in the job. A run whose events cannot be kept is run all the same, with a
+warning. A port is bound before the node takes part in anything; nothing waits for who asks.
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import attrs
 
 from .._version import versions
 from ..agent.loop import ElasticAgent
+from ..clock import monotonic
 from ..errors import ConfigError
-from ..observe.exposed import Moment
-from ..observe.health import Health, judge
-from ..observe.journal import NodeJournal
+from ..observe.journal import FILE, NodeJournal, View
+from ..observe.metrics import Exposition, Moment
 from ..observe.port import ObservePort, Page, plain
-from ..observe.prometheus import Exposition
+from ..observe.published import Published, Publisher
+from ..observe.runs import RunRecord, remove_old
+from ..observe.stacks import Answerer, Stacks
+from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
+from ..rendezvous.handler import DynamicRendezvousHandler
+from ..stores.file import FileStore
+from ..workers.interface import Workers
+from ..workers.processes import LocalWorkers
 from .config import (
     HEALTH_VARIABLE,
     LOOPBACK,
@@ -31,11 +41,151 @@ from .config import (
     health_port,
     read_port,
 )
+from .rendezvous_setup import Meeting
 
 log = logging.getLogger("elasticlib.launch")
 
-STATUS_VERSION = 1
+POLL_SECONDS = 1.0
+"""Between looks for a question where waiting is a poll of files."""
 HEALTH, STATUS, METRICS = "/healthz", "/status.json", "/metrics"
+_ALWAYS = (
+    *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
+    *("rdzv_backend", "rdzv_endpoint", "role"),
+)
+
+
+# -- its events ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_journal(
+    config: LaunchConfig,
+    workers: Workers,
+    node: str,
+    *,
+    endpoint: str = "",
+    views: Iterable[View] = (),
+) -> Iterator[NodeJournal]:
+    """The node's events, begun with what the launch is, and in a file if they are to be kept.
+    endpoint: where this node serves the job's store, if it does."""
+    logs = kept_logs(workers)
+    with contextlib.ExitStack() as stack:
+        path, found_by = None, ""
+        if config.events:
+            path, found_by = _place(stack, config.run_id, logs)
+        journal = NodeJournal(config.run_id, node, path, views=views, found_by=found_by)
+        stack.callback(journal.close)
+        journal.tell(
+            "run.began",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slots=config.nproc_per_node,
+            settings=_settings(config),
+            logs=logs,
+            lease=config.timing.lease,
+            endpoint=endpoint,
+            versions=versions(),
+        )
+        yield journal
+
+
+def kept_logs(workers: Workers) -> str:
+    """The folder of the workers' logs, empty where it goes with the run."""
+    if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
+        return ""
+    return str(workers.folder)
+
+
+def _place(stack: contextlib.ExitStack, run: str, logs: str) -> tuple[Path | None, str]:
+    """The file, and what it is found by: the run's id if that has a record, which is closed with
+    the stack, else its path."""
+    events = Path(logs) / FILE if logs else None
+    try:
+        record = RunRecord(run, events)
+    except OSError as error:
+        kept = "; no events of it are kept" * (events is None)
+        log.warning("this run is not among those that are found by name%s: %s", kept, error)
+        return events, str(events or "")
+    stack.callback(record.close)
+    try:
+        remove_old(record.path.parent)
+    except OSError as error:
+        log.info("the records of earlier runs stay for now: %s", error)
+    return record.events, run
+
+
+def _settings(config: LaunchConfig) -> dict[str, str]:
+    """Those that people ask for, and others that are not as they are by default."""
+    found = {name: getattr(config, name) for name in _ALWAYS}
+    for field in attrs.fields(LaunchConfig):
+        value = getattr(config, field.name)
+        plain = isinstance(value, str | int | float | bool)
+        if plain and value != field.default and field.name != "run_id":
+            found[field.name] = value
+    return {**{name: str(value) for name, value in found.items()}, **_conf(config)}
+
+
+def _conf(config: LaunchConfig) -> dict[str, str]:
+    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
+    if config.foreign or not config.rdzv_configs:
+        return {}
+    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
+
+
+# -- what others see of it through the store --------------------------------------------------------
+
+
+@contextlib.contextmanager
+def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> Iterator[None]:
+    """Lets `elasticlib status` and `stacks` see this node, from `with` to its end; not where the
+    nodes meet in a store that is not ours to speak to."""
+    store, handler = meeting.store, meeting.handler
+    if store is None:
+        yield
+        return
+
+    def look() -> Published:
+        heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
+        status = journal.status(agent.workers.beats())
+        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.silent())
+
+    poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
+    with (
+        Publisher(store, meeting.run_id, meeting.me, look) as publisher,
+        Answerer(store, meeting.run_id, meeting.me, stacks_of(agent), look_every=poll),
+    ):
+        journal.on_event = publisher.wake
+        yield
+
+
+def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
+    """What gathers the stacks of this node's workers, all of them or those of some ranks."""
+
+    def gathered(ranks: frozenset[int] | None) -> Stacks:
+        group = agent.get_worker_group()
+        if group is None:
+            return Stacks({})
+        ranked = {worker.local_rank: worker.rank for worker in group.workers}
+        running = {
+            local: name
+            for local, name in agent.workers.running().items()
+            if local in ranked and (ranks is None or ranked[local] in ranks)
+        }
+        if not running:
+            return Stacks({})
+        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.beats()
+        silent = [local for local in running if local not in texts]
+        asked = [local for local in silent if local in beats and beats[local].dumps]
+        return Stacks(
+            {ranked[local]: texts[local] for local in running if local in texts},
+            silent=tuple(sorted(ranked[local] for local in asked)),
+            mute={ranked[local]: running[local] for local in silent if local not in asked},
+        )
+
+    return gathered
+
+
+# -- its ports -------------------------------------------------------------------------------------
 
 
 class Observed:
@@ -128,7 +278,8 @@ class _Pages:
         status = self._now()
         return Moment(
             status,
-            self._journal.story.counts,
+            self._journal.story.sums(),
+            self._journal.story.pace,
             alive=self._judged(status).good,
             silent=self._agent.silent(),
             events_lost=self._journal.lost,
@@ -140,21 +291,11 @@ class _Pages:
         return plain(200 if found.good else 503, found.sentence)
 
     def _status(self) -> Page:
-        status = self._now()
-        found = self._judged(status)
-        said = {
-            "version": STATUS_VERSION,
-            "healthy": found.good,
-            "health": found.sentence,
-            **attrs.asdict(status, value_serializer=_value),
-        }
+        now = Published.at(monotonic(), self._now(), loop_silent=self._agent.silent())
+        said = document_of_node(now)
         return Page(200, "application/json", json.dumps(said, indent=2).encode() + b"\n")
 
     def _metrics(self) -> Page:
         if isinstance(self._exposition, str):
             return plain(501, self._exposition)
         return Page(200, *self._exposition.text())
-
-
-def _value(_kind: Any, _field: Any, value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value

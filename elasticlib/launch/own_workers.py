@@ -11,20 +11,15 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import attrs
 
-from ..compat.logs import ask
-from ..compat.timers import TimerServer
+from ..compat.launching import find_timers, may_go_unbound, open_logs_specs
 from ..errors import ConfigError, ElasticError
 from ..workers.cpu import bindings
-from ..workers.output import OutputPlan
 from ..workers.processes import LocalWorkers
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
 from .config import LaunchConfig
-from .logs_specs import open_logs_specs
-from .torch_fields import may_go_unbound
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -68,7 +63,7 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
     """Processes of this machine, as a launch has them."""
     found = LocalWorkers(
         environment,
-        output=_output(config),
+        output=attrs.evolve(config.output, ask=open_logs_specs(config)),
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
@@ -77,20 +72,10 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         start_method=config.start_method,
         preload=config.preload,
     )
-    if config.torchrun.timer_file is not None:
-        found.serve_timers(TimerServer(config.torchrun.timer_file))
+    timers = find_timers(config)
+    if timers is not None:
+        found.serve_timers(timers)
     return found
-
-
-def _output(config: LaunchConfig) -> OutputPlan:
-    specs = open_logs_specs(
-        config.logs_specs,
-        log_dir=config.log_dir,
-        redirects=config.redirects,
-        tee=config.tee,
-        ranks=config.local_ranks_filter,
-    )
-    return attrs.evolve(config.output, ask=None if specs is None else partial(ask, specs))
 
 
 def _processors(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:

@@ -55,7 +55,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "local_rank": "its place on the node",
         "code": "exit code; negative for a signal",
         "ok": "whether it succeeded",
-        "stopped": "whether it had been told to end",
+        "stopped": "whether this agent had asked it to end",
         "how": "in words",
         "error": "what it wrote of its failure, else how it ended; empty if it succeeded",
         "uptime": "seconds since its generation's start",
@@ -63,7 +63,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "failure": {
         "reason": "in words",
         "failure": "its kind: ordinary, killed, at start or hang",
-        "silent": "of a hang, seconds for which a worker here had told nothing; else null",
+        "silent": "of a hang, seconds for which a worker here had given no sign of life; else null",
     },
     "stopping": {
         "why": "in words, empty if the workers are not asked to save",
@@ -79,14 +79,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "after": "seconds from the start of the workers until then",
     },
     "training.began": {
-        "step": "the first that this node's workers told of in their generation, the smallest",
+        "step": "the first of this node's workers in their generation, the smallest",
         "seconds": "from the start of the workers to the end of that step, of the slowest",
     },
     "steps": {
-        "step": "the last that this node's workers told of, the smallest of them",
+        "step": "the last of this node's workers, the smallest of them",
         "per_second": "since the line before, or the first step; null if not known",
-        "silent": "seconds since the quietest worker told of one",
-        "loss": "as the lowest rank told it last, null if it does not; text where it is no number",
+        "silent": "seconds since the quietest worker made one",
+        "loss": "the lowest rank's last, null if it names none; text where it is no number",
         "samples_per_second": "of this node's workers together, since the line before; null if "
         "not known",
     },
@@ -111,7 +111,7 @@ class Event:
     """One line; facts hold text, numbers, truth values, null, and lists and objects of these.
 
     Files may have been written by anybody, so a fact is read by its type: one that is missing, or
-    of another type than the schema has it, was not told.
+    of another type than the schema has it, is not known.
     """
 
     kind: str
@@ -138,10 +138,10 @@ class Event:
 
     def value(self, name: str) -> float | None:
         """A number of whatever size, or one that is none: JSON has no word for these, so they are
-        told as text. None where neither is told."""
-        told = self.facts.get(name)
-        if isinstance(told, float) or told in ("nan", "inf", "-inf"):
-            return float(told)
+        written as text. None where it is neither."""
+        value = self.facts.get(name)
+        if isinstance(value, float) or value in ("nan", "inf", "-inf"):
+            return float(value)
         return self.number(name)
 
     def seconds(self, name: str) -> float | None:
@@ -174,7 +174,7 @@ class Event:
         return None if first is None or last is None else (first, last)
 
     def says(self, name: str) -> bool:
-        """Whether this is told to be true."""
+        """Whether this is said to be true."""
         return self.facts.get(name) is True
 
 
@@ -233,19 +233,19 @@ def decode(line: bytes | str) -> Event:
     if found.get("v") != VERSION:
         raise ValueError(f"events of version {VERSION} are read here, got {found.get('v')!r}")
     types = {"kind": str, "run": str, "node": str, "generation": int, "wall": float, "at": float}
-    told: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for name, wanted in types.items():
         value = found.get(name)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = _as_float(name, value)
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise ValueError(f"an event's {name} is a {wanted.__name__}, got {value!r}")
-        told[name] = value
+        common[name] = value
     rank = found.get("rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
         raise ValueError(f"an event's rank is a number, got {rank!r}")
     facts = {name: value for name, value in found.items() if name not in COMMON}
-    return Event(**told, rank=rank, facts=facts)
+    return Event(**common, rank=rank, facts=facts)
 
 
 def _as_float(name: str, value: int) -> float:

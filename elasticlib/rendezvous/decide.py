@@ -98,7 +98,7 @@ def decide(view: View) -> Decision:
     nothing = document is None or not (document.membership or document.phase.terminal)
     if view.patience > 0 and nothing:
         # Those who were in the job may be on their way back, and it is for them to say.
-        return Decision("the store was away, and has forgotten the job", again=view.patience)
+        return Decision("the store was unreachable, and has forgotten the job", again=view.patience)
     if document is None:
         begun = Document(view.limits, view.nonce)
         return Decision("the job's first node writes its limits", write=begun)
@@ -195,7 +195,8 @@ def _watch(view: View, document: Document) -> Decision:
     live = {node.id for node in view.live}
     lost = [m for m in document.members if m.id not in live and m.id not in view.finished]
     if lost and view.patience > 0:
-        return Decision(f"the store was away, {_names(lost, view)} to come", again=view.patience)
+        reason = f"the store was unreachable, waiting for {_names(lost, view)}"
+        return Decision(reason, again=view.patience)
     if lost and (minority := _minority(view, document, lost)) is not None:
         return minority
     if lost:
@@ -230,7 +231,7 @@ def _stand(view: View, document: Document) -> Decision:
     if wait == 0:
         window = document.limits.restart_window
         reason = f"generation {document.generation} has stood for {window:g} s (--restart-window)"
-        count = f"the {document.restarts} restarts used before count no more"
+        count = f"the count of restarts, {document.restarts}, is reset"
         return Decision(f"{reason}: {count}", write=attrs.evolve(document, restarts=0, quick=0))
     decision = _admit(view, document)
     again = min((s for s in (decision.again, wait) if s is not None), default=None)
@@ -248,7 +249,7 @@ def _minority(view: View, document: Document, lost: Sequence[Node]) -> Decision 
         return None
     return Decision(
         f"{_names(lost, view)} of the {len(document.members)} nodes of generation "
-        f"{document.generation} are out of reach, and half must be here ({QUORUM})",
+        f"{document.generation} cannot be reached, and half must be here ({QUORUM})",
         stuck=True,
     )
 
@@ -292,7 +293,7 @@ def _gather(view: View, document: Document) -> Decision:
     candidates = [n for n in candidates if not n.draining and (n.id in members or not n.runs)]
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
-        return Decision("the store was away, some nodes are to come", again=view.patience)
+        return Decision("the store was unreachable, waiting for nodes", again=view.patience)
     minority = _minority(view, document, [m for m in document.members if m.id not in here])
     if minority is not None:
         return minority

@@ -79,7 +79,7 @@ class Timing:
                 f"got refresh={self.refresh:g} s and lease={self.lease:g} s"
             )
         if self.loop <= 0:
-            raise ConfigError(f"an agent's loop may stand still for > 0 s, got loop={self.loop:g}")
+            raise ConfigError(f"need loop > 0 seconds, got loop={self.loop:g}")
 
 
 @attrs.frozen

@@ -236,15 +236,17 @@ class NodeLoop:
                 self.stop(error)
             except Exception as error:
                 # Callers wait on this thread: it must not end without telling them.
-                log.exception("the rendezvous broke")
-                self.stop(RendezvousError(f"the rendezvous broke: {describe(error)}"))
+                log.exception("the rendezvous failed")
+                self.stop(RendezvousError(f"the rendezvous failed: {describe(error)}"))
             self._take_events(pause)
         self.stop()
         self.end_serving()
         try:
             self.node.leave()
         except StoreError as error:
-            log.info("left without a word, the store being away: %s", error)
+            log.info(
+                "left without notifying the other nodes, as the store is unreachable: %s", error
+            )
 
     def _turn(self) -> float:
         """Speak, and look if there is something to look for; how many seconds may pass until the

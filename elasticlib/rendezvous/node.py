@@ -182,15 +182,15 @@ class LocalNode:
         if self._standstill.judge(silent, now):
             if not self._still:
                 log.warning(
-                    "the agent's loop has not turned for %g s: this node gives up its place among "
-                    "the others until it does",
+                    "the agent's loop has been blocked for %g s: this node leaves the group until "
+                    "it runs again",
                     self.timing.loop,
                 )
             self._still = True
             self.withdraw()
             return
         if self._still:
-            log.warning("the agent's loop turns again, and this node speaks again")
+            log.warning("the agent's loop runs again: this node rejoins")
             self.read(now)
             self._still = False
         record = self.intent.record(self.state)
@@ -304,7 +304,8 @@ class LocalNode:
             if ours[name] != theirs[name]
         ]
         raise RendezvousMismatch(
-            f"this node's settings are not the job's: {', '.join(differ)}; start all nodes alike"
+            f"this node's settings differ from the job's: {', '.join(differ)}; "
+            "start all nodes with the same settings"
         )
 
     def _find_seat(self, state: State | None) -> Seat | None:
@@ -501,19 +502,21 @@ class LocalNode:
             grace, knob = self.timing.join, "join_timeout"
         self.note = Note(reason=str(error))
         if self._misses == 0:
-            log.warning("the store is away, trying for %g s (%s): %s", grace, knob, error)
+            log.warning("the store is unreachable, retrying for %g s (%s): %s", grace, knob, error)
             if self.seen is None:
                 log.warning(
-                    "this node has not reached the store yet: the node that serves it has not "
-                    "started, or the job is over already, and its store with it; without a store "
-                    "this node ends with a failure after %g s",
+                    "this node has not reached the store yet: either the node that serves it has "
+                    "not started, or the job is already over; without a store this node fails "
+                    "after %g s",
                     grace,
                 )
             self._missing_since = now
         self._misses += 1
         if now - self._missing_since >= grace:
             never = NEVER_REACHED if self.seen is None else ""
-            raise PatienceSpent(f"the store was away for {grace:g} s ({knob}): {error}{never}")
+            raise PatienceSpent(
+                f"the store was unreachable for {grace:g} s ({knob}): {error}{never}"
+            )
         return backoff(self._misses)
 
     def goes_elsewhere(self, now: float) -> bool:
@@ -526,11 +529,11 @@ class LocalNode:
             self._found_at = now
         elif missing >= grace and self.intent.memory is not None:
             raise PatienceSpent(
-                f"for {grace:g} s (--store-grace) too few nodes of generation "
-                f"{self.intent.held} have come to the store: {self.note.reason}"
+                f"too few nodes of generation {self.intent.held} came back to the store within "
+                f"{grace:g} s (--store-grace): {self.note.reason}"
             )
         elif missing >= self._lease and self.store.look_elsewhere(self._is_further):
-            log.warning("too few nodes were at the store: this one has gone to another")
+            log.warning("too few nodes were at the store: this node has moved to another store")
             return True
         return False
 

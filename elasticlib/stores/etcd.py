@@ -338,7 +338,7 @@ class _Gateway:
         token = self._token = fields.get("token")
         if not isinstance(token, str):
             user = sign_in.body["name"]
-            raise StoreRefused(f"{connection.member.address} gave user {user!r} no token")
+            raise StoreRefused(f"{connection.member.address} gave no token to user {user!r}")
         return connection.post(request, seconds, token)
 
 
@@ -402,9 +402,9 @@ class _Watch:
         if not isinstance(result, dict):
             raise StoreUnavailable(f"{name} ended the watch: {line[:200]!r}")
         if "compact_revision" in result:
-            raise NoSuchRevision(f"{name} does not remember what is to be watched")
+            raise NoSuchRevision(f"{name} no longer has the revision to watch from")
         if result.get("canceled"):
-            raise StoreRefused(f"{name} would not watch: {result.get('cancel_reason')}")
+            raise StoreRefused(f"{name} refused the watch: {result.get('cancel_reason')}")
         newest = max((int(e["kv"]["mod_revision"]) for e in result.get("events", ())), default=0)
         with self._state:
             self._newest = max(newest, self._newest)

@@ -210,7 +210,7 @@ class MovingStore(Store):
 
     def _refuse(self, number: int, error: StoreRefused) -> None:
         if number not in self._refused:
-            log.warning("not at %s: %s", self._places[number].name, error)
+            log.warning("cannot use the store at %s: %s", self._places[number].name, error)
         self._refused.add(number)
         if len(self._refused) == len(self._places):
             raise error
@@ -242,7 +242,9 @@ class MovingStore(Store):
             there = (self._at + 1) % len(self._places)
             if there != self._at:
                 here, on = self._places[self._at].name, self._places[there].name
-                log.warning("no answer from %s for %.1f s: going on to %s", here, away, on)
+                log.warning(
+                    "no answer from %s for %.1f s: moving to the store at %s", here, away, on
+                )
             self._why_left = str(error)
             self._go_to(there)
 
@@ -251,7 +253,7 @@ class MovingStore(Store):
         which of the two."""
         with self._moving:
             if left is self._store and not self._closed:
-                self._why_left = f"the store is now the one at {self._places[number].name}"
+                self._why_left = f"the job now uses the store at {self._places[number].name}"
                 self._settle(number, found)
                 return True
         found.close()
@@ -269,7 +271,7 @@ class MovingStore(Store):
         """Be there, and leave where we were."""
         left, self._stays = (self._store, self._server), False
         if store is not None and number != self._at:
-            log.info("the store is now the one at %s", self._places[number].name)
+            log.info("now using the store at %s", self._places[number].name)
         self._at, self._store, self._server = number, store, server
         self._heard_at = self._clock()
         for one in left:
@@ -294,7 +296,7 @@ class MovingStore(Store):
                 accepted = accept(found, earlier)
             except ElasticError as error:
                 # What stands there may be another version's, too, and is not ours to read.
-                log.debug("not at %s: %s", self._places[number].name, error)
+                log.debug("cannot use the store at %s: %s", self._places[number].name, error)
             finally:
                 self._probed.discard(number)
                 heard = future.set_running_or_notify_cancel()

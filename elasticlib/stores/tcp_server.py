@@ -230,7 +230,7 @@ class TcpStoreServer:
             try:
                 self._listeners.append(_listen_at(host, self.port))
             except OSError as error:
-                log.info("the store is not served at %s as well: %s", host, error)
+                log.info("the store is not also served at %s: %s", host, error)
         self._most = self._limits.most_connections()
         self._woken, self._wake = map(close_in_children, socket.socketpair())
         self._wake.setblocking(False)
@@ -241,8 +241,8 @@ class TcpStoreServer:
         self._thread.start()
         if self._secret is None and not ipaddress.ip_address(self.host).is_loopback:
             log.warning(
-                "whoever reaches %s can read and change this store: to let in only those who "
-                "know a secret, set %s, to the same for all nodes",
+                "anyone who can reach %s can read and change this store: to admit only nodes "
+                "that know a secret, set %s to the same value on all nodes",
                 self.address,
                 VARIABLE,
             )
@@ -252,9 +252,7 @@ class TcpStoreServer:
         """A client in this process, which needs no connection. address: of this machine, as the
         other nodes are to be told it; the server's own unless given."""
         if self._thread is None:
-            raise ConfigError(
-                f"the server of {self.address} is to be started before it has clients"
-            )
+            raise ConfigError(f"start the server of {self.address} before you make clients of it")
         return HostedStore(self._shared, address or self.host)
 
     def lead_torch_to(self, address: tuple[str, int] | None) -> None:
@@ -298,12 +296,12 @@ class TcpStoreServer:
         self._stopping.set()
         self._rouse()
         if not self.wait_closed(self._limits.close_seconds):
-            stands = "nowhere, as it has ended"
+            stands = "no longer running"
             if (frame := sys._current_frames().get(self._thread.ident or 0)) is not None:
                 code = frame.f_code
                 stands = f"in {code.co_filename}, line {frame.f_lineno}, {code.co_name}"
             log.error(
-                "the store's server at %s has not ended within %g s; it stands %s",
+                "the store's server at %s has not ended within %g s; it is %s",
                 self.address,
                 self._limits.close_seconds,
                 stands,
@@ -326,7 +324,7 @@ class TcpStoreServer:
             while not self._stopping.is_set():
                 self._turn()
         except Exception:
-            log.exception("the store's server broke: its clients are cut off")
+            log.exception("the store's server failed: its clients are disconnected")
         finally:
             for watch, watched in self._shared.end("the server of this store is closed"):
                 watch.tell(watched)
@@ -412,7 +410,7 @@ class TcpStoreServer:
                 # Out of descriptors, say, or a network that is down: the listener may be ready
                 # for ever, at the cost of the connected clients. Stop listening for a while, and
                 # cut half of the clients that are not in yet.
-                log.warning("cannot accept a connection just now: %s", error)
+                log.warning("cannot accept a connection at the moment: %s", error)
                 strangers = [peer for peer in self._peers.values() if not peer.end.is_in]
                 for peer in strangers[: (len(strangers) + 1) // 2]:
                     self._drop(peer)
@@ -553,8 +551,8 @@ class TcpStoreServer:
         if not self._limits.torch_links and not self._told_of_torchs:
             self._told_of_torchs = True
             log.warning(
-                "a script looks for torch's store at the port where elasticlib's nodes meet, and "
-                "it is not there: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
+                "a script looks for torch's store at the port of elasticlib's store, and it is not "
+                "there: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
                 "--rdzv-backend static"
             )
         if self._torchs is None or len(self._links) >= self._limits.torch_links:
@@ -564,7 +562,7 @@ class TcpStoreServer:
         try:
             store = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         except OSError as error:
-            log.warning("a client of torch's store is not passed on just now: %s", error)
+            log.warning("cannot pass on a client of torch's store at the moment: %s", error)
             self._drop(peer)
             return
         self._drop(peer, close=False)
@@ -664,11 +662,11 @@ class TcpStoreServer:
             full = self._held > enough or self._listed > limits.store.total_bytes
             if waited > (limits.crowded_seconds if full else limits.unread_seconds):
                 log.warning(
-                    "cut off client %s: %d bytes, of answers that it does not read or of a frame "
-                    "that it does not finish, lay here for %.1f s",
+                    "disconnected client %s: for %.1f s it left %d bytes of answers unread, or of "
+                    "a frame unfinished",
                     peer.end.label,
-                    peer.held + peer.listed,
                     waited,
+                    peer.held + peer.listed,
                 )
                 self._drop(peer)
 

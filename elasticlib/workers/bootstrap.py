@@ -1,10 +1,11 @@
 """What runs in a worker's process before anything else, by its path and without site-packages.
 
-    -I -S bootstrap.py tie AGENT_PID LC_CTYPE SIGNALS PROGRAM ARGS...
+    -I -S bootstrap.py tie AGENT_PID LIST LC_CTYPE SIGNALS PROGRAM ARGS...
     -u bootstrap.py ERROR_FILE KIND NAME ARGS...
 
 The first dies with the agent, and becomes the program, which needs to know nothing of it: the
-kernel's parent-death signal survives the exec. The second is the interpreter of a script, module or
+kernel's parent-death signal survives the exec. LIST is a descriptor: see `list_session`. The second
+is the interpreter of a script, module or
 function, or the workers' fork server; it leaves `sys.path` as it would be for no program at all.
 """
 
@@ -27,11 +28,28 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def exec_tied(agent: str, lc_ctype: str, ignored: str, *program: str) -> None:
+def list_session(listed: int) -> None:
+    """Enter this process, which leads a session, into the guardian's list, and close that.
+
+    What it starts ends with its agent from then on, so this comes before anything is started: an
+    agent that is killed a moment after a worker began could not have entered it any more.
+    """
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            # The command may hold spaces and brackets; field 22 is when the process began.
+            began = int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        began = 0
+    os.write(listed, b'["+", "%d", %d]\n' % (os.getpid(), began))
+    os.close(listed)
+
+
+def exec_tied(agent: str, listed: str, lc_ctype: str, ignored: str, *program: str) -> None:
     """Become the program, tied to the agent; an empty LC_CTYPE for none."""
     import signal
 
     die_with(int(agent))
+    list_session(int(listed))
     # Take back what Python did to this process for itself, which an exec would hand on.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -54,7 +54,7 @@ class Channel:
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if os.fstat(handle).st_size != SIZE:
-                raise OSError(f"{path} is no channel: it has not {SIZE} bytes")
+                raise OSError(f"{path} is not a worker's channel: it does not have {SIZE} bytes")
             self._memory = mmap.mmap(handle, SIZE)
         finally:
             os.close(handle)
@@ -63,7 +63,7 @@ class Channel:
         self._seconds = self._view.cast("d")
         if self._words[_MAGIC] != MAGIC:
             self.close()
-            raise OSError(f"{path} is no channel of this version")
+            raise OSError(f"{path} is not a worker's channel of this version")
 
     @classmethod
     def made(cls) -> Channel:

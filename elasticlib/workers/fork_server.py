@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ElasticError, WorkerStartError
-from .bootstrap import die_with
+from .bootstrap import die_with, list_session
 
 if TYPE_CHECKING:
     from .loop import Loop
@@ -45,7 +45,8 @@ workers are not kept waiting for it: it is imported once nobody has asked for a 
 IDLE_SECONDS = 1.0
 UNASKED_SECONDS = 10.0
 """The same until the first request: on a busy machine the agent is ready much later than this."""
-STREAMS = 3
+DESCRIPTORS = 5
+"""That come with a request: what is asked for, the guardian's list, and the worker's streams."""
 MOST_SAID = 2048
 # torch sets it as it is imported, and anew whenever it looks: a script that imports it later may
 # set it first.
@@ -80,7 +81,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             later, changed = (), _changed_since(before)
             _share()
         try:
-            message, descriptors, _, _ = socket.recv_fds(link, 64, STREAMS + 1)
+            message, descriptors, _, _ = socket.recv_fds(link, 64, DESCRIPTORS)
         except OSError:
             os._exit(1)
         if not message:
@@ -91,7 +92,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             continue
         job = None
         try:
-            if len(descriptors) <= STREAMS:
+            if len(descriptors) < DESCRIPTORS:
                 raise OSError("the workers' fork server has too many files open")
             if problem:
                 link.send(f"?{problem}".encode()[:MOST_SAID])
@@ -208,6 +209,7 @@ def _fork(
         try:
             os.setsid()
             die_with(server)
+            list_session(descriptors.pop(1))
             job = _take_over(descriptors, dispositions)
         except BaseException as error:
             # What catches it further up would go on as a second server.
@@ -328,10 +330,12 @@ class ForkServer:
 
     command: how it is started; `{link}` stands for the descriptor of its socket. environment: what
     all its workers have in common, so that what is read but once, when an interpreter or a library
-    starts, is as they were told.
+    starts, is as they were told. listed: the guardian's list.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], loop: Loop) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], listed: int, loop: Loop
+    ) -> None:
         self._loop = loop
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -339,7 +343,7 @@ class ForkServer:
                 [part.format(link=theirs.fileno()) for part in command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), listed],
                 start_new_session=True,
             )
         self.pid = self._process.pid
@@ -375,9 +379,14 @@ class ForkServer:
         return "" if self._said == "ready" else self._said
 
     def fork(
-        self, what: Sequence[str], environment: Mapping[str, str], targets: Sequence[int | None]
+        self,
+        what: Sequence[str],
+        environment: Mapping[str, str],
+        listed: int,
+        targets: Sequence[int | None],
     ) -> Forked:
-        """A worker in a session of its own; targets: its stdout and stderr, None for our own.
+        """A worker in a session of its own; listed: the guardian's list. targets: the worker's
+        stdout and stderr, None for our own.
 
         Raises:
             ForkServerGone: there is no worker, and the server is of no further use.
@@ -398,7 +407,7 @@ class ForkServer:
             request.flush()
             stdin = 0 if has_stdin() else opened.enter_context(open(os.devnull, "rb")).fileno()
             outputs = [own if file is None else file for own, file in enumerate(targets, 1)]
-            descriptors = [request.fileno(), stdin, *outputs]
+            descriptors = [request.fileno(), listed, stdin, *outputs]
             pid = self._ask(lambda: socket.send_fds(self._link, [b"fork"], descriptors))
         return Forked(pid, self)
 

@@ -155,17 +155,17 @@ class Launcher:
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
         what = self._interpreted("", "fork_server", "{link}", folder, *self._preload)
-        like = (self._tied(environment, what), environment)
+        listed = self._guardian.open()
+        like = (self._tied(environment, listed, what), environment)
         if self._server is None or self._like != like:
             self.close()
             self._like, self._told = like, False
             self._first = self._begin()
 
     def _begin(self) -> ForkServer:
-        self._guardian.open()
+        listed = self._guardian.open()
         with signals_blocked(self._ignored):
-            self._server = server = ForkServer(*self._like, self._loop)
-        self._guardian.add(server.pid)
+            self._server = server = ForkServer(*self._like, listed, self._loop)
         return server
 
     def await_prepared(self) -> None:
@@ -183,6 +183,7 @@ class Launcher:
     ) -> subprocess.Popen[bytes] | Forked:
         """A worker's process; what: as `program` says it; targets: its stdout and stderr, None for
         ours. Raises OSError or an ElasticError."""
+        listed = self._guardian.open()
         python = what[0] != "command"
         if python:
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
@@ -190,15 +191,16 @@ class Launcher:
             server = self._usable() if python else None
             if server is not None:
                 try:
-                    return server.fork(what, environment, targets)
+                    return server.fork(what, environment, listed, targets)
                 except ForkServerUnfit:
                     # Its workers live on and end with it, so it stays; it is asked no more.
                     self._usable()
                 except ForkServerGone:
                     self._replace()
             return subprocess.Popen(
-                self._tied(environment, self._interpreted(*what) if python else what[1:]),
+                self._tied(environment, listed, self._interpreted(*what) if python else what[1:]),
                 env=environment,
+                pass_fds=[listed],
                 stdin=None if has_stdin() else subprocess.DEVNULL,
                 stdout=targets[0],
                 stderr=targets[1],
@@ -215,7 +217,7 @@ class Launcher:
             if self._preload:
                 raise ConfigError(server.complaint)
             if not self._told:
-                log.warning("workers are started cold, as %s", server.complaint)
+                log.warning("workers are started without the fork server: %s", server.complaint)
                 self._told = True
             return None
         if server.ended:
@@ -223,7 +225,10 @@ class Launcher:
         return server if server.ready else None
 
     def _replace(self) -> ForkServer:
-        log.warning("the workers' fork server has ended; starting cold until the next is up")
+        log.warning(
+            "the workers' fork server has ended; workers are started without it until the next "
+            "one is ready"
+        )
         self.close()
         return self._begin()
 
@@ -237,13 +242,16 @@ class Launcher:
     def _interpreted(self, *what: str) -> tuple[str, ...]:
         return (self._python, "-u", _BOOTSTRAP, *what)
 
-    def _tied(self, environment: Mapping[str, str], program: tuple[str, ...]) -> list[str]:
-        """The program behind the one that ties it to this process's life."""
+    def _tied(
+        self, environment: Mapping[str, str], listed: int, program: tuple[str, ...]
+    ) -> list[str]:
+        """The program behind the one that ties it to this process's life; listed: the guardian's
+        list, which it enters itself into."""
         # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
         locale = environment.get("LC_CTYPE", "")
         ignored = ",".join(map(str, self._ignored))
         # By our own interpreter: the workers' may be a script that starts one in its own way.
-        tie = ("tie", str(os.getpid()), locale, ignored)
+        tie = ("tie", str(os.getpid()), str(listed), locale, ignored)
         return [sys.executable, "-I", "-S", _BOOTSTRAP, *tie, *program]
 
 
@@ -418,7 +426,6 @@ class LocalWorkers(Workers):
         places: Places,
         ended: Callable[[int], None],
     ) -> None:
-        self._guardian.open()
         local = worker.local_rank
         folder = self._folder.of(group.attempt, local)
         environment[CHANNEL] = self._channels.open(local)
@@ -438,7 +445,6 @@ class LocalWorkers(Workers):
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
-        self._guardian.add(popen.pid)
         output.attach(self._loop)
         self._loop.watch(popen.pid, partial(self._ended, process, ended))
 
@@ -457,7 +463,7 @@ class LocalWorkers(Workers):
             try:
                 return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
             except RuntimeError:
-                log.warning("no thread can be started to read the value of a worker's function")
+                log.warning("cannot start a thread to read what a worker's function returned")
         return ended(local)
 
     def collect(self, local_rank: int) -> WorkerExit:
@@ -611,6 +617,6 @@ def _heed_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     except ValueError as error:
         raise WorkerStartError(
-            "SIGCHLD is ignored in this process, so no worker's end can be learnt, and only the "
-            "main thread can change that: set it to SIG_DFL there"
+            "SIGCHLD is ignored in this process, so it cannot see its workers end, and only the "
+            "main thread can change that: set SIGCHLD to SIG_DFL there"
         ) from error

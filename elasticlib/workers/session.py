@@ -3,7 +3,8 @@
 Each worker leads a session of its own, so whatever it started and did not move out of there is
 known by that session's number; nothing outside it is ever signalled. The guardian is a small
 process that outlives its agent by one act: once that has finished, or was killed, it reads a list
-of the sessions of workers and of the temporary folders that there are, which go with the agent. One
+of the sessions of workers and of the temporary folders that there are, which go with the agent.
+Workers enter themselves into it, before they start anything (`bootstrap.list_session`). A guardian
 that ends before its agent is replaced. It runs without site-packages: what is imported here is the
 standard library's.
 """
@@ -218,21 +219,26 @@ class Guardian:
             if self._file >= 0:
                 self._write("-", what, 0)
 
-    def open(self) -> None:
-        """Be there, so that what is started next can be listed. Raises OSError."""
+    def open(self) -> int:
+        """Be there; the descriptor of the list, into which who is started next enters itself.
+        Raises OSError."""
         with self._lock:
             self._be_there()
+            return self._file
 
     def replace(self) -> None:
         """Have another where the one that there was has ended, and not by us."""
         with self._lock:
             if self._process is None or self._process.poll() is None:
                 return
-            log.info("the process that clears up after this one has ended, and is replaced")
+            log.info("the guardian that clears up after this process has ended: starting another")
             try:
                 self._be_there()
             except OSError as error:
-                log.warning("nobody clears up after this process: %s", describe(error))
+                log.warning(
+                    "cannot start a guardian, so nothing clears up if this process is killed: %s",
+                    describe(error),
+                )
 
     def close(self) -> None:
         """The agent is done. A guardian that does not end by itself in time is killed."""
@@ -302,13 +308,16 @@ def guard(agent: int, listed: int) -> None:
         news.register(os.pidfd_open(agent), select.POLLIN)
     while os.getppid() == agent and not news.poll(GUARD_SECONDS * 1000):
         pass
-    found = _listed_in(listed)
-    # Sessions first: their processes may still write into the folders.
-    for name in sorted(found, key=str.isdigit, reverse=True):
-        if name.isdigit():
-            end(int(name), began=found[name])
-        else:
-            shutil.rmtree(name, ignore_errors=True)
+    ended: set[tuple[str, int]] = set()
+    # Until nothing is new: a worker may have been forked, and entered itself, a moment ago.
+    while left := _listed_in(listed).items() - ended:
+        # Sessions first: their processes may still write into the folders.
+        for name, began in sorted(left, key=lambda one: one[0].isdigit(), reverse=True):
+            if name.isdigit():
+                end(int(name), began=began)
+            else:
+                shutil.rmtree(name, ignore_errors=True)
+        ended |= left
 
 
 def _listed_in(file: int) -> dict[str, int]:
@@ -425,8 +434,8 @@ class SharedFolder:
         """At this path, where it was before, unless somebody else is there."""
         if path is not None:
             log.warning(
-                "%s was removed while this job runs, and with it the snapshots in memory: it is "
-                "made anew (logind does so when its user logs out, without RemoveIPC=no)",
+                "%s was removed while this job runs, and the snapshots in memory with it; it is "
+                "created again (logind removes it when its user logs out, unless RemoveIPC=no)",
                 path,
             )
             with contextlib.suppress(OSError):  # workers may make it anew as well

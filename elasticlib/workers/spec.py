@@ -78,6 +78,13 @@ class Function:
 Entrypoint = Script | Module | Command | Function
 
 
+def entry_name(entrypoint: Entrypoint) -> str:
+    """What is run, as a person would call it."""
+    if isinstance(entrypoint, Function):
+        return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
+    return str(attrs.astuple(entrypoint, recurse=False)[0])
+
+
 @attrs.frozen
 class WorkerSpec:
     """What each node's agent is asked to run: so many workers of this, in this role.

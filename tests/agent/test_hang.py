@@ -86,7 +86,7 @@ def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_
     assert slowest([]) is None
     assert describe_hang(pulses, 2.0) == (
         "hung: rank 2 on b is at step 6, silent for 4.0 s; the others are at step 6 to 7; "
-        "allowed are 2.0 s (--hang-timeout)"
+        "the limit is 2.0 s (--hang-timeout)"
     )
     assert "has made no step" in describe_hang([Pulse(0, "a", -1, 9.0)], 2.0)
 
@@ -129,7 +129,7 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert isinstance(hung, Hung)
     assert hung.stacks == "the stacks of rank 0, the slowest:\nin a loop"
     assert hung.reason == (
-        "hung: rank 0 on a is at step 4, silent for 8.0 s; allowed are 8.0 s (--hang-timeout)"
+        "hung: rank 0 on a is at step 4, silent for 8.0 s; the limit is 8.0 s (--hang-timeout)"
     )
     assert hung.since == 100.0
 

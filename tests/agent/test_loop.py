@@ -13,12 +13,12 @@ import pytest
 from jobs import until
 from lone_agent import LoneNode, OneWorker, running
 
-from elasticlib import Command, WorkerState
+from elasticlib import WorkerState
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
+from elasticlib.compat.views import TorchsEvents
 from elasticlib.errors import ConfigError
-from elasticlib.launch.events import TorchsEvents
 from elasticlib.observe.journal import Journal, NodeJournal
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Heartbeat, Notice
@@ -169,7 +169,7 @@ def test_torchs_events_that_nobody_takes_hold_up_nothing(
             raise ZeroDivisionError("a console of mine")
         free.wait(60)
 
-    view = TorchsEvents(Command("none"), "trainer", LoneNode(), write)
+    view = TorchsEvents("none", "trainer", LoneNode(), write)
     journal = NodeJournal("run", "n-1", views=[view])
     with running(workers, journal=journal) as run:
         workers.finish()
@@ -228,7 +228,7 @@ def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
     assert view.told[-1] == "run.ended"
-    assert "could not be looked at" in caplog.text
+    assert "cannot read the workers" in caplog.text
 
 
 def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> None:

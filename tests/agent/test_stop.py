@@ -173,7 +173,7 @@ def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
     side.sooner(None)
     side.look()
     (asked,) = [command for command in side.did if isinstance(command, EndWorkers)]
-    assert "told to save and still there" in asked.why
+    assert "asked to save and still there" in asked.why
     side.sooner(Notice(DRAIN, 10.0))
     side.look()
     assert len(side.did) == 2, "who has been asked to stop gets no other notice"
@@ -204,7 +204,7 @@ def test_who_is_in_a_hurry_goes_a_rung_on_each_time() -> None:
     side.look()
     assert side.did == [
         EndWorkers(),
-        EndWorkers("still there in a hurry, killing: pid 1", force=True),
+        EndWorkers("still there when it had to stop at once, killing: pid 1", force=True),
     ]
     side.stopping = side.stopping.hurry(1.0)
     assert side.stopping.left(1.0) == pytest.approx(10.0), "there is no rung after that"

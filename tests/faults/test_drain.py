@@ -165,7 +165,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.signal(signal.SIGTERM)
     agent.says("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
-    agent.says("told to save and still there, sending SIGTERM: pid")
+    agent.says("asked to save and still there, sending SIGTERM: pid")
     until("one worker to hear it", (job.folder / "heard.0").exists)
     holds[0].unlink()
     until("one worker to end", lambda: not alive(workers[0]), save.bound)
@@ -173,7 +173,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The one that has ended may not have been collected yet.
-    last = rf"still there in a hurry, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
+    last = rf"stop at once, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
     assert re.search(last, agent.text), agent.text
     assert not (job.folder / "saved.1.1").exists()
 

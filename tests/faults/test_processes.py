@@ -87,7 +87,7 @@ def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> 
     agent = job.run(
         "a", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false"
     )
-    agent.says(r"1 of at least 2 nodes are here|the store is away")
+    agent.says(r"1 of at least 2 nodes are here|the store is unreachable")
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert "Traceback" not in agent.text

@@ -110,7 +110,7 @@ def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> 
     # The service has not published it, and the pod itself knows only its long name.
     first.node.says("the name in train-0.train:29400 means nothing here yet")
     first.node.says(
-        r"the store is away, trying for 600 s \(join_timeout\): train-0.train:29400 was"
+        r"the store is unreachable, retrying for 600 s \(join_timeout\): train-0.train:29400 was"
     )
     pods.publish()
     alone = pods.trained(1)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.journals import open_journal
-from elasticlib.observe.records import NEW
-from elasticlib.observe.runs import runs_folder
+from elasticlib.launch.observed import open_journal
+from elasticlib.observe.runs import NEW, runs_folder
 
 
 def test_a_launch_clears_up_what_an_earlier_one_left_unfinished(

@@ -20,12 +20,13 @@ from distributions import install, path_with
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 from ports import free_port
 
-from elasticlib import LaunchConfig, Script
+from elasticlib import LaunchConfig
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.checks import check_launch
 from elasticlib.launch.config import health_port
+from elasticlib.launch.looks import look_at_ports
 from elasticlib.launch.observed import Observed
+from elasticlib.observe.status import FIELDS
 
 pytestmark = pytest.mark.faults
 TALKER = str(PROGRAMS / "talking_worker.py")
@@ -88,10 +89,12 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
         return dict(json.loads(text))
 
     # Workers are told of one by one, once their generation has begun.
-    until("both workers", lambda: [w["rank"] for w in status()["workers"]] == [0, 1])
+    until("both workers", lambda: [w["rank"] for w in status()["nodes"][0]["workers"]] == [0, 1])
     said = status()
-    assert (said["version"], said["healthy"], said["state"]) == (1, True, "RUNNING")
-    assert said["pid"] == agent.pid
+    assert said.keys() == FIELDS.keys()
+    assert (said["v"], said["state"]) == (2, "RUNNING")
+    (node,) = said["nodes"]
+    assert (node["healthy"], node["health"], node["pid"]) == (True, "RUNNING", agent.pid)
     job.finish()
     assert agent.exit_code() == 0
 
@@ -149,7 +152,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
         # Of torch's variable other launches may have been told as well.
         Observed(LaunchConfig(), environment).close()
         assert said in caplog.text
-        findings = check_launch(LaunchConfig(observe_port=port), Script(TALKER), environment)
+        findings = list(look_at_ports(LaunchConfig(observe_port=port), environment))
         bad = {finding.check for finding in findings if finding.good is False}
         assert bad == {"--observe-port"}
         (note,) = (one for one in findings if one.check == "TORCHELASTIC_HEALTH_CHECK_PORT")

@@ -6,7 +6,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.integrations.ray.placement import DEATHS, Needs, Placed, Plan, RayNode, decide
+from elasticlib.integrations.ray.driver import DEATHS, Needs, Placed, Plan, RayNode, decide
 
 ROOM = {"CPU": 2.0, "GPU": 1.0}
 NEEDS = Needs({"CPU": 2.0, "GPU": 1.0}, min_nodes=2, max_nodes=3)

@@ -15,11 +15,16 @@ import pytest
 
 from elasticlib import LaunchConfig, RunResult, WorkerExit, WorkerState
 from elasticlib.errors import ConfigError, ElasticError
-from elasticlib.integrations.ray import ENDPOINT, RayOptions, ray_launch
+from elasticlib.integrations.ray import (
+    ENDPOINT,
+    RayOptions,
+    check,
+    find_ray,
+    ray_launch,
+    read_values,
+)
 from elasticlib.integrations.ray.__main__ import main, split
-from elasticlib.integrations.ray.function import read_values
-from elasticlib.integrations.ray.options import check, find_ray
-from elasticlib.integrations.ray.outcome import merged
+from elasticlib.integrations.ray.driver import merged
 
 
 @pytest.mark.parametrize(
@@ -103,8 +108,9 @@ def test_torchs_variables_for_a_launcher_are_heeded(
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${rank}> ")
+    monkeypatch.setattr("elasticlib.integrations.ray.__main__.run_job", run)
     with its_own_log():
-        assert main([__file__], run) == 1
+        assert main([__file__]) == 1
     assert told[0].log_line_prefix_template == "<${rank}> "
     error = json.loads((tmp_path / "error.json").read_text())
     assert error["message"]["message"] == "the machines are gone"

@@ -17,11 +17,11 @@ from torch.distributed.launcher import elastic_launch as torch_launch
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from elasticlib import AgentOptions, LaunchConfig, SupervisionOptions, elastic_launch
+from elasticlib.compat.launching import ours
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import _processors
-from elasticlib.launch.torch_fields import ours
 
 # On this machine no worker could be bound, so these never go further than the config.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)

@@ -28,14 +28,18 @@ from torch.distributed.run import config_from_args, parse_args
 from torchruns import need_our_entry_points, torchrun
 
 from elasticlib import TcpStore
+from elasticlib.compat import TORCH_C10D
+from elasticlib.compat.torchrun import (
+    GenerationEnded,
+    TorchrunHandler,
+    open_for_torchrun,
+    read_params,
+)
 from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
+from elasticlib.launch.backend_names import BACKENDS, OUR_BACKENDS, is_torchs
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
-from elasticlib.launch.torch_names import TORCH_C10D
-from elasticlib.launch.torchrun_handler import TorchrunHandler, open_for_torchrun, read_params
-from elasticlib.launch.torchrun_store import GenerationEnded
+from elasticlib.launch.rendezvous_setup import open_meeting
 
 QUICK = {
     "keep_alive_interval": "0.1",
@@ -243,7 +247,7 @@ def test_what_cannot_work_is_refused_by_name(given: dict[str, Any], sentence: st
 
 def test_torchruns_start_imports_nothing_of_ours_but_names() -> None:
     code = (
-        "import sys, elasticlib.launch.torchrun_handlers as h; h.el_tcp(); h.el_file(); "
+        "import sys, elasticlib.compat.torchrun_handlers as h; h.el_tcp(); h.el_file(); "
         "h.el_etcd(); sys.exit('attrs' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

@@ -17,9 +17,9 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import Std
 
 from elasticlib import ChildFailedError, LaunchConfig, elastic_launch
+from elasticlib.compat.logs import open_logs_specs
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
-from elasticlib.launch.logs_specs import open_logs_specs
 from elasticlib.workers.output import StreamChoice, Streams
 
 SPECS = '''
@@ -120,12 +120,6 @@ def test_logs_specs_of_torchrun_and_timers_of_torch_work_as_they_are(
     assert (logs / "loss").read_text() == shown * 2
 
 
-def output() -> dict[str, object]:
-    """Of a launch that says nothing of its output."""
-    plain = LaunchConfig()
-    return {"redirects": plain.redirects, "tee": plain.tee, "log_dir": None, "ranks": None}
-
-
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("name", "sentence"),
@@ -139,7 +133,7 @@ def test_specs_that_cannot_be_had_are_refused_with_whose_fault_it_is(
     name: str, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        open_logs_specs(name, **output())
+        open_logs_specs(LaunchConfig(logs_specs=name))
 
 
 @pytest.mark.usefixtures("installed")
@@ -147,14 +141,15 @@ def test_specs_are_known_by_name_before_anything_is_imported() -> None:
     assert read_launch(["--logs-specs", "flat", __file__], {}).config.logs_specs == "flat"
     with pytest.raises(ConfigError, match="broken, default, flat, function, none; got 'mine'"):
         read_launch(["--logs-specs", "mine", __file__], {})
-    assert open_logs_specs("default", **output()) is None
+    assert open_logs_specs(LaunchConfig(logs_specs="default")) is None
 
 
 @pytest.mark.usefixtures("installed")
 def test_specs_are_told_what_of_whom_is_wanted_as_torchrun_tells_it() -> None:
     some = StreamChoice(by_rank={1: Streams.OUT, 2: Streams.ALL})
-    wanted = {"redirects": StreamChoice(Streams.ERR), "tee": some}
-    made: Any = open_logs_specs("flat", **{**output(), **wanted})
+    config = LaunchConfig(1, 1, 3, logs_specs="flat", redirects=StreamChoice(Streams.ERR), tee=some)
+    found: Any = open_logs_specs(config)
+    (made,) = found.args
     assert made._redirects is Std.ERR
     assert made._tee == {1: Std.OUT, 2: Std.ALL}
 

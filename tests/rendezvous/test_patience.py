@@ -74,7 +74,7 @@ def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> 
     part.missed(AWAY, 300.0)
     with pytest.raises(PatienceSpent) as spent:
         part.missed(AWAY, 300.0 + TIMING.store_grace)
-    assert str(spent.value) == f"the store was away for 30 s (--store-grace): {AWAY}"
+    assert str(spent.value) == f"the store was unreachable for 30 s (--store-grace): {AWAY}"
 
 
 def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
@@ -159,7 +159,7 @@ def test_who_remembers_a_generation_gives_up_after_the_grace() -> None:
     assert not member.part.goes_elsewhere(crew.now)
     grace = member.part.timing.store_grace
     assert not member.part.goes_elsewhere(crew.now + grace - 0.1)
-    with pytest.raises(PatienceSpent, match=r"too few nodes of generation 1 have come to the sto"):
+    with pytest.raises(PatienceSpent, match=r"too few nodes of generation 1 came back to the sto"):
         member.part.goes_elsewhere(crew.now + grace)
 
 

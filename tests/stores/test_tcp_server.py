@@ -325,7 +325,7 @@ def test_closing_one_whose_thread_stands_still_ends_and_says_where_it_stands(
     with dial(server):
         assert held.wait(60)
         server.close()
-        assert "has not ended within 0.2 s; it stands in" in caplog.text
+        assert "has not ended within 0.2 s; it is in" in caplog.text
         assert server.serving
         free.set()
     server.close()

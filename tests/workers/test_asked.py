@@ -120,9 +120,12 @@ def test_what_a_guardian_need_not_end_any_more_stays() -> None:
 
 TIES = """
 import os, subprocess, sys
-tie = (sys.executable, "-I", "-S", sys.argv[1], "tie", str(os.getpid()), "", "")
+listed = os.memfd_create("listed")
+tie = (sys.executable, "-I", "-S", sys.argv[1], "tie", str(os.getpid()), str(listed), "", "")
 program = ("sh", "-c", "echo up; exec sleep 600")
-worker = subprocess.Popen([*tie, *program], stdout=subprocess.PIPE, start_new_session=True)
+worker = subprocess.Popen(
+    [*tie, *program], stdout=subprocess.PIPE, start_new_session=True, pass_fds=[listed]
+)
 worker.stdout.readline()
 print(worker.pid, flush=True)
 os.kill(os.getpid(), 9)

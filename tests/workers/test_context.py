@@ -110,7 +110,7 @@ def test_nobody_passes_for_the_worker_that_it_was_assigned_to(path: str) -> None
 @pytest.mark.parametrize("content", [b"", b"x", bytes(SIZE), b"x" * SIZE])
 def test_what_is_no_channel_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
-    with pytest.raises(OSError, match="is no channel"):
+    with pytest.raises(OSError, match="not a worker's channel"):
         Channel(str(tmp_path / "other"))
 
 

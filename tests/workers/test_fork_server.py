@@ -44,13 +44,14 @@ def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why() -> No
         assert ours.recv(4096) == b"ready"
         # What is to be a file is a pipe, in which nobody can go back to the beginning.
         reading, writing = os.pipe()
+        listed = os.memfd_create("listed")
         for _ in range(3):
-            socket.send_fds(ours, [b"fork"], [reading, 0, 1, 2])
+            socket.send_fds(ours, [b"fork"], [reading, listed, 0, 1, 2])
             assert b"!the worker's process did not begin: " in ours.recv(4096)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             assert children.read_text() == ""
-        os.close(reading)
-        os.close(writing)
+        for descriptor in (reading, writing, listed):
+            os.close(descriptor)
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(60) == 0
 
@@ -65,23 +66,25 @@ def test_a_fork_server_in_which_threads_were_started_later_forks_no_more(tmp_pat
     command = [sys.executable, "-u", start, "", "fork_server", "{link}", ""]
     loop = Loop()
     loop.start()
-    found = ForkServer(command, {**os.environ, "PYTHONPATH": str(tmp_path)}, loop)
+    listed = os.memfd_create("listed")
+    found = ForkServer(command, {**os.environ, "PYTHONPATH": str(tmp_path)}, listed, loop)
     try:
         assert found.wait(60)
         assert found.ready
         with pytest.raises(ForkServerUnfit, match="has started threads"):
-            _fork_again_and_again(found, 60)
+            _fork_again_and_again(found, listed, 60)
         assert not found.ready
         assert found.complaint
     finally:
         found.close()
         loop.close(lambda: None)
+        os.close(listed)
 
 
-def _fork_again_and_again(found: ForkServer, seconds: float) -> None:
+def _fork_again_and_again(found: ForkServer, listed: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        worker = found.fork(["", "script", os.devnull], os.environ, [None, None])
+        worker = found.fork(["", "script", os.devnull], os.environ, listed, [None, None])
         assert worker.wait() == 0
         # It imports once nobody has asked for a worker for so long.
         time.sleep(2 * fork_server.IDLE_SECONDS)

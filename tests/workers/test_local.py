@@ -313,6 +313,57 @@ def test_a_guardian_that_stands_still_blocks_nobody_who_tells_it_more(tmp_path: 
     assert not folder.exists()
 
 
+KILLED_AS_IT_STARTS = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_local import Run
+from elasticlib.workers import processes
+from elasticlib.workers.spec import Script
+
+folder, method = Path(sys.argv[2]), sys.argv[3]
+start = processes.Launcher.start
+
+def killed(*args):
+    start(*args)
+    deadline = time.monotonic() + 60
+    while not (folder / "child").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(os.getpid(), 9)
+
+processes.Launcher.start = killed
+run = Run(folder)
+run.workers = processes.LocalWorkers(os.environ, log_dir=str(folder), start_method=method)
+script = Script(str(folder / "script.py"))
+run.workers.prepare(processes.WorkerSpec(script, 1, "role"))
+if method == "warm":
+    run.workers.await_prepared()
+run.start(script)
+"""
+HAS_A_CHILD = """
+import os, pathlib, signal, subprocess, sys
+deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+child = subprocess.Popen([sys.executable, "-S", "-c", deaf])
+made = pathlib.Path(__file__).with_name("making")
+made.write_text(str(child.pid))
+made.rename(made.with_name("child"))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "warm"])
+def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
+    tmp_path: Path, method: str
+) -> None:
+    """Before the agent has heard of it, and could have told its guardian."""
+    (tmp_path / "script.py").write_text(HAS_A_CHILD)
+    program = [sys.executable, "-c", KILLED_AS_IT_STARTS, str(Path(__file__).parent)]
+    ended = subprocess.run([*program, str(tmp_path), method], timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    child = int((tmp_path / "child").read_text())
+    poll(lambda: session.is_over(child))
+
+
 def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:

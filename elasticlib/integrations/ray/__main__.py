@@ -11,25 +11,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import launch_of
-from ...launch.config import LaunchConfig
-from ...launch.console import start_logging
+from ...launch.console import log_level, start_logging
 from ...launch.elasticrun import leave_error_of
+from ...launch.exit_report import result_text
 from ...launch.flags import read, read_flags, read_variables
-from ...launch.report import told
-from ...launch.torchrun_options import log_level
-from ...workers.spec import Entrypoint, WorkerState
-from .launch import run_job
-from .options import ENDPOINT, RayOptions
+from ...workers.spec import WorkerState
+from . import ENDPOINT, RayOptions, run_job
 
 log = logging.getLogger("elasticlib.ray")
-
-Run = Callable[[LaunchConfig, Entrypoint, RayOptions], RunResult]
 
 _NAME = "elasticlib.integrations.ray"
 _HELP = {"-h", "--help"}
@@ -60,18 +53,16 @@ def _flags() -> argparse.ArgumentParser:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Ray's flags, which come first, and the command line of elasticrun."""
     rest, mine = list(argv), []
-    while (rest and rest[0] in _HELP) or (rest and _dashed(rest[0]) in _OWN):
-        word = rest.pop(0)
-        _, equals, value = word.partition("=")
-        mine.append(_dashed(word) + equals + value)
-        if not equals and word not in _HELP and rest:
+    while rest:
+        name, equals, value = rest[0].partition("=")
+        name = name.replace("_", "-")
+        if name not in _OWN | _HELP:
+            break
+        rest.pop(0)
+        mine.append(name + equals + value)
+        if name in _OWN and not equals and rest:
             mine.append(rest.pop(0))
     return mine, rest
-
-
-def _dashed(word: str) -> str:
-    name = word.partition("=")[0]
-    return "--" + name.removeprefix("--").replace("_", "-") if name.startswith("--") else name
 
 
 def _options(given: argparse.Namespace) -> RayOptions:
@@ -83,24 +74,18 @@ def _options(given: argparse.Namespace) -> RayOptions:
         isinstance(amount, (int, float)) for amount in resources.values()
     ):
         raise ConfigError(f'--resources is JSON as {{"name": 1}}, got {given.resources!r}')
-    runtime_env: dict[str, Any] = {}
-    if given.working_dir is not None:
+    said = vars(given)
+    folder = said.pop("working_dir")
+    if folder is not None:
         try:
-            os.chdir(given.working_dir)
+            os.chdir(folder)
         except OSError as error:
-            raise ConfigError(f"--working-dir {given.working_dir!r}: {error.strerror}") from error
-        runtime_env["working_dir"] = os.getcwd()
-    return RayOptions(
-        address=given.address,
-        num_cpus=given.num_cpus,
-        num_gpus=given.num_gpus,
-        memory=given.memory,
-        resources=resources,
-        runtime_env=runtime_env,
-    )
+            raise ConfigError(f"--working-dir {folder!r}: {error.strerror}") from error
+        said["runtime_env"] = {"working_dir": os.getcwd()}
+    return RayOptions(**{**said, "resources": resources})
 
 
-def _run(argv: Sequence[str], run: Run) -> int:
+def _run(argv: Sequence[str]) -> int:
     mine, rest = split(argv)
     options = _options(_flags().parse_args(mine))
     # Theirs come later, and one that names another place is refused by that name.
@@ -124,18 +109,18 @@ def _run(argv: Sequence[str], run: Run) -> int:
     )
     for note in launch.settings.notes:
         log.warning("%s", note)
-    result = run(launch.config, launch.entrypoint, options)
-    sys.stderr.write(told(result))
+    result = run_job(launch.config, launch.entrypoint, options)
+    sys.stderr.write(result_text(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return launch.config.supervision.drain_exit_code
     return result.exit_code
 
 
-def main(argv: Sequence[str] | None = None, run: Run = run_job) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     try:
-        return _run(sys.argv[1:] if argv is None else argv, run)
+        return _run(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         sys.stderr.write(f"{_NAME}: error: {error}\n")
         return 2

@@ -1,41 +1,44 @@
-"""The driver of a job on a Ray cluster: it hosts the store, has agents placed, and hears their end.
+"""The driver of a job on a Ray cluster: it hosts the store, and places and watches the agents.
 
-One loop: what became of agents, what signals came, what the cluster has now; then `decide`. How
-the job stands is what its nodes have written in the store, and not what one agent believes.
+Agents are actors, one a node, between as few and as many as may run; `decide` says where, of what
+the cluster has now. How the job stands is what its nodes have written in the store, and not what
+one agent believes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import queue
 import secrets
+import socket
 import sys
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from ...agent.interface import RunResult
+from ...agent.loop import ElasticAgent
 from ...agent.options import SignalObserver
 from ...clock import monotonic
-from ...errors import ElasticError, StoreError
+from ...errors import ConfigError, ElasticError, StoreError
 from ...launch.config import LaunchConfig
-from ...launch.elastic_launch import shutdown_seconds
+from ...launch.console import start_logging
+from ...launch.elastic_launch import run_node, shutdown_seconds
 from ...launch.process import allow_descriptors
-from ...launch.tcp_place import SPARE_DESCRIPTORS
+from ...launch.store_host import SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
+from ...stores.secret import VARIABLE as SECRET
 from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
+from ...workers.exit import WorkerExit
 from ...workers.spec import Entrypoint, WorkerState
-from .agent import Told
-from .fleet import Began, Event, Fleet, Lost, Refused
-from .options import RayOptions
-from .outcome import merged
-from .placement import Needs, RayNode, decide
 
 log = logging.getLogger("elasticlib.integrations")
 
@@ -43,7 +46,273 @@ LOOK_SECONDS = 0.5
 """Between looks at the cluster; a signal waits as long."""
 YOUNG = 60.0
 """An agent that dies within so many seconds speaks against its node."""
+DEATHS = 3
+"""So many agents in a row that died young, and a node is not tried again."""
 MARGIN = 15.0
+CALLS = 4
+"""Of an agent at one time: `run`, which lasts as long as the job does, and others beside it."""
+BREAKPOINT = "ray.util.rpdb.set_trace"
+# Ray ends all that an actor has started along with it, even the guardian that clears up.
+KEEP_GUARDIAN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+
+
+# -- what each agent takes -------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class RayOptions:
+    """Where Ray is, and what each node's agent takes of its node.
+
+    address: of the cluster, for a program that has not called `ray.init`; which one that is
+    connected to is used otherwise. num_cpus: Ray's logical CPUs (default: one a worker). num_gpus:
+    usually as many as there are workers on a node; they see these GPUs and no others. memory: bytes
+    that Ray reserves. resources: custom ones, by name. runtime_env: Ray's, for the agents and so
+    for their workers: env_vars, working_dir, pip and what else Ray knows.
+    """
+
+    address: str = "auto"
+    num_cpus: float | None = None
+    num_gpus: float = 0
+    memory: float | None = None
+    resources: Mapping[str, float] = attrs.field(factory=dict)
+    runtime_env: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("CPU", "GPU", "memory"):
+            if name in self.resources:
+                raise ConfigError(f"resources are custom ones: give {name} by an option of its own")
+        amounts = {name: getattr(self, name) for name in ("num_cpus", "num_gpus", "memory")}
+        amounts |= {f"resources[{name!r}]": amount for name, amount in self.resources.items()}
+        for name, amount in amounts.items():
+            if amount is not None and not 0 <= amount < float("inf"):
+                raise ConfigError(f"{name} is a number from 0, got {amount!r}")
+
+    def cpus(self, nproc_per_node: int) -> float:
+        """The CPUs of one agent."""
+        return float(nproc_per_node if self.num_cpus is None else self.num_cpus)
+
+    def demand(self, nproc_per_node: int) -> dict[str, float]:
+        """What one agent takes, under Ray's names."""
+        asked = {"CPU": self.cpus(nproc_per_node), "GPU": float(self.num_gpus)}
+        asked |= {"memory": float(self.memory or 0), **self.resources}
+        return {name: amount for name, amount in asked.items() if amount}
+
+
+# -- where agents go: pure -------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RayNode:
+    """A living node of the cluster.
+
+    room: all the resources that it has, whether in use or not. deaths: how many agents in a row
+    died there soon after they began. vain: how many waited there for room that never came.
+    """
+
+    id: str
+    room: Mapping[str, float]
+    deaths: int = 0
+    vain: int = 0
+
+    def fits(self, demand: Mapping[str, float]) -> bool:
+        return all(self.room.get(name, 0.0) >= amount for name, amount in demand.items())
+
+
+@attrs.frozen
+class Placed:
+    """An agent that has been asked for; waiting: seconds since, or None once it runs."""
+
+    number: int
+    node: str
+    waiting: float | None = None
+
+
+@attrs.frozen
+class Needs:
+    """What the job asks of the cluster: demand is what each agent takes of its node.
+
+    patience: seconds that an agent may wait for room while another node stands idle. join: seconds
+    for which there may be fewer than min_nodes agents.
+    """
+
+    demand: Mapping[str, float]
+    min_nodes: int
+    max_nodes: int
+    patience: float = 10.0
+    join: float = 600.0
+
+
+@attrs.frozen
+class Plan:
+    """What is to be done: agents (by number) to take back, then nodes to place one on each.
+
+    gives_up: the job cannot be run on this cluster; the reason says why.
+    """
+
+    reason: str
+    withdraw: tuple[int, ...] = ()
+    place: tuple[str, ...] = ()
+    gives_up: bool = False
+
+
+def decide(nodes: Sequence[RayNode], agents: Sequence[Placed], needs: Needs, short: float) -> Plan:
+    """The next step. A node on which agent after agent dies is left alone, and one that has no
+    room loses its turn to another.
+
+    short: seconds for which fewer than min_nodes agents have run.
+    """
+    taken = {agent.node for agent in agents}
+    free = [node for node in nodes if node.id not in taken and node.fits(needs.demand)]
+    usable = sorted((n for n in free if n.deaths < DEATHS), key=lambda n: (n.deaths, n.vain))
+    waiting = [agent for agent in agents if agent.waiting is not None]
+    reason = _described(nodes, len(agents) - len(waiting), len(waiting), needs)
+    if len(agents) - len(waiting) < needs.min_nodes and short >= needs.join:
+        return Plan(f"for {needs.join:g} s, {reason}", gives_up=True)
+    if not agents and free and not usable:
+        return Plan(f"{DEATHS} agents in a row died on each node; {reason}", gives_up=True)
+    # An agent on a node that is gone will not come back, whatever Ray knows of it yet.
+    living = {node.id for node in nodes}
+    gone = [agent.number for agent in agents if agent.node not in living]
+    wanted = max(0, needs.max_nodes - len(agents) + len(gone))
+    # Those that have waited for too long are moved, as many as there are idle nodes for them.
+    waiting.sort(key=lambda agent: -(agent.waiting or 0.0))
+    late = [a.number for a in waiting if (a.waiting or 0.0) >= needs.patience and a.node in living]
+    moved = late[: len(usable[wanted:])]
+    place = usable[: wanted + len(moved)]
+    return Plan(reason, (*gone, *moved), tuple(node.id for node in place))
+
+
+def _described(nodes: Sequence[RayNode], running: int, waiting: int, needs: Needs) -> str:
+    small = sum(not node.fits(needs.demand) for node in nodes)
+    shunned = sum(node.deaths >= DEATHS for node in nodes)
+    parts = [f"{running} of {needs.min_nodes} to {needs.max_nodes} agents run"]
+    if waiting:
+        parts.append(f"{waiting} {'wait' if waiting > 1 else 'waits'} for room")
+    if small:
+        asked = ", ".join(f"{name} {amount:g}" for name, amount in needs.demand.items())
+        parts.append(f"{small} of {len(nodes)} nodes are too small for {asked}")
+    if shunned:
+        parts.append(f"{shunned} of {len(nodes)} nodes are not tried again")
+    return "; ".join(parts)
+
+
+# What one node knows of the whole job goes before what it knows of itself.
+_WEIGHT = (WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.DRAINED, WorkerState.STOPPED)
+
+
+def merged(results: Sequence[RunResult], asked: int = 0, failure: str = "") -> RunResult:
+    """How the job ended, of how it did on the nodes whose agents came back: values and failures
+    are by global rank.
+
+    asked: the signal that the driver passed on to the agents. failure: why the job was given up,
+    where none of them knows.
+    """
+    if not results:
+        if asked and not failure:
+            reason = f"signal {asked} came before any agent ran"
+            return RunResult(WorkerState.STOPPED, reason, signal=asked)
+        return RunResult(WorkerState.FAILED, failure or "no agent came back")
+    best = min(results, key=lambda result: _WEIGHT.index(result.state))
+    if failure and best.state is not WorkerState.SUCCEEDED:
+        best = attrs.evolve(best, state=WorkerState.FAILED, reason=failure)
+    values: dict[int, Any] = {}
+    failures: dict[int, WorkerExit] = {}
+    for result in sorted(results, key=lambda result: result is not best):
+        values.update(result.values)
+        failures = {**result.failures, **failures}
+    first = -1 if best.cause is None else best.cause.rank
+    ordered = dict(sorted(failures.items(), key=lambda item: (item[0] != first, item[0])))
+    cause = best.cause or next((r.cause for r in results if r.cause is not None), None)
+    return attrs.evolve(best, values=dict(sorted(values.items())), failures=ordered, cause=cause)
+
+
+# -- in an actor -----------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """What the driver sends to every agent: its part in the job, and how things are at the driver.
+
+    folder, argv: where the driver runs and what as. level: of what it logs. threads: of each
+    worker.
+    """
+
+    config: LaunchConfig
+    entrypoint: Entrypoint
+    secret: str
+    folder: str
+    argv: tuple[str, ...]
+    level: int
+    threads: int
+
+
+class NodeAgent:
+    """One node's agent, as an actor: it dies with its driver, and its workers with it.
+
+    Its methods are called from threads of Ray's, where no signal arrives: what the driver wants of
+    the agent comes in as a call instead.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._lock = threading.Lock()
+        self._asked: list[int] = []
+        self._agent: ElasticAgent | None = None
+
+    def hello(self) -> str:
+        """Where it is, which answers once Ray has found room for it."""
+        return f"{socket.gethostname()}, pid {os.getpid()}"
+
+    def run(self) -> RunResult | ElasticError:
+        """Take part in the job until it is over for this node; an error is one of its settings."""
+        start_logging(self._order.level, "%(asctime)s elasticlib: %(message)s")
+        self._be_like_the_driver()
+        try:
+            return run_node(self._order.config, self._order.entrypoint, began=self._began)
+        except ElasticError as error:
+            return error
+
+    def heed(self, number: int) -> None:
+        """Act as if this signal had come."""
+        with self._lock:
+            self._asked.append(number)
+            if self._agent is not None:
+                self._agent.heed(number)
+
+    def _began(self, agent: ElasticAgent) -> None:
+        with self._lock:
+            self._agent = agent
+            for number in self._asked:
+                agent.heed(number)
+
+    def _be_like_the_driver(self) -> None:
+        """Make this process one that workers can be started from as at the driver."""
+        given = importlib.import_module("ray").get_runtime_context().runtime_env
+        # Not in the actor's description, which Ray's dashboard shows.
+        os.environ[SECRET] = self._order.secret
+        if "OMP_NUM_THREADS" not in given.get("env_vars", {}):
+            # Ray gives each worker what is meant for all of them together.
+            os.environ["OMP_NUM_THREADS"] = str(self._order.threads)
+        if os.environ.get("PYTHONBREAKPOINT") == BREAKPOINT:
+            # The workers are no processes of Ray's.
+            del os.environ["PYTHONBREAKPOINT"]
+        sys.argv = list(self._order.argv)
+        # Else multiprocessing has every worker import this process's, which is all of Ray.
+        vars(sys.modules["__main__"]).pop("__file__", None)
+        if "working_dir" not in given:
+            try:
+                os.chdir(self._order.folder)
+            except OSError as error:
+                log.warning(
+                    "the workers run in %s: the driver's folder %s is not here (%s); "
+                    "runtime_env={'working_dir': ...} has Ray bring it",
+                    os.getcwd(),
+                    self._order.folder,
+                    error.strerror,
+                )
+
+
+# -- the driver ------------------------------------------------------------------------------------
 
 
 def run_on(
@@ -60,7 +329,7 @@ def run_on(
     allow_descriptors(config.max_nodes + 2 * SPARE_DESCRIPTORS)
     address = ray.util.get_node_ip_address()
     with TcpStoreServer(address, 0, job=run_id, secret=secret.encode()) as server:
-        told = Told(
+        order = Order(
             config=attrs.evolve(
                 config,
                 run_id=run_id,
@@ -75,163 +344,226 @@ def run_on(
             level=logging.getLogger("elasticlib").getEffectiveLevel(),
             threads=max(1, int(options.cpus(config.nproc_per_node)) // config.nproc_per_node),
         )
-        return Driver(Fleet(ray, told, options), told, server, options).run()
+        return Driver(ray, order, server, options).run()
+
+
+@attrs.define
+class _Agent:
+    """hello, ran: what Ray answers with once it has room for it, and once its run is over. since:
+    when it was placed; then, when it began to run."""
+
+    node: str
+    actor: Any
+    hello: Any
+    ran: Any
+    since: float
+    runs: bool = False
+
+    @property
+    def age(self) -> float:
+        return monotonic() - self.since
 
 
 class Driver:
-    """Takes one job to its end; `run` is called once."""
+    """Takes one job to its end; `run` is called once. One loop: where agents are to be, what became
+    of them, which signals came."""
 
-    def __init__(
-        self, fleet: Fleet, told: Told, server: TcpStoreServer, options: RayOptions
-    ) -> None:
-        self._fleet = fleet
-        self._config = told.config
-        self._secret = told.secret.encode()
+    def __init__(self, ray: Any, order: Order, server: TcpStoreServer, options: RayOptions) -> None:
+        self._ray = ray
+        self._order = ray.put(order)
+        self._config = order.config
+        self._secret = order.secret.encode()
         self._server = server
+        self._new_agent = ray.remote(NodeAgent).options
+        self._options = self._actor_options(options)
         self._needs = Needs(
-            options.demand(told.config.nproc_per_node),
-            told.config.min_nodes,
-            told.config.max_nodes,
-            join=told.config.timing.join,
+            options.demand(order.config.nproc_per_node),
+            order.config.min_nodes,
+            order.config.max_nodes,
+            join=order.config.timing.join,
         )
-        self._heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._agents: dict[int, _Agent] = {}
+        self._count = 0
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._results: list[RunResult] = []
         self._deaths: dict[str, int] = {}
         self._vain: dict[str, int] = {}
         self._short_since = monotonic()
-        self._said = self._last_loss = ""
-        self._failure = ""
+        self._said = self._last_loss = self._failure = ""
         self._asked = 0
         self._error: ElasticError | None = None
         self._deadline: float | None = None
 
+    def _actor_options(self, options: RayOptions) -> dict[str, Any]:
+        env_vars = {**KEEP_GUARDIAN, **options.runtime_env.get("env_vars", {})}
+        return {
+            "num_cpus": options.cpus(self._config.nproc_per_node),
+            "num_gpus": options.num_gpus,
+            "memory": options.memory or None,
+            "resources": dict(options.resources),
+            "runtime_env": {**options.runtime_env, "env_vars": env_vars},
+            "max_concurrency": CALLS,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+
     def run(self) -> RunResult:
-        with SignalObserver(self._config.supervision.agent.heeded, self._heard.put):
+        with SignalObserver(self._config.supervision.agent.heeded, self._signals.put):
             try:
                 while not self._over():
                     self._turn()
             finally:
                 # Whatever has come up: nothing of the job is left running.
-                self._fleet.end()
+                self._drop_all()
         if self._error is not None:
             raise self._error
         return merged(self._results, self._asked, self._failure)
 
-    # -- the loop -----------------------------------------------------------------------------
-
     def _turn(self) -> None:
         if self._deadline is None:
             self._place()
-        for number, event in self._wait().items():
-            self._take(number, event)
-        while not self._heard.empty():
-            self._heed(self._heard.get())
+        for number, answer in self._wait():
+            self._take(number, answer)
+        while not self._signals.empty():
+            self._pass_on(self._signals.get())
         if not self._server.serving:
             self._fail("the driver's store has broken")
 
-    def _wait(self) -> dict[int, Event]:
-        if self._fleet.placed():
-            return self._fleet.wait(LOOK_SECONDS)
-        # Nobody is there who could tell of anything; a signal can still come.
-        with contextlib.suppress(queue.Empty):
-            self._heard.put(self._heard.get(timeout=LOOK_SECONDS))
-        return {}
+    def _wait(self) -> list[tuple[int, Any]]:
+        """The answers that are there, each of an agent by its number."""
+        waited = {agent.ran: number for number, agent in self._agents.items()}
+        waited |= {one.hello: number for number, one in self._agents.items() if not one.runs}
+        if not waited:
+            # There is no agent to wait for; a signal can still come.
+            with contextlib.suppress(queue.Empty):
+                self._signals.put(self._signals.get(timeout=LOOK_SECONDS))
+            return []
+        ready, _ = self._ray.wait(list(waited), num_returns=1, timeout=LOOK_SECONDS)
+        return [(waited[answer], answer) for answer in ready]
 
     def _over(self) -> bool:
         if self._deadline is None:
             return False
-        left = self._fleet.placed()
-        if left and monotonic() >= self._deadline:
-            nodes = ", ".join(agent.node[:8] for agent in left)
+        if self._agents and monotonic() >= self._deadline:
+            nodes = ", ".join(agent.node[:8] for agent in self._agents.values())
             log.warning("ending the agents on Ray nodes %s, which have not ended in time", nodes)
             return True
-        return not left
+        return not self._agents
 
     def _end(self, seconds: float) -> None:
         """No agent is placed any more, and those that run have so long to come to their end."""
         if self._deadline is None:
             self._deadline = monotonic() + seconds + self._config.timing.close + MARGIN
-        for agent in self._fleet.placed():
-            if agent.waiting is not None:
-                self._fleet.drop(agent.number)
+        for number in [number for number, agent in self._agents.items() if not agent.runs]:
+            self._drop(number)
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
         self._end(0.0)
-        self._fleet.end()
+        self._drop_all()
 
-    def _heed(self, number: int) -> None:
-        log.warning("%s: told to all agents", signal_name(number))
+    def _pass_on(self, number: int) -> None:
+        """A signal goes to all agents that run; those that wait are not waited for."""
+        log.warning("%s: passed on to all agents", signal_name(number))
         self._asked = number
-        options = self._config.supervision.agent
-        self._fleet.tell(number)
-        self._end(options.drain_grace + shutdown_seconds(self._config))
+        self._end(self._config.supervision.agent.drain_grace + shutdown_seconds(self._config))
+        for agent in self._agents.values():
+            agent.actor.heed.remote(number)
 
     # -- placing ------------------------------------------------------------------------------
 
     def _place(self) -> None:
+        living = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
         nodes = [
             RayNode(id_, room, self._deaths.get(id_, 0), self._vain.get(id_, 0))
-            for id_, room in self._fleet.rooms().items()
+            for id_, room in living.items()
         ]
-        agents = self._fleet.placed()
-        if sum(agent.waiting is None for agent in agents) >= self._needs.min_nodes:
+        if sum(agent.runs for agent in self._agents.values()) >= self._needs.min_nodes:
             self._short_since = monotonic()
+        agents = [
+            Placed(number, agent.node, None if agent.runs else agent.age)
+            for number, agent in self._agents.items()
+        ]
         plan = decide(nodes, agents, self._needs, monotonic() - self._short_since)
         if plan.gives_up:
             self._fail(plan.reason + (f"; the last: {self._last_loss}" if self._last_loss else ""))
             return
-        where = {agent.number: agent.node for agent in agents}
         for number in plan.withdraw:
-            self._vain[where[number]] = self._vain.get(where[number], 0) + 1
-            self._fleet.drop(number)
+            node = self._agents[number].node
+            self._vain[node] = self._vain.get(node, 0) + 1
+            self._drop(number)
         for node in plan.place:
-            log.debug("agent %d is placed on Ray node %s", self._fleet.start(node), node)
+            self._start(node)
         if plan.reason != self._said:
             self._said = plan.reason
             log.info("%s", plan.reason)
 
-    # -- what becomes of agents ---------------------------------------------------------------
+    def _start(self, node: str) -> None:
+        strategies = self._ray.util.scheduling_strategies
+        there = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = self._new_agent(scheduling_strategy=there, **self._options).remote(self._order)
+        self._count += 1
+        hello, ran = actor.hello.remote(), actor.run.remote()
+        self._agents[self._count] = _Agent(node, actor, hello, ran, monotonic())
+        log.debug("agent %d is placed on Ray node %s", self._count, node)
 
-    def _take(self, number: int, event: Event) -> None:
-        node = next(agent.node for agent in self._fleet.placed() if agent.number == number)
-        if isinstance(event, Began):
-            log.info("agent %d runs on Ray node %s (%s)", number, node[:8], event.place)
+    def _drop(self, number: int) -> None:
+        """Take the agent back, whatever it does; its workers end with it."""
+        agent = self._agents.pop(number)
+        # What is dead already cannot be killed.
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.kill(agent.actor, no_restart=True)
+
+    def _drop_all(self) -> None:
+        for number in list(self._agents):
+            self._drop(number)
+
+    # -- ends of agents ------------------------------------------------------------------------
+
+    def _take(self, number: int, answer: Any) -> None:
+        agent, errors = self._agents[number], self._ray.exceptions
+        try:
+            value = self._ray.get(answer)
+        except errors.RuntimeEnvSetupError as error:
+            value = ConfigError(f"Ray cannot set up the agents' runtime_env: {error}")
+        except errors.RayTaskError as error:
+            value = ElasticError(f"an agent broke: {error}")
+        except errors.RayError as error:
+            self._lose(number, f"{type(error).__name__}: {' '.join(str(error).split())}")
             return
-        if isinstance(event, Lost):
-            self._lose(number, node, event.reason)
-        elif isinstance(event, Refused):
-            self._error = self._error or event.error
-            self._fail(str(event.error))
-        elif event.result.state is WorkerState.FAILED and self._goes_on():
-            self._lose(number, node, event.result.reason)
+        if isinstance(value, ElasticError):
+            # Its settings cannot work, here or elsewhere.
+            self._error = self._error or value
+            self._fail(str(value))
+        elif answer == agent.hello:
+            agent.runs, agent.since = True, monotonic()
+            log.info("agent %d runs on Ray node %s (%s)", number, agent.node[:8], value)
+        elif value.state is WorkerState.FAILED and self._goes_on():
+            self._lose(number, value.reason)
         else:
-            self._results.append(event.result)
-            self._fleet.drop(number)
+            self._results.append(value)
+            self._drop(number)
             self._end(shutdown_seconds(self._config))
 
     def _goes_on(self) -> bool:
         """Whether the job does, although one of its agents has failed."""
         if self._deadline is not None or self._job_is_over():
             return False
-        running = sum(agent.waiting is None for agent in self._fleet.placed())
+        running = sum(agent.runs for agent in self._agents.values())
         # With fewer than that, it is what the job has waited for in vain.
         return running >= self._needs.min_nodes and running > 1
 
-    def _lose(self, number: int, node: str, reason: str) -> None:
-        young = self._fleet.uptime(number) < YOUNG
-        self._deaths[node] = self._deaths.get(node, 0) + 1 if young else 0
+    def _lose(self, number: int, reason: str) -> None:
+        agent = self._agents[number]
+        self._deaths[agent.node] = self._deaths.get(agent.node, 0) + 1 if agent.age < YOUNG else 0
         self._last_loss = reason
-        self._fleet.drop(number)
-        log.warning("agent %d on Ray node %s is lost: %s", number, node[:8], reason)
+        self._drop(number)
+        log.warning("agent %d on Ray node %s is lost: %s", number, agent.node[:8], reason)
         if self._deadline is None and self._job_is_over():
             self._end(shutdown_seconds(self._config))
 
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""
-        return bool(self._ask(lambda read: read.state is not None and read.state.phase.terminal))
-
-    def _ask(self, what: Callable[[StoredJob], Any]) -> Any:
         keys = Keys(self._config.run_id)
         store = TcpStore(
             self._server.host,
@@ -241,9 +573,10 @@ class Driver:
             secret=self._secret,
         )
         try:
-            return what(StoredJob(keys, store.list(keys.job)))
+            state = StoredJob(keys, store.list(keys.job)).state
         except StoreError as error:
             log.warning("the driver cannot read its own store: %s", error)
-            return None
+            return False
         finally:
             store.close()
+        return state is not None and state.phase.terminal

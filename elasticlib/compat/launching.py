@@ -1,0 +1,356 @@
+"""What a launch has of torch: its `LaunchConfig` fields, torchrun's variables, and its shapes.
+
+Each field and variable means what it means there, or is refused with the reason. What a field says
+is found in ours afterwards, so that everything else reads those alone; saying one thing twice is no
+mistake, and saying two things is one. torch itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ..agent.options import DRAIN_SIGNALS, SIGNALS
+from ..endpoint import is_any_port_here
+from ..errors import ConfigError
+from ..signals import as_signal, read_signals
+from ..workers.cpu import BINDINGS
+from ..workers.output import StreamChoice, Streams
+from ..workers.spec import WorkerState
+from . import EVENT_LOG_HANDLERS, TIMER_FILE, TORCH_C10D, TORCHS_TIMEOUT
+from .logs import check_name
+from .logs import open_logs_specs as open_logs_specs
+
+if TYPE_CHECKING:
+    from ..agent.interface import RunResult
+    from ..launch.backends import BackendRequest
+    from ..launch.config import LaunchConfig
+    from ..observe.journal import View
+    from ..rendezvous.interface import RendezvousHandler
+    from ..workers.processes import TimerServer
+
+# -- names of --rdzv-backend ----------------------------------------------------------------------
+
+_C10D_KEYS = frozenset(
+    {
+        *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"),
+        *("keep_alive_interval", "keep_alive_max_attempt", "read_timeout", "store_type", "is_host"),
+    }
+)
+
+
+def check_beside_torchs(config: LaunchConfig) -> None:
+    """Refuse what a handler of torch's kind would silently leave out.
+
+    Raises:
+        ConfigError: a flag, or for torch's own handler a key of --rdzv-conf, that has no meaning.
+    """
+    backend, supervision = config.rdzv_backend, config.supervision
+    defaults = type(supervision)()
+    given = {
+        "--topology": bool(config.topology),
+        "--spares": config.spares is not None,
+        "--node-rank": config.node_rank is not None,
+        "--store-grace": config.store_grace != type(config)().store_grace,
+        "--snapshot-replicas": supervision.agent.snapshot_replicas > 0,
+    }
+    for name in ("restart_window", "restart_backoff"):
+        flag = f"--{name.replace('_', '-')}"
+        given[flag] = getattr(supervision, name) != getattr(defaults, name)
+    refused = [flag for flag, is_given in given.items() if is_given]
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)}: a handler of torch's kind, as {backend} is, cannot do that; "
+            "elasticlib's own backends can"
+        )
+    if backend == TORCH_C10D:
+        _check_c10d(config)
+
+
+def _check_c10d(config: LaunchConfig) -> None:
+    if not config.rdzv_endpoint:
+        raise ConfigError(f"--rdzv-backend {TORCH_C10D} needs an --rdzv-endpoint")
+    unknown = sorted(set(config.rdzv_configs) - _C10D_KEYS)
+    if unknown:
+        raise ConfigError(
+            f"--rdzv-conf {', '.join(unknown)}: torch's c10d handler would ignore that; it takes "
+            f"{', '.join(sorted(_C10D_KEYS))}"
+        )
+
+
+# -- fields of LaunchConfig -----------------------------------------------------------------------
+
+HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
+
+
+def texts(value: Iterable[str] | None) -> tuple[str, ...]:
+    """A list of texts, which torch lets be None."""
+    if isinstance(value, str):
+        raise ConfigError(f"filters are a list of texts, got the text {value!r}")
+    return tuple(value or ())
+
+
+def plain_values(config: LaunchConfig) -> dict[str, Any]:
+    """What torch's fields of a config say, as values of the fields that are read.
+
+    Raises:
+        ConfigError: one of them cannot be heeded, or contradicts a field of ours.
+    """
+    if config.metrics_cfg:
+        raise ConfigError(
+            "metrics_cfg has no effect in torch either, and is refused here: leave it empty and "
+            "call elasticlib.metrics.configure(handler), or give an observe_port; "
+            f"got {dict(config.metrics_cfg)!r}"
+        )
+    name = config.event_log_handler
+    if name not in EVENT_LOG_HANDLERS:
+        raise ConfigError(f"--event-log-handler is {' or '.join(EVENT_LOG_HANDLERS)}, got {name!r}")
+    return {**_meeting(config), **_logs(config), **_binding(config), **_signals(config)}
+
+
+def _meeting(config: LaunchConfig) -> dict[str, Any]:
+    """Where and as whom, with torch's ways to say that nobody else will come."""
+    found: dict[str, Any] = {}
+    tcp = config.rdzv_backend in ("tcp", "c10d", "static")
+    if config.max_nodes == 1 and tcp and is_any_port_here(config.rdzv_endpoint):
+        found["rdzv_endpoint"] = ""
+        if config.rdzv_backend == "static":
+            found["rdzv_backend"] = "tcp"
+    conf = dict(config.rdzv_configs)
+    if config.rdzv_timeout != -1:
+        conf["timeout"] = config.rdzv_timeout
+    if config.rdzv_backend == "static" and config.node_rank is None and "rank" in conf:
+        found["node_rank"] = _rank(conf.pop("rank"))
+    if conf != config.rdzv_configs:
+        found["rdzv_configs"] = conf
+    if config.run_id == "" and not found.get("rdzv_endpoint", config.rdzv_endpoint):
+        # A job that nobody can join still has a name of its own.
+        found["run_id"] = str(uuid.uuid4())
+    return found
+
+
+def _rank(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"rdzv_configs rank is a whole number, got {value!r}") from None
+
+
+def _logs(config: LaunchConfig) -> dict[str, Any]:
+    specs = config.logs_specs
+    if specs is None:
+        return {}
+    if isinstance(specs, str):
+        check_name(specs)
+        return {}
+    # By name, as torch is not imported for this. A subclass may do anything with the files.
+    if (type(specs).__module__, type(specs).__qualname__) != LOGS_SPECS:
+        if callable(getattr(specs, "reify", None)):
+            return {}
+        raise ConfigError(
+            "logs_specs is one of torch's LogsSpecs, or the name of an entry point of "
+            f"torchrun.logs_specs, got {specs!r}"
+        )
+    found = {
+        "log_dir": specs.root_log_dir,
+        "redirects": _choice(specs._redirects),
+        "tee": _choice(specs._tee),
+        "local_ranks_filter": frozenset(specs._local_ranks_filter or ()) or None,
+    }
+    if found["log_dir"] == os.devnull:
+        if found["redirects"].any or found["tee"].any:
+            raise ConfigError(f"logs_specs sends output to files, and its log_dir is {os.devnull}")
+        found["log_dir"] = None
+    # From here on it is ours to say where output goes.
+    return {"logs_specs": None, **_once(config, "logs_specs", found)}
+
+
+def _choice(streams: int | Mapping[int, int]) -> StreamChoice:
+    if isinstance(streams, Mapping):
+        return StreamChoice(by_rank={rank: Streams(int(s)) for rank, s in streams.items()})
+    return StreamChoice(everywhere=Streams(int(streams)))
+
+
+def _binding(config: LaunchConfig) -> dict[str, Any]:
+    if config.numa_options is None:
+        return {}
+    mode = getattr(config.numa_options, "affinity_mode", None)
+    name = getattr(mode, "value", mode)
+    if name not in BINDINGS:
+        raise ConfigError(
+            "numa_options is torch's NumaOptions with an affinity_mode of "
+            f"{', '.join(BINDINGS)}, got {config.numa_options!r}"
+        )
+    return _once(config, "numa_options", {"numa_binding": name})
+
+
+def may_go_unbound(config: LaunchConfig) -> bool:
+    """Whether workers are to run anywhere, if they cannot be bound."""
+    return bool(getattr(config.numa_options, "should_fall_back_if_binding_fails", False))
+
+
+def _signals(config: LaunchConfig) -> dict[str, Any]:
+    if config.signals_to_handle is None:
+        return {}
+    ends = read_signals(config.signals_to_handle, "signals_to_handle") or ()
+    agent = config.supervision.agent
+    both = sorted({*ends} & {*agent.drain_signals})
+    if agent.signals not in (SIGNALS, ends) or (both and agent.drain_signals != DRAIN_SIGNALS):
+        raise ConfigError(
+            f"signals_to_handle says {config.signals_to_handle}, and supervision something else: "
+            "say it in one of them"
+        )
+    # torch's jobs name SIGUSR2 among those that end the run.
+    drains = tuple(n for n in agent.drain_signals if n not in ends)
+    agent = attrs.evolve(agent, signals=ends, drain_signals=drains)
+    return {"supervision": attrs.evolve(config.supervision, agent=agent)}
+
+
+def _once(config: LaunchConfig, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """These values, if the fields that they are for say nothing else."""
+    for field, value in found.items():
+        if getattr(config, field) not in (None, StreamChoice(), value):
+            raise ConfigError(
+                f"{name} says {field}={value!r}, and {field} is {getattr(config, field)!r}: "
+                "say it in one of them"
+            )
+    return dict(found)
+
+
+def ours(config: Any, kind: type[LaunchConfig]) -> LaunchConfig:
+    """A config of our kind; torch's own is read field by field.
+
+    Raises:
+        ConfigError: it is neither, or says what cannot be done here.
+    """
+    if isinstance(config, kind):
+        return config
+    names = getattr(type(config), "__dataclass_fields__", {})
+    if not {"min_nodes", "max_nodes", "nproc_per_node", "rdzv_backend"} <= set(names):
+        raise ConfigError(f"config is a LaunchConfig, got {config!r}")
+    values = {name: getattr(config, name) for name in names}
+    known = attrs.fields_dict(kind)
+    for name in set(values) - set(known):
+        if values.pop(name) != names[name].default:
+            raise ConfigError(f"elasticlib does not know the field {name} of torch's LaunchConfig")
+    conf = dict(values["rdzv_configs"])
+    if "join_timeout" in conf and conf.get("timeout") == TORCHS_TIMEOUT:
+        del conf["timeout"]  # torch has put it there, and its c10d does not read it
+    values["rdzv_configs"] = conf
+    return kind(**values)
+
+
+# -- variables of torchrun ------------------------------------------------------------------------
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "workers in the kernel's uninterruptible sleep "
+    "are not looked for; --hang-timeout finds those that make no steps",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "workers never share a store with the rendezvous, and "
+    "theirs is served by their agent",
+}
+"""Variables that torchrun heeds and elasticrun does not, and why; none of them is an error."""
+
+
+@attrs.frozen(kw_only=True)
+class TorchrunOptions:
+    """python: the interpreter of scripts and modules, None for the agent's own. use_libuv: which of
+    torch's two servers the workers' store is. timer_file: where the agent listens to the timers
+    that its workers set, empty for a file of its own, None where it does not.
+    """
+
+    python: str | None = None
+    use_libuv: bool = True
+    timer_file: str | None = None
+
+
+def read_torchrun_variables(
+    environment: Mapping[str, str], *, python: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of a `TorchrunOptions`, and a sentence for each variable that has no effect.
+
+    python: whether the workers are started by an interpreter, and so might be by another one.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    found: dict[str, Any] = {}
+    notes = [
+        f"{name}={environment[name]} has no effect: {why}"
+        for name, why in WITHOUT_EFFECT.items()
+        if environment.get(name, "") not in ("", "0")
+    ]
+    name = environment.get("PYTHON_EXEC")
+    if name and python:
+        found["python"] = shutil.which(name)
+        if found["python"] is None:
+            raise ConfigError(
+                f"PYTHON_EXEC is the interpreter of the workers, and {name!r} is no program here"
+            )
+    found["use_libuv"] = wants_libuv(environment)
+    pipe = environment.get(TIMER_FILE, "")
+    if environment.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        found["timer_file"] = pipe
+    elif pipe:
+        notes.append(
+            f"{TIMER_FILE}={pipe} has no effect, and workers do not see it: nobody "
+            "listens there without TORCHELASTIC_ENABLE_FILE_TIMER=1"
+        )
+    return found, tuple(notes)
+
+
+def wants_libuv(environment: Mapping[str, str]) -> bool:
+    """As torch reads it: whatever is not 1 asks for the other server."""
+    return environment.get("USE_LIBUV", "1") == "1"
+
+
+# -- shapes of a run, each imported when it is needed ----------------------------------------------
+
+
+def values_of(name: str, result: RunResult) -> dict[int, Any]:
+    """What the workers of a run that succeeded returned.
+
+    Raises:
+        ChildFailedError: it failed. SignalException: it was stopped or drained.
+    """
+    if result.state is WorkerState.SUCCEEDED:
+        return result.values
+    from .failures import ChildFailedError, SignalException, failures_of
+
+    if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+        said = f"{name}: {result.state.value}: {result.reason}"
+        raise SignalException(said, as_signal(result.signal), result)
+    raise ChildFailedError(name, failures_of(result.failures), result)
+
+
+def torch_views(config: LaunchConfig, name: str, handler: RendezvousHandler) -> Iterator[View]:
+    """What shows this node's events in torch's shapes; name: of what is run."""
+    from .views import PutMetrics, TorchsEvents
+
+    yield PutMetrics(config.role)
+    if config.event_log_handler == "console":
+        yield TorchsEvents(name, config.role, handler)
+
+
+def find_timers(config: LaunchConfig) -> TimerServer | None:
+    """What keeps the timers of torch's `FileTimerClient`, if workers are to have it."""
+    from .timers import TimerServer
+
+    path = config.torchrun.timer_file
+    return None if path is None else TimerServer(path)
+
+
+def open_from_torch(name: str, request: BackendRequest) -> RendezvousHandler:
+    """The handler that torchrun would have under that name, as ours.
+
+    Raises:
+        Exception: whatever the handler, or torch's registry, raises.
+    """
+    from .from_torch import open_from_torch
+
+    return open_from_torch(name, request)

@@ -1,0 +1,68 @@
+"""Where a TCP store is served, on machines whose kernel or names have something missing."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticlib import LaunchConfig, TcpStore, TcpStoreServer
+from elasticlib.launch.addresses import is_ours, outward_address, resolve
+from elasticlib.launch.store_host import TcpMeetingPlace
+
+
+class WithoutIPv6(socket.socket):
+    """As the kernel makes them where IPv6 is not built in."""
+
+    def __init__(self, family: int = socket.AF_INET, *rest: Any, **more: Any) -> None:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        super().__init__(family, *rest, **more)
+
+
+def test_a_kernel_without_ipv6_hosts_and_dials_at_the_other_addresses_of_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with TcpStoreServer("127.0.0.1", 0) as free:
+        port = free.port
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *rest: Any, **more: Any) -> list[Any]:
+        hosts = ("::1", "127.0.0.1") if host == "localhost" else (host,)
+        return [info for one in hosts for info in real(one, *rest, **more)]
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    config = LaunchConfig(max_nodes=2, run_id="job", rdzv_endpoint=f"localhost:{port}")
+    server, store = TcpMeetingPlace(config, None).open()
+    assert server is not None
+    with server, store, TcpStore("localhost", port, job="job", connect_timeout=5.0) as other:
+        assert other.set("key", b"value") == store.get("key")
+    assert outward_address()
+
+
+def test_a_link_local_address_keeps_the_scope_without_which_it_means_nothing() -> None:
+    link = next((name for _, name in socket.if_nameindex() if link_local(name)), None)
+    if link is None:
+        pytest.skip("no interface here has a link-local address")
+    address = f"{link_local(link)}%{link}"
+    assert resolve(address, 1) == [address]
+    assert is_ours(address)
+    with TcpStoreServer(address, 0, job="job") as server:
+        assert server.host == address
+        with TcpStore(server.host, server.port, job="job") as store:
+            store.set("key", b"")
+            assert store.local_address == address
+
+
+def link_local(interface: str) -> str:
+    """The link-local address of an interface; empty where it has none."""
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return ""
+    found = [bytes.fromhex(row[0]) for row in rows if row[5] == interface]
+    return next((socket.inet_ntop(socket.AF_INET6, a) for a in found if a[:2] == b"\xfe\x80"), "")
