@@ -210,8 +210,7 @@ def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
         if address.lower() not in ("", host.lower()) or port not in (None, at):
             raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
     check_host("--master-addr", address)
-    if is_wildcard(address) and nodes > 1:
-        raise ConfigError(f"--master-addr is an address that the other nodes reach, got {address}")
+    _check_reached("--master-addr", address, nodes)
     if port == 0 and nodes > 1:
         raise ConfigError("nodes cannot meet at --master-port 0: give a port that is free")
     if is_wildcard(address):  # one node reaches itself there
@@ -250,10 +249,7 @@ def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
                 f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
                 "--standalone takes a free port for one node"
             )
-        if is_wildcard(host):
-            raise ConfigError(
-                f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
-            )
+        _check_reached("--rdzv-endpoint", host)
     if len({(host.lower(), port) for host, port in places}) < len(endpoints):
         raise ConfigError(f"--rdzv-endpoint names a place twice: {text}")
     several = len(endpoints) > 1
@@ -269,11 +265,14 @@ def check_local_addr(address: str | None, nodes: int) -> None:
     Raises:
         ConfigError: the other nodes could not reach this one's workers there.
     """
-    if not address:
-        return
-    check_host("--local-addr", address)
-    if is_wildcard(address) and nodes > 1:
-        raise ConfigError(f"--local-addr is an address that the other nodes reach, got {address}")
+    if address:
+        check_host("--local-addr", address)
+        _check_reached("--local-addr", address, nodes)
+
+
+def _check_reached(flag: str, host: str, nodes: int = 2) -> None:
+    if is_wildcard(host) and nodes > 1:
+        raise ConfigError(f"{flag} is an address that the other nodes reach, got {host}")
 
 
 def parts_of(text: str) -> tuple[str, ...]:
