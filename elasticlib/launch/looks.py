@@ -30,6 +30,7 @@ from ..compat import TIMER_FILE
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreError, StoreRefused
 from ..held_folder import is_held
+from ..observe.wording import size
 from ..stores.secret import VARIABLE as SECRET
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
@@ -468,7 +469,7 @@ def look_at_shared_memory(place: str = SHARED_MEMORY) -> Iterator[Finding]:
             "emptyDir of medium Memory there",
         )
         return
-    sizes = f"{_size(usage.free)} of {_size(usage.total)} are free in {place}"
+    sizes = f"{size(usage.free)} of {size(usage.total)} are free in {place}"
     if usage.total <= LITTLE_SHARED:
         hint = "that is Docker's default, and little for loaders with workers: give --shm-size"
         yield Finding(check, None, f"{sizes}; {hint}")
@@ -544,12 +545,12 @@ def look_at_memory() -> Iterator[Finding]:
     limit = limit_of_group("memory", "memory.max", "memory.limit_in_bytes")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if limit is None or limit >= total:
-        yield Finding("memory", True, f"{_size(total)}, and no limit of a container's")
+        yield Finding("memory", True, f"{size(total)}, and no limit of a container's")
     else:
         yield Finding(
             "memory",
             True,
-            f"this container may use {_size(limit)} of the machine's {_size(total)}; what lies in "
+            f"this container may use {size(limit)} of the machine's {size(total)}; what lies in "
             f"{SHARED_MEMORY} counts, and whoever needs more is killed (SIGKILL)",
         )
 
@@ -629,7 +630,7 @@ def _sizes(paths: list[Path]) -> str:
         for name in (*folders, *files):
             with contextlib.suppress(OSError):
                 found += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return _size(found)
+    return size(found)
 
 
 def _mentioned() -> bytes:
@@ -665,11 +666,3 @@ def limit_of_group(
 
 def _count(limit: int) -> str:
     return "any number" if limit == resource.RLIM_INFINITY else str(limit)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
