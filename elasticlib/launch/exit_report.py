@@ -78,12 +78,12 @@ def _generation(made: Generation) -> str:
 
 def _phases(lost: Cost) -> str:
     names = ("detect", "stop", "rendezvous", "start", "restore")
-    told = [(name, getattr(lost, name)) for name in names]
-    said = [f"{name} {duration(seconds)}" for name, seconds in told if seconds is not None]
+    known = [(name, getattr(lost, name)) for name in names]
+    said = [f"{name} {duration(seconds)}" for name, seconds in known if seconds is not None]
     if lost.redone:
         steps = plural(lost.redone, "step")
         said.append(f"{steps} redone in {duration(lost.redone_seconds)}")
-    return ", ".join(said) or "nothing that was told"
+    return ", ".join(said) or "nothing that is known"
 
 
 def _places(name: str, logs: str, events: str) -> Iterator[str]:
