@@ -115,13 +115,13 @@ def run_node(
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
     workers: what runs them, if not processes of this machine as the config has them. began:
-    called with the agent before it runs, for who is to tell it something from another thread.
+    called with the agent before it runs, for a thread that sends it something later.
     summed: called with the lines on what the run lost and where to read more.
     """
     config = heeding(config, os.environ)
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
-        # From here to the end: a node that has saved and leaves is often told so again.
+        # From here to the end: a node that drains often gets the signal again.
         held = HELD if HELD.active else stack.enter_context(HeldSignals(options.drain_signals))
         check_machine(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
@@ -167,8 +167,8 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
     # Which interpreter workers have is torchrun's affair, and not its agent's.
     said, _ = read_torchrun_variables(environment, python=False)
     plain, found = TorchrunOptions(), config.torchrun
-    told = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
-    return attrs.evolve(config, torchrun=attrs.evolve(found, **told))
+    heard = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
+    return attrs.evolve(config, torchrun=attrs.evolve(found, **heard))
 
 
 def _depart(

@@ -310,7 +310,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         Flag("-t, --tee STREAMS", "write output to files, and show it as well", "0"),
         Flag(
-            "--local-ranks-filter R,R...",
+            "--local-ranks-filter R,R-R",
             "show the output of these local ranks alone; files are written for all",
             "",
         ),
