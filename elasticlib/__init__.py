@@ -64,8 +64,7 @@ _HOMES = {
     ),
     "agent.options": ("AgentOptions",),
     "launch.backends": ("BackendRequest",),
-    "launch.config": ("LaunchConfig",),
-    "launch.supervision_flags": ("SupervisionOptions",),
+    "launch.config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch",),
     "data.sampler": ("ElasticDistributedSampler",),
     "logical.workers": (
@@ -89,8 +88,9 @@ _HOMES = {
         "load_checkpoint",
         "latest_checkpoint",
     ),
-    "checkpoint.manager": ("CheckpointManager", "Restored"),
-    "checkpoint.saving": ("Save",),
+    "checkpoint.manager": ("CheckpointManager",),
+    "checkpoint.restore": ("Restored",),
+    "checkpoint.commit": ("Save",),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
     "observe.read_events": ("read_history",),
@@ -104,12 +104,12 @@ if TYPE_CHECKING:
     from .agent.loop import ElasticAgent as ElasticAgent
     from .agent.loop import LocalElasticAgent as LocalElasticAgent
     from .agent.options import AgentOptions as AgentOptions
+    from .checkpoint.commit import Save as Save
     from .checkpoint.file import latest_checkpoint as latest_checkpoint
     from .checkpoint.file import load_checkpoint as load_checkpoint
     from .checkpoint.file import save_checkpoint as save_checkpoint
     from .checkpoint.manager import CheckpointManager as CheckpointManager
-    from .checkpoint.manager import Restored as Restored
-    from .checkpoint.saving import Save as Save
+    from .checkpoint.restore import Restored as Restored
     from .compat.failures import ChildFailedError as ChildFailedError
     from .compat.failures import ProcessFailure as ProcessFailure
     from .compat.failures import SignalException as SignalException
@@ -131,8 +131,8 @@ if TYPE_CHECKING:
     from .errors import ElasticError as ElasticError
     from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
+    from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
-    from .launch.supervision_flags import SupervisionOptions as SupervisionOptions
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .observe.history import History as History

@@ -10,6 +10,7 @@ from .errors import ConfigError
 STORE_PORT = 29400
 """Where a store listens unless told otherwise, as torch's c10d backend does."""
 
+HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 LONGEST_NAME = 253
 _LABEL = re.compile(r"\w(?:[\w-]{0,61}\w)?", re.ASCII)
 """Of a host's name, by RFC 1123; an underscore is none of its, and names of containers have it."""
@@ -79,6 +80,15 @@ def is_wildcard(host: str) -> bool:
         return _ZEROS.fullmatch(host) is not None
     mapped = getattr(address, "ipv4_mapped", None)
     return address.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
+def is_any_port_here(text: str) -> bool:
+    """Whether this is torchrun's `localhost:0`: some free port of this machine, for it alone."""
+    try:
+        host, port = split_endpoint(text, STORE_PORT)
+    except ConfigError:
+        return False  # refused with its reason where it is looked at as an endpoint
+    return port == 0 and host.lower() in HERE
 
 
 def _is_ipv6(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""Values that flags have and the agent takes.
+"""Choices and defaults that a flag and the part behind it share, each written here alone.
 
 Imported by both, and importing nothing, so that --help is answered before attrs is imported.
 """
@@ -9,3 +9,7 @@ RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-check
 """When workers that listen stop, so that the job can change its size: see AgentOptions."""
 DRAIN_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
+GRACE = 30.0
+"""Seconds that workers have to save and end when the job's size changes, or their node leaves."""
+STORE_GRACE = 300.0
+"""Seconds for which the store may be unreachable."""

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -101,6 +102,24 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
     if unknown:
         raise ValueError(f"{unknown[0]!r:.80} is no field of it")
     return kind(**fields, **ready)
+
+
+def full_name(value: object) -> str:
+    """The name of its class, with its module's."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def class_named(name: str) -> type | None:
+    """The class that a module which is imported has under this name; None if there is none.
+
+    Nothing is imported, and nothing of the program run: a checkpoint may name any class.
+    """
+    module, _, path = name.partition(":")
+    found: object = sys.modules.get(module)
+    for part in path.split("."):
+        # Not getattr: a module's own may import, and a class's may run anything.
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) else None
 
 
 def _finite(text: str) -> float | str:

@@ -46,11 +46,9 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 PURE = (
     "agent/policy.py",
     "agent/hang.py",
-    "checkpoint/choose.py",
     "checkpoint/cover.py",
-    "checkpoint/manifest.py",
     "data/deal.py",
-    "launch/slurm.py",
+    "launch/schedulers.py",
     "logical/shares.py",
     "observe/event.py",
     "rendezvous/decide.py",

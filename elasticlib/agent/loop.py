@@ -384,7 +384,6 @@ class ElasticAgent:
             self._spec.entrypoint,
             uptime=self._clock() - self._started_at,
             first=self._started == 1,
-            min_uptime=self._options.min_uptime,
         )
         alone = unsaved and stopping is not None and stopping.agreeing
         return policy.WorkerEnded(exit_, kind, unsaved, alone)

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-from ..flag_values import AT_CHECKPOINT, AT_STEP, IMMEDIATE, RESIZES
+from ..flag_values import AT_CHECKPOINT, AT_STEP, GRACE, IMMEDIATE, RESIZES
 from ..signals import can_be_heard, signal_name
 from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
@@ -43,8 +43,7 @@ class AgentOptions:
     ignored on entry stay ignored. resize_grace, drain_grace: seconds that listening workers have
     to save and end when the job changes its size, and when this node leaves. resize: when they
     stop for the former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
-    `at-checkpoint` (once they have saved). min_uptime: a worker that fails within so many seconds
-    of its node's first start is not retried; 0 for none. hang: what silence of workers that tell
+    `at-checkpoint` (once they have saved). hang: what silence of workers that tell
     of their steps is a hang; None: they are not watched. snapshot_replicas: how many other nodes
     keep the snapshots of this node's workers as well.
     """
@@ -52,10 +51,9 @@ class AgentOptions:
     signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
     drain_signals: tuple[int, ...] = attrs.field(default=DRAIN_SIGNALS, converter=_numbers)
     save_signals: tuple[int, ...] = attrs.field(default=SAVE_SIGNALS, converter=_numbers)
-    resize_grace: float = 30.0
-    drain_grace: float = 30.0
+    resize_grace: float = GRACE
+    drain_grace: float = GRACE
     resize: str = AT_STEP
-    min_uptime: float = 0.0
     hang: HangLimits | None = None
     snapshot_replicas: int = 0
 
@@ -67,7 +65,7 @@ class AgentOptions:
                         f"{name}: a process cannot handle {signal_name(number)} ({number}): "
                         "choose other signals"
                     )
-        for name in ("resize_grace", "drain_grace", "min_uptime"):
+        for name in ("resize_grace", "drain_grace"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
         if self.snapshot_replicas < 0:

@@ -4,6 +4,13 @@ The folder says who has it, in its fence. A later generation of a launch takes i
 one, and a new launch from the one before; whom it was taken from cannot commit any more, nor take
 it back. The data of each save have names of their own, so nothing that counts is ever overwritten.
 What nobody needs any more is deleted manifest first: a checkpoint is there whole, or not at all.
+
+Of a state that is the same on all ranks one rank writes, of a sharded one all, each its part. Both
+go the same way: the first writer claims the folder, each writes its file, the first commits them.
+If one of them fails, none counts, and all of them know. Ranks that write nothing hear of it by the
+store that the process group met in: nobody waits in a collective for that, as only some may ask.
+
+Agents commit what their workers left in memory, so nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -12,20 +19,41 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import re
+import threading
+import zlib
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused, Unreadable
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
 from ..foreign import read_fields, read_object
-from . import manifest as manifests
-from .folder import CheckpointFolder
-from .local import NotAFile
-from .manifest import DataFile, Health, Manifest, Retention, Selection, select, target_of
-from .summing import crc32_beside, no_news
+from .folder import (
+    MANIFEST,
+    CheckpointFolder,
+    DataFile,
+    Health,
+    Manifest,
+    Retention,
+    Selection,
+    body_of,
+    encode_manifest,
+    flaw_by_sizes,
+    folder_of,
+    select,
+    step_of,
+    summed,
+)
+from .place import NotAFile, crc32_beside, no_news, target_of
+
+if TYPE_CHECKING:
+    from .peers import Peers
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -36,6 +64,19 @@ _LOST_KEPT = 64
 
 _DATA = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
 _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+WAIT_SECONDS = 1800.0
+"""For which a rank waits to hear of a save that another one makes: as long as torch's groups."""
+
+STORE_SECONDS, FOLDER_SECONDS = 0.02, 0.1
+"""Between two looks for what became of another rank's save."""
+
+REMEMBERED = 1000
+"""Of so many saves the store still tells how they came out."""
+
+_saves: Counter[str] = Counter()
+"""How many saves have begun, by the names under which the store tells of them. Not each manager's
+own: another one of the same folder goes on counting."""
 
 
 # -- who may write: pure ---------------------------------------------------------------------------
@@ -112,12 +153,12 @@ def why_not(fence: Fence | None, writer: Writer, *, beside: bool = False) -> str
 def encode_fence(fence: Fence) -> bytes:
     """One line of JSON, and one with its sum."""
     body = json.dumps({"format": _FORMAT, **attrs.asdict(fence)}).encode("ascii")
-    return manifests.summed(body, b"")
+    return summed(body, b"")
 
 
 def decode_fence(data: bytes) -> Fence:
     """The fence again. Raises CheckpointCorrupt."""
-    body = manifests.body_of(data, b"")
+    body = body_of(data, b"")
     try:
         if body is None:
             raise ValueError("it was changed or cut short")
@@ -214,7 +255,7 @@ class Committer:
         Raises:
             CheckpointError: the disk failed.
         """
-        folder = manifests.folder_of(step)
+        folder = folder_of(step)
         with self._at_work(f"could not be written to {folder}"):
             summed = crc32_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
             return DataFile(name, len(data), summed)
@@ -237,7 +278,7 @@ class Committer:
             CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
                 failed, or a file of it is gone.
         """
-        writer, folder = self.writer, manifests.folder_of(step)
+        writer, folder = self.writer, folder_of(step)
         manifest = Manifest(
             step=step,
             files=files,
@@ -256,12 +297,12 @@ class Committer:
                 what = f"step {step} was not committed to {self._place.name}"
                 raise CheckpointRefused(f"{what}: {reason}")
             sizes = self._place.files(folder)
-            flaw = manifests.flaw(manifest, sizes)
+            flaw = flaw_by_sizes(manifest, sizes)
             if flaw:
                 gone = any(file.name not in sizes for file in files)
                 kind = ClearedAway if gone else CheckpointError
                 raise kind(f"{self._place.name}/{folder} was not committed: {flaw}")
-            self._place.put(f"{folder}/{manifests.NAME}", manifests.encode(manifest))
+            self._place.put(f"{folder}/{MANIFEST}", encode_manifest(manifest))
             self.committed = monotonic()
             self._folder.know(manifest, Health.GOOD)
             if not self._beside:
@@ -270,10 +311,10 @@ class Committer:
 
     def abandon(self, step: int, name: str) -> None:
         """Take away a file that was not committed after all, as far as the disk lets us."""
-        folder = manifests.folder_of(step)
+        folder = folder_of(step)
         try:
             # A commit may have failed once its manifest was in place: then it counts.
-            named = self._named(step)
+            named = self._folder.named(step)
             if named is not None and name not in named:
                 self._place.remove(f"{folder}/{name}")
             # Another's first file may be about to be made in it.
@@ -295,12 +336,12 @@ class Committer:
                 disk failed.
         """
         if dry_run:
-            return self._select(unread=self._look_for_good(seen))
+            return self._select(unread=self._folder.look_for_good(seen))
         with self._at_work("could not be pruned"):
             with self._place.locked():
                 self._live_beside()
             # Not under the lock, which a job that writes here waits for: it may take long.
-            unread = self._look_for_good(seen)
+            unread = self._folder.look_for_good(seen)
             with self._place.locked():
                 live = self._live_beside()
                 selection = self._select(unread=unread)
@@ -332,16 +373,16 @@ class Committer:
             with self._or_it_stays():
                 self._place.remove(name)
         for folder in self._place.folders():
-            step = manifests.step_of(folder)
+            step = step_of(folder)
             if step is not None and not self._place.is_linked(folder):
                 with self._or_it_stays(failed if step in doomed else None):
                     self._sweep_folder(step, live, doomed=step in doomed)
         return failed
 
     def _sweep_folder(self, step: int, live: str, *, doomed: bool) -> None:
-        folder, named = manifests.folder_of(step), self._named(step)
+        folder, named = folder_of(step), self._folder.named(step)
         if doomed:
-            self._place.remove(f"{folder}/{manifests.NAME}")
+            self._place.remove(f"{folder}/{MANIFEST}")
         elif named is None:
             return
         named, sizes = named or set(), self._place.files(folder)
@@ -367,27 +408,12 @@ class Committer:
                 what = "what is not needed could not be deleted"
                 log.warning("%s: %s: %s", self._place.name, what, error)
 
-    def _look_for_good(self, seen: Callable[[memoryview], None]) -> set[int]:
-        """Read from the newest on until one turns out whole; those that could not be read."""
-        unread = set()
-        for found in self._folder.found():
-            try:
-                if found.manifest:
-                    self._folder.check(found.manifest, seen)
-                    break
-            except CheckpointCorrupt:
-                continue
-            except Unreadable as error:
-                log.warning("it stays: %s", error)
-                unread.add(found.step)
-        return unread
-
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
         rows, metrics = [], {}
         for one in self._folder.found():
             metrics[one.step] = one.manifest.metrics if one.manifest else {}
             # What a link leads to is not ours to delete: it stays as what nobody could look at.
-            linked = self._place.is_linked(manifests.folder_of(one.step))
+            linked = self._place.is_linked(folder_of(one.step))
             if one.unread or linked or one.step in unread:
                 health = Health.UNREAD
             elif one.manifest is None:
@@ -396,16 +422,6 @@ class Committer:
                 health = self._folder.health(one.manifest)
             rows.append((one.step, health))
         return select(rows, self._retention, just, metrics)
-
-    def _named(self, step: int) -> set[str] | None:
-        """The files that a step's manifest names; None if that cannot be read: who knows."""
-        try:
-            data = self._place.read(f"{manifests.folder_of(step)}/{manifests.NAME}")
-            if data is None:
-                return set()
-            return {file.name for file in manifests.decode(data).files} | {manifests.NAME}
-        except (CheckpointCorrupt, OSError):
-            return None
 
     def _fence(self, *, damaged_is_none: bool = False) -> Fence | None:
         try:
@@ -416,6 +432,12 @@ class Committer:
                 raise
             log.warning("%s: %s: nobody is known to have it", self._place.name, error)
             return None
+
+    def goes_on(self) -> bool:
+        """Whether a later generation of the same launch has the folder: nothing is lost then."""
+        fence, ours = self._fence(), self.writer
+        holder = fence.holder if fence else ours
+        return holder.start == ours.start and holder.generation > ours.generation
 
     @contextlib.contextmanager
     def _at_work(self, what: str) -> Iterator[None]:
@@ -429,3 +451,242 @@ class Committer:
             elif error.errno in _NO_WRITES:
                 kind = TakesNoWrites
             raise kind(f"{self._place.name} {what}: {error}") from error
+
+
+class Writers:
+    """The ranks that write a save together: this one alone, or all of a process group.
+
+    Those of a group make one at the same time, and call `write` in the same order.
+
+    peers: of a group that is theirs alone, so that what goes on behind a training step never mixes
+    with the step's collectives; None if this rank writes alone. Only sentences are exchanged.
+    """
+
+    def __init__(self, commits: Committer, peers: Peers | None = None) -> None:
+        self._commits, self._peers, self._count = commits, peers, 0
+        self.rank = peers.rank if peers else 0
+        self._kind = f"part-{self.rank:05d}" if peers else "state"
+        # The files of all ranks bear the name of the writer that will commit them.
+        token = commits.writer.token
+        self._token: str = peers.words({"token": token})[0]["token"] if peers else token
+
+    def write(
+        self,
+        step: int,
+        data: memoryview,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        world_size: int = 0,
+    ) -> None:
+        """Write this rank's pack as a file, and commit those of all.
+
+        Raises:
+            CheckpointError: on all ranks; one of them failed.
+        """
+        self._count += 1
+        commits, first = self._commits, self.rank == 0
+        name = data_name(self._kind, self._token, self._count)
+        self._all_do(step, commits.claim if first else None)
+        try:
+            files = self._all_do(step, partial(commits.write, step, name, data))
+            parts = len(files) if self._peers else 0
+            commit = partial(commits.commit, step, files, parts, metrics=metrics, world=world_size)
+            self._all_do(step, commit if first else None)
+        except BaseException:
+            commits.abandon(step, name)
+            raise
+
+    def _all_do(self, step: int, act: Callable[[], DataFile | None] | None) -> tuple[DataFile, ...]:
+        """Do this rank's part of something; the files of all ranks, if all could do theirs."""
+
+        def mine() -> tuple[str, int, int] | None:
+            file = act() if act else None
+            return attrs.astuple(file) if file else None
+
+        if self._peers is None:
+            every = [mine()]
+        else:
+            every = self._peers.results(mine, f"could not save step {step}")
+        return tuple(DataFile(*row) for row in every if row)
+
+
+# -- what became of a save -------------------------------------------------------------------------
+
+
+class Save:
+    """A save that has begun, as the rank that asked for it sees it; what
+    `CheckpointManager.save` returns.
+
+    step: after which the state was taken. looked_at: whether somebody has been told of its failure.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.looked_at = False
+        self._failure: BaseException | None = None
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        if self._process != os.getpid() or not self.done():
+            return f"<Save of step {self.step}: under way>"
+        said = f"failed: {self._failure}" if self._failure else "durable"
+        return f"<Save of step {self.step}: {said}>"
+
+    def done(self) -> bool:
+        """Whether it is over: durable, or failed. Never waits."""
+        return not self._unknown_after(0.0)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the state is durable, whichever rank writes it. Not all need to call it.
+
+        Args:
+            timeout: seconds; by default as long as it takes where this rank writes, and half an
+                hour to hear of what another one writes.
+
+        Raises:
+            CheckpointError: it was not saved, and why; or that is not known by then: it may be
+                waited for again.
+        """
+        if unknown := self._unknown_after(timeout):
+            raise CheckpointError(unknown)
+        self.looked_at = True
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it is durable, or not over yet. Who has seen it here is not told
+        again by the manager's next call."""
+        failure = self._failure if self.done() else None
+        self.looked_at = self.looked_at or failure is not None
+        return failure
+
+    def _unknown_after(self, timeout: float | None) -> str:
+        """Wait until it is known how it came out; if it is not by then, a sentence that says so."""
+        raise NotImplementedError
+
+
+class OwnSave(Save):
+    """One that this process writes, in a thread. A process that ends waits for it, as the thread
+    is no daemon; a fork of the process has nothing to do with it."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        super().__init__(step)
+        self._thread = threading.Thread(target=self._run, args=(write,), name="elasticlib-save")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._failure = error
+
+    def settle(self) -> None:
+        """Wait until it is over; a failure is kept."""
+        if self._process == os.getpid():
+            self._thread.join()
+
+    def _unknown_after(self, timeout: float | None) -> str:
+        if self._process != os.getpid():
+            raise CheckpointError(
+                f"step {self.step} is saved by the process that this one was forked from, which "
+                "alone can say what became of it"
+            )
+        self._thread.join(timeout)
+        return f"step {self.step} is still being written" if self._thread.is_alive() else ""
+
+
+class OthersSave(Save):
+    """One that another rank writes: the ranks' store tells of it; without one, the folder does."""
+
+    def __init__(
+        self, step: int, number: int, outcomes: Outcomes, folder: CheckpointFolder
+    ) -> None:
+        super().__init__(step)
+        self._number, self._outcomes, self._folder = number, outcomes, folder
+        self._over = False
+        outcomes.newest = step
+
+    def _unknown_after(self, timeout: float | None) -> str:
+        outcomes, step, pause = self._outcomes, self.step, threading.Event()
+        deadline = monotonic() + (WAIT_SECONDS if timeout is None else timeout)
+        # Asked again and again: who waits in the store keeps it from this process's other threads.
+        while not self._is_over():
+            if monotonic() < deadline:
+                pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
+            elif outcomes.reachable:
+                return (
+                    f"nothing was heard of the save of step {step}, which rank {outcomes.writer} "
+                    "makes: it has died, is still at it, or was not asked to save"
+                )
+            else:
+                return f"there is no {self._folder.describe(step)}, which another rank was to save"
+        return ""
+
+    def _is_over(self) -> bool:
+        """Ask, until it is; keep why it failed."""
+        outcomes, step = self._outcomes, self.step
+        if not self._over and not outcomes.reachable:
+            # Older ones may have made room for the newest, which began when they were over.
+            looked = map(self._folder.look, {step, outcomes.newest})
+            self._over = any(found is not None and found.manifest for found in looked)
+        elif not self._over and (said := outcomes.heard(self._number)) is not None:
+            self._over, by = True, f"rank {outcomes.writer}"
+            if said["step"] != step:
+                self._failure = CheckpointError(
+                    f"{by} was asked to save step {said['step']}, and this rank step {step}: all "
+                    "ranks have to make the same calls"
+                )
+            elif said["error"]:
+                self._failure = CheckpointError(
+                    f"step {step} was not saved by {by}: {said['error']}"
+                )
+        return self._over
+
+
+class Outcomes:
+    """How the saves of one manager's writer came out, told by the store that the ranks met in.
+
+    Each save has a number, which is the same on all ranks, as all make the same calls.
+
+    store: torch's; None if there is none. name: the same on all ranks. writer: the rank that
+    writes. mine: whether that is this one, which tells the others. reachable: whether the store is,
+    as far as is known by now. newest: the step of the last save that another rank was to make.
+    """
+
+    def __init__(self, store: Any, name: str, writer: int, *, mine: bool) -> None:
+        self._store, self.writer, self._mine = store, writer, mine
+        self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
+        self.reachable, self.newest = store is not None, 0
+
+    def begin(self) -> int:
+        """The number of a save that begins here, or on the rank that writes."""
+        _saves[self._prefix] += 1
+        return _saves[self._prefix]
+
+    def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
+        """Say how a save came out, if this rank is the one to say it."""
+        if not (self.reachable and self._mine):
+            return
+        why = "" if error is None else str(error)[:4000]
+        try:
+            self._store.set(self._key(number), json.dumps({"step": step, "error": why}))
+            if number > REMEMBERED:
+                self._store.delete_key(self._key(number - REMEMBERED))
+        except (RuntimeError, NotImplementedError) as lost:
+            log.info("the other ranks are not told that step %d was saved: %s", step, lost)
+
+    def heard(self, number: int) -> dict[str, Any] | None:
+        """What the writer has said of a save; None if nothing yet."""
+        try:
+            if not self._store.check([self._key(number)]):
+                return None
+            said: dict[str, Any] = json.loads(self._store.get(self._key(number)))
+        except RuntimeError as lost:
+            # Its host may have ended once it had saved.
+            log.info("the ranks' store does not say how save %d came out: %s", number, lost)
+            self.reachable = False
+            return None
+        return said
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}"

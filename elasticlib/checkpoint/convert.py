@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..errors import CheckpointCorrupt, CheckpointError, describe, present
+from ..foreign import full_name
 from .file import load_checkpoint
 from .manager import CheckpointManager
-from .outline import full_name
 
 _DCP_LIST = ".metadata"
 """The file that makes a folder one of DCP's."""

@@ -17,19 +17,17 @@ import re
 import secrets
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
-from .manifest import aside_name, target_of
-from .pack import Layout, lay_out, pieces, unpack
+from .pack import Layout, lay_out, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
-from .state import values_of
-from .storages import MapLocation
-from .summing import READERS, new_memory, read_summed
+from .place import CHUNK, READERS, aside_name, new_memory, read_summed, target_of
+from .state import MapLocation, values_of
 
 _CHUNK = 1 << 20
 
@@ -138,13 +136,30 @@ def _write(aside: Path, layout: Layout) -> None:
     with open(aside, "xb", buffering=_CHUNK) as file:
         file.write(layout.head)
         summed = 0
-        for piece in pieces(layout):
+        for piece in _pieces(layout):
             file.write(piece)
             summed = zlib.crc32(piece, summed)
         file.seek(0)
         file.write(with_sum(layout.head, summed))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _pieces(layout: Layout) -> Iterator[memoryview]:
+    """The data of a pack without a second state in memory: piece by piece, of 16 MiB at most.
+
+    Each is valid until the next one is asked for.
+    """
+    most = max((tensor.nbytes for tensor, _, _ in layout.parts), default=0)
+    memory = bytearray(max(1, min(most, CHUNK)))
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    for tensor, begin, end in layout.parts:
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        for at in range(0, len(flat), len(memory)):
+            piece = flat[at : at + len(memory)]
+            buffer[: len(piece)].copy_(piece)
+            yield memoryview(memory)[: len(piece)]
+        yield memoryview(bytes(end - begin - len(flat)))
 
 
 def _put_in_place(aside: Path, target: Path) -> None:

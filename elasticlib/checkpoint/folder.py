@@ -1,34 +1,321 @@
 """The checkpoints in a folder, as anybody may read them; nothing here changes anything.
 
-A checkpoint is what a whole manifest names. Its data are summed when they are read: what is
+A checkpoint is what a whole manifest names: its files with their sizes and sums, who wrote them,
+and when. Each of the manifest's own bytes is summed, too. A checkpoint counts from the moment at
+which its manifest, written last, is in place. Its data are summed when they are read: what is
 damaged is found out before it is used.
+
+The newest few are kept, one each so many steps, the best, and always the last good one. Nothing is
+deleted while no checkpoint that stays is known to be good, and never what could not be read: it may
+be whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
-from . import manifest as manifests
-from .local import CHUNK, LocalPlace, NotAFile, Place
-from .manifest import Health, Manifest, OtherFormat, best_of
+from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable
+from ..foreign import read_fields, read_object
 from .pack_head import HEAD_BYTES, size_of
-from .remote import RemotePlace
-from .summing import new_memory, no_news, read_summed
+from .place import (
+    CHUNK,
+    LocalPlace,
+    NotAFile,
+    Place,
+    RemotePlace,
+    new_memory,
+    no_news,
+    read_summed,
+)
 
 if TYPE_CHECKING:
-    from .storages import MapLocation
+    from .state import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 T = TypeVar("T")
+
+FORMAT = 3
+"""1 has packs of format 1, and 2 those of format 2; metrics and world are of 3. A version that
+reads no others leaves those of a later one alone, and takes none older in their place."""
+
+MANIFEST = "manifest.json"
+MAX_STEP = MAX_BYTES = 2**63 - 1
+
+_FOLDER = re.compile(r"step-([0-9]{10,19})")
+_FILE = re.compile(r"[^/\0]+")
+_YEAR_10000 = 253402300800
+"""In seconds since 1970, the first that no calendar here can show."""
+
+
+# -- a manifest: pure ------------------------------------------------------------------------------
+
+
+class OtherFormat(CheckpointCorrupt):
+    """Not a byte of the manifest was changed: a newer version wrote it so."""
+
+
+@attrs.frozen
+class DataFile:
+    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their CRC-32."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@attrs.frozen
+class Manifest:
+    """One checkpoint.
+
+    step: after which the state was taken. parts: 0 for a state that is the same on all ranks, in
+    one file; else so many ranks wrote a file each, in the order of their ranks. run, launch,
+    generation, writer: see `commit.Writer`. saved_at: seconds since 1970 by the writer's wall
+    clock, for people. metrics: what the script measured of the state, such as its loss; finite
+    numbers by name. world: the number of ranks that the job had; 0 where it is not known.
+    """
+
+    step: int
+    files: tuple[DataFile, ...]
+    parts: int = 0
+    run: str = ""
+    launch: str = ""
+    generation: int = 0
+    writer: str = ""
+    saved_at: float = 0.0
+    metrics: Mapping[str, float] = attrs.Factory(dict)
+    world: int = 0
+
+    @property
+    def size(self) -> int:
+        """Of all its data, in bytes."""
+        return sum(file.size for file in self.files)
+
+
+def check_step(step: object) -> int:
+    """The step, if it can be one. Raises CheckpointError."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise CheckpointError(f"a step is an int from 0 to {MAX_STEP}, got {step!r}")
+    return step
+
+
+def folder_of(step: int) -> str:
+    """The name of the folder of a step's checkpoint; names sort as the steps do, to 10^10."""
+    return f"step-{step:010d}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step whose folder has this name; None if it is no such name."""
+    match = _FOLDER.fullmatch(folder)
+    step = int(match[1]) if match else -1
+    return step if 0 <= step <= MAX_STEP and folder_of(step) == folder else None
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """One line of JSON, and one with its sum."""
+    fields = {"format": FORMAT, **attrs.asdict(manifest)}
+    return summed(json.dumps(fields, separators=(",", ":")).encode("ascii"))
+
+
+def summed(body: bytes, label: bytes = b"crc32 ") -> bytes:
+    """With a line behind it that has its sum."""
+    return body + b"\n%b%08x\n" % (label, zlib.crc32(body))
+
+
+def body_of(data: bytes, label: bytes = b"crc32 ") -> bytes | None:
+    """What `summed` was given; None if any byte was changed since then, or is missing."""
+    body = data[: -len(summed(b"", label))]
+    return body if summed(body, label) == data else None
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest again.
+
+    Raises:
+        CheckpointCorrupt: it was cut short or changed, or is none. OtherFormat: it is of a newer
+            version.
+    """
+    body = body_of(data)
+    if body is None:
+        raise CheckpointCorrupt("its manifest was changed or cut short")
+    try:
+        return _manifest(read_object(body))
+    except ValueError as error:
+        raise CheckpointCorrupt(f"its manifest is none: {error}") from error
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
+    found = fields.pop("format", None)
+    if type(found) is not int or found < 1:
+        raise ValueError(f"its format is {found!r:.80}, must be 1 to {FORMAT}")
+    surplus = fields.keys() - attrs.fields_dict(Manifest).keys()
+    if found < 3:
+        surplus |= fields.keys() & {"metrics", "world"}
+    if found > FORMAT or surplus:
+        newer = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
+        raise OtherFormat(f"its manifest has {newer}, this version reads formats 1 to {FORMAT}")
+    rows = fields.pop("files", None)
+    if type(rows) is not list:
+        raise ValueError(f"files is {rows!r:.80}, must be a list")
+    files = tuple(read_fields(DataFile, row) for row in rows)
+    metrics = fields.pop("metrics", {})
+    if type(metrics) is not dict or not all(map(_is_finite, metrics.values())):
+        raise ValueError(f"metrics are {metrics!r:.80}, must be finite numbers by name")
+    manifest = read_fields(Manifest, fields, files=files, metrics=metrics)
+    reason = _out_of_range(manifest)
+    if reason:
+        raise ValueError(reason)
+    return manifest
+
+
+def _is_finite(value: object) -> bool:
+    # What is no number in JSON is text here, and an int may be larger than any float.
+    return type(value) is float or (type(value) is int and -MAX_BYTES <= value <= MAX_BYTES)
+
+
+def _out_of_range(manifest: Manifest) -> str | None:
+    files, parts = manifest.files, manifest.parts
+    if not 0 <= manifest.step <= MAX_STEP or parts < 0 or manifest.generation < 0:
+        return f"step {manifest.step}, {parts} parts and generation {manifest.generation}"
+    if manifest.world < 0:
+        return f"it was saved by {manifest.world} ranks"
+    if not 0 <= manifest.saved_at < _YEAR_10000:
+        return f"it was saved {manifest.saved_at} s after 1970"
+    if len(files) != max(1, parts):
+        return f"{len(files)} files for {parts} parts"
+    if len({file.name for file in files}) < len(files):
+        return "two of its files have one name"
+    for file in files:
+        if not _FILE.fullmatch(file.name) or file.name in (".", "..", MANIFEST):
+            return f"{file.name!r:.80} is no name of a file beside it"
+        if not (0 <= file.size <= MAX_BYTES and 0 <= file.crc32 < 1 << 32):
+            return f"{file.name} has {file.size} bytes with the CRC-32 {file.crc32:x}"
+    return None
+
+
+def flaw_by_sizes(manifest: Manifest, sizes: dict[str, int]) -> str | None:
+    """What is wrong with the files of a checkpoint, seen from their sizes alone; None if nothing.
+
+    Args:
+        sizes: bytes of each file in the checkpoint's folder.
+    """
+    for file in manifest.files:
+        if file.name not in sizes:
+            return f"{file.name} is missing"
+        if sizes[file.name] != file.size:
+            return f"{file.name} should have {file.size} bytes, and has {sizes[file.name]}"
+    return None
+
+
+# -- which are kept: pure --------------------------------------------------------------------------
+
+
+class Health(enum.Enum):
+    """GOOD: every byte was written or checked by who asks. BAD: read, and found damaged. UNREAD:
+    it could not be read. UNKNOWN: none of these."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    UNREAD = "unread"
+    BAD = "bad"
+
+
+Metrics = Mapping[int, Mapping[str, float]]
+"""By step, what was measured of it."""
+
+
+@attrs.frozen
+class Retention:
+    """last: how many of the newest are kept. every: so is each whose step it divides (0: none).
+    best: a metric, whether its "min" or "max" is best, and how many of the best are kept, too."""
+
+    last: int = 3
+    every: int = 0
+    best: tuple[str, str, int] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, least in (("last", 1), ("every", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"need keep_{name} >= {least}, a whole number, got {value!r}")
+        match self.best:
+            case None:
+                pass
+            case (str(), "min" | "max", int(count)) if type(count) is int and count >= 1:
+                pass
+            case _:
+                raise ConfigError(
+                    f'need keep_best such as ("loss", "min", 3): a metric, "min" or "max", and how '
+                    f"many (>= 1), got {self.best!r}"
+                )
+
+
+def best_of(steps: Iterable[int], metrics: Metrics, metric: str, order: str) -> list[int]:
+    """Those of which this was measured, the best first; of two that are as good, the newer one.
+
+    Args:
+        order: "min" if less is better, "max" if more is.
+    """
+    sign = 1 if order == "min" else -1
+    known = (step for step in steps if metric in metrics.get(step, {}))
+    return sorted(known, key=lambda step: (sign * metrics[step][metric], -step))
+
+
+@attrs.frozen
+class Selection:
+    """What stays and what goes, each from old to new, and why nothing goes, if so."""
+
+    kept: tuple[int, ...]
+    deleted: tuple[int, ...]
+    reason: str = ""
+
+
+def select(
+    found: Iterable[tuple[int, Health]],
+    retention: Retention,
+    just: int | None = None,
+    metrics: Metrics = MappingProxyType({}),
+) -> Selection:
+    """Which of these checkpoints to keep. Those UNREAD stay, and are not counted: what is whole
+    does not go in their place.
+
+    Args:
+        found: the steps that there are, and how each is.
+        just: the step that was written just now: it stays, whatever its number. (Who went back
+            to an older step writes smaller ones than there are.)
+        metrics: what the manifests say; a step without the metric in question is never best.
+    """
+    health = dict(found)
+    steps = sorted(health)
+    unread = [step for step in steps if health[step] is Health.UNREAD]
+    usable = [step for step in steps if health[step] in (Health.GOOD, Health.UNKNOWN)]
+    good = [step for step in steps if health[step] is Health.GOOD]
+    if not good:
+        return Selection(tuple(steps), (), "none is known to be good")
+    kept = {*usable[-retention.last :], good[-1], *unread}
+    if retention.every:
+        kept |= {step for step in usable if step % retention.every == 0}
+    if retention.best:
+        metric, order, count = retention.best
+        kept |= {*best_of(usable, metrics, metric, order)[:count]}
+    if just in health:
+        kept.add(just)
+    return Selection(tuple(sorted(kept)), tuple(step for step in steps if step not in kept))
+
+
+# -- a folder --------------------------------------------------------------------------------------
 
 
 def open_place(folder: str | os.PathLike[str] | Place) -> Place:
@@ -83,7 +370,7 @@ class CheckpointFolder:
             CheckpointError: the folder cannot be read.
         """
         try:
-            steps = [manifests.step_of(name) for name in self.place.folders()]
+            steps = [step_of(name) for name in self.place.folders()]
         except OSError as error:
             raise CheckpointError(f"{self.place.name} cannot be read: {error}") from error
         known = sorted((step for step in steps if step is not None), reverse=True)
@@ -91,16 +378,16 @@ class CheckpointFolder:
 
     def look(self, step: int) -> Found | None:
         """One step's; None if there is no such checkpoint."""
-        folder = manifests.folder_of(step)
+        folder = folder_of(step)
         try:
-            data = self.place.read(f"{folder}/{manifests.NAME}")
+            data = self.place.read(f"{folder}/{MANIFEST}")
             if data is None:
                 return None
-            manifest = manifests.decode(data)
+            manifest = decode_manifest(data)
             if manifest.step != step:
                 return Found(step, None, f"its manifest is of step {manifest.step}")
-            flaw = manifests.flaw(manifest, self.place.files(folder))
-            if flaw and self.place.read(f"{folder}/{manifests.NAME}") != data:
+            flaw = flaw_by_sizes(manifest, self.place.files(folder))
+            if flaw and self.place.read(f"{folder}/{MANIFEST}") != data:
                 # It was replaced or deleted meanwhile, and its files were no longer wanted.
                 return self.look(step)
         except OtherFormat as error:
@@ -116,9 +403,19 @@ class CheckpointFolder:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "")
 
+    def named(self, step: int) -> set[str] | None:
+        """The files that a step's manifest names; None if that cannot be read: who knows."""
+        try:
+            data = self.place.read(f"{folder_of(step)}/{MANIFEST}")
+            if data is None:
+                return set()
+            return {file.name for file in decode_manifest(data).files} | {MANIFEST}
+        except (CheckpointCorrupt, OSError):
+            return None
+
     def describe(self, step: int) -> str:
         """A checkpoint, for messages."""
-        return f"checkpoint {self.place.name}/{manifests.folder_of(step)}"
+        return f"checkpoint {self.place.name}/{folder_of(step)}"
 
     # -- whether it is whole ------------------------------------------------------------------
 
@@ -139,10 +436,16 @@ class CheckpointFolder:
         """
         if self.health(manifest) is not Health.GOOD:
             reason = self.flaw(manifest, seen)
-            self.know(manifest, Health.BAD if reason else Health.GOOD)
             if reason:
                 raise self._damaged(manifest, reason)
+            self.know(manifest, Health.GOOD)
         return manifest.step
+
+    def check_file(self, manifest: Manifest, number: int) -> None:
+        """Read one file of it. Raises as `check`."""
+        reason = self._size_flaw(manifest, number) or self._sum_flaw(manifest, number, None)
+        if reason:
+            raise self._damaged(manifest, reason)
 
     def flaw(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> str | None:
         """What is wrong with a checkpoint, having read every byte of it; None if nothing.
@@ -154,6 +457,21 @@ class CheckpointFolder:
         sizes = (self._size_flaw(manifest, number) for number in numbers)
         sums = (self._sum_flaw(manifest, number, None, seen) for number in numbers)
         return next(filter(None, sizes), None) or next(filter(None, sums), None)
+
+    def look_for_good(self, seen: Callable[[memoryview], None]) -> set[int]:
+        """Read from the newest on until one turns out whole; those that could not be read."""
+        unread = set()
+        for found in self.found():
+            try:
+                if found.manifest:
+                    self.check(found.manifest, seen)
+                    break
+            except CheckpointCorrupt:
+                continue
+            except Unreadable as error:
+                log.warning("it stays: %s", error)
+                unread.add(found.step)
+        return unread
 
     def verified(self, found: Found, seen: Callable[[memoryview], None] = no_news) -> Found:
         """The same with what is found wrong with it when every byte is read."""
@@ -191,7 +509,22 @@ class CheckpointFolder:
         reason = self._sum_flaw(manifest, number, memoryview(memory))
         if reason:
             raise self._damaged(manifest, reason)
+        if len(manifest.files) == 1:
+            self.know(manifest, Health.GOOD)
         return memory
+
+    def mapped(self, manifest: Manifest, number: int) -> mmap.mmap:
+        """One file of a checkpoint on this machine's disk, not yet checked; what is written to the
+        memory does not change it. Raises as `read`."""
+        file, path = manifest.files[number], os.path.join(self.place.name, _path(manifest, number))
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with self._reading(manifest), open(os.open(path, flags), "rb") as opened:
+                rights = mmap.PROT_READ | mmap.PROT_WRITE
+                return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, rights)
+        except (FileNotFoundError, ValueError) as error:
+            # It is not there, or shorter than it was.
+            raise self._damaged(manifest, f"{file.name}: {error}") from error
 
     def head(self, manifest: Manifest, number: int = 0) -> bytes:
         """The first bytes of one file, up to the elements of its pack; not checked.
@@ -214,6 +547,7 @@ class CheckpointFolder:
         return bytes(buffer[:done])
 
     def _damaged(self, manifest: Manifest, reason: str) -> CheckpointCorrupt:
+        self.know(manifest, Health.BAD)
         return CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {reason}")
 
     def _size_flaw(self, manifest: Manifest, number: int) -> str | None:
@@ -275,7 +609,7 @@ class CheckpointFolder:
         """See `CheckpointManager.load`."""
         read = partial(self._state, like=like, map_location=map_location)
         if step is not None:
-            return read(self._whole(self._only(manifests.check_step(step))))
+            return read(self._whole(self._only(check_step(step))))
         return self._take_first(self.found(), read)
 
     def latest(self) -> int | None:
@@ -335,12 +669,10 @@ class CheckpointFolder:
                 return self._sharded_state(manifest, like, map_location)
             memory = memoryview(self.read(manifest))
             # The memory is the tensors' own: nobody else has it.
-            state = unpack(memory, map_location=map_location, copy=False)
+            return unpack(memory, map_location=map_location, copy=False)
         except CheckpointCorrupt:
             self.know(manifest, Health.BAD)
             raise
-        self.know(manifest, Health.GOOD)
-        return state
 
     def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
         from .sharded import load_parts
@@ -355,4 +687,4 @@ class CheckpointFolder:
 
 
 def _path(manifest: Manifest, number: int) -> str:
-    return f"{manifests.folder_of(manifest.step)}/{manifest.files[number].name}"
+    return f"{folder_of(manifest.step)}/{manifest.files[number].name}"

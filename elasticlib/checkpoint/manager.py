@@ -9,100 +9,107 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import mmap
 import os
+import secrets
+import socket
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
+from typing import Any, SupportsFloat
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
 from ..workers.context import context
-from . import manifest as manifests
-from .choose import Source
-from .commit import Committer, TakesNoWrites
-from .folder import CheckpointFolder, open_place
-from .local import LocalPlace, Place
-from .manifest import Retention, Selection
-from .pack import lay_out
-from .remote import RemotePlace
-from .restore import DiskSource, restore_from
-from .saving import HostBuffer, OthersSave, Outcomes, OwnSave, RankInfo, Save, Writers
+from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
+from .folder import CheckpointFolder, Retention, Selection, check_step, open_place
+from .pack import Layout, fill, lay_out
+from .peers import Peers, Source
+from .place import LocalPlace, Place, RemotePlace, new_memory
+from .restore import DiskSource, Restored, restore_from
+from .sharded import lay_out_part
 from .snapshots import SnapshotMemory, agent_memory
-from .state import check_names, take_shards, values_of
-from .storages import MapLocation
+from .state import MapLocation, check_names, take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 REMEMBERED = 100
 """So many saves of another rank's that nobody asked for are remembered."""
 
-_FROM = {
-    "memory": "from this node's memory",
-    "peer": "from another node's memory",
-    "disk": "from the disk",
-}
+
+@attrs.frozen
+class RankInfo:
+    """A process among those that share the state, on a host of this name, as one that writes."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    writer: Writer
+
+    @classmethod
+    def of_this_process(cls, group: dist.ProcessGroup | None) -> RankInfo:
+        """By the process group where there is one, else by what the launcher put in the
+        environment. Under another launcher, or none, each process is a launch of its own.
+
+        Args:
+            group: the ranks that share the state; all of the default group by default.
+        """
+        environment, host, token = os.environ, socket.gethostname(), secrets.token_hex(8)
+        grouped = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank(group) if grouped else int(environment.get("RANK", "0"))
+        local_rank = environment.get("ELASTICLIB_LOCAL_RANK", environment.get("LOCAL_RANK", rank))
+        world = dist.get_world_size(group) if grouped else int(environment.get("WORLD_SIZE", "1"))
+        writer = Writer(
+            run=environment.get("TORCHELASTIC_RUN_ID", ""),
+            launch=environment.get("ELASTICLIB_INCARNATION", "") or token,
+            generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
+            token=token,
+            label=f"process {os.getpid()} on {host}",
+        )
+        return cls(rank, int(local_rank), world, host, writer)
 
 
-@attrs.frozen(repr=False)
-class Restored:
-    """What `CheckpointManager.restore` has brought the state to; true if there was anything.
+class HostBuffer:
+    """Host memory for one state, reused from save to save; not to be copied into while it is read.
 
-    step: after which that state was taken; 0 if there was none. source: where this rank's came
-    from: `memory` of this node, that of a `peer`, or a `disk`; empty if there was none.
-    passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
-
-    It is no number: whoever takes it for its step gets a TypeError that says so.
+    Where tensors lie on a GPU it is page-locked, so that copies run at the bus's full speed.
     """
 
-    step: int = 0
-    source: str = ""
-    passed_over: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._locked = False
 
-    @property
-    def found(self) -> bool:
-        """Whether there was a state to go on from. If not, nothing was changed."""
-        return bool(self.source)
+    def take(self, layout: Layout) -> memoryview:
+        """Copy a state here, and wait until it is; its bytes."""
+        if self._memory is None or len(self._memory) < layout.size:
+            self.close()
+            self._memory = new_memory(layout.size)
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if not self._locked and any(tensor.is_cuda for tensor, _, _ in layout.parts):
+            # Where the machine allows no more locked memory, copies are slower, and no less right.
+            answer = _cuda().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
+            self._locked = int(answer) == 0
+        fill(layout, self._tensor)
+        return memoryview(self._memory)[: layout.size]
 
-    def __bool__(self) -> bool:
-        return self.found
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._locked:
+            _cuda().cudaHostUnregister(self._tensor.data_ptr())
+        self._locked = False
+        self._memory = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
 
-    def __str__(self) -> str:
-        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to go on from"
-        return "; ".join([said, *(f"passed over: {why}" for why in self.passed_over)])
 
-    def __repr__(self) -> str:
-        return f"<Restored: {self}>"
-
-    if not TYPE_CHECKING:  # a type checker is to find these before they are run
-
-        def _is_no_number(self, *_: object) -> NoReturn:
-            raise TypeError(
-                "what restore() returns is a Restored, not a number: its .step is the step, and "
-                ".found says whether there was any"
-            )
-
-        def __eq__(self, other: object) -> bool:
-            if isinstance(other, Number):
-                self._is_no_number()
-            if not isinstance(other, Restored):
-                return NotImplemented
-            return attrs.astuple(self) == attrs.astuple(other)
-
-        def __hash__(self) -> int:
-            return hash(attrs.astuple(self))
-
-        __lt__ = __le__ = __gt__ = __ge__ = _is_no_number
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _is_no_number
-        __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = (
-            _is_no_number
-        )
-        __int__ = __index__ = __float__ = _is_no_number
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class CheckpointManager:
@@ -149,6 +156,7 @@ class CheckpointManager:
         self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every, _with_count(keep_best))
         self._host = HostBuffer()
+        self._writing: dist.ProcessGroup | None = None
         self._last: OwnSave | None = None
         self._expected: deque[OthersSave] = deque(maxlen=REMEMBERED)
         self._forget: Callable[[], None] | None = None
@@ -181,7 +189,7 @@ class CheckpointManager:
                 somebody newer has the folder.
         """
         began = monotonic()
-        manifests.check_step(step)
+        check_step(step)
         self._must_be_open()
         # Counted on all ranks alike, whatever comes of it on one of them.
         number = self._outcomes.begin()
@@ -198,6 +206,8 @@ class CheckpointManager:
     ) -> Save:
         """Copy the state, and start to write the copy, if this rank does."""
         self._wait_for_last()
+        if memory := vars(self).get("_memory"):
+            memory.give_back_unused()
         plain, shards = take_shards(values_of(state))
         if not shards and not self.writes:
             save = OthersSave(step, number, self._outcomes, self._reader)
@@ -205,9 +215,6 @@ class CheckpointManager:
             return save
         writers = self._all_ranks if shards else self._this_rank
         if shards:
-            # It takes its time to import, and most states are not sharded.
-            from .sharded import lay_out_part
-
             layout = lay_out_part(step, plain, shards, whole=writers.rank == 0, copies=False)
         else:
             layout = lay_out(plain, {"step": step})
@@ -271,7 +278,7 @@ class CheckpointManager:
             CheckpointError: the state cannot be kept, or there is no memory for it; the earlier
                 ones stay.
         """
-        manifests.check_step(step)
+        check_step(step)
         self._must_be_open()
         made = self._memory.snapshot(step, state) if self._memory else None
         if made is not None:
@@ -328,9 +335,10 @@ class CheckpointManager:
             self.wait()
         finally:
             self._host.close()
-            for name in ("_memory", "_all_ranks"):
-                if vars(self).get(name) is not None:
-                    getattr(self, name).close()
+            if (memory := vars(self).get("_memory")) is not None:
+                memory.close()
+            if self._writing is not None and dist.is_initialized():
+                dist.destroy_process_group(self._writing)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -391,7 +399,7 @@ class CheckpointManager:
         """
         self._must_be_open()
         if step is not None:
-            manifests.check_step(step)
+            check_step(step)
         began = monotonic()
         context().starting()
         memory, rank_info = self._memory, self._rank_info
@@ -543,13 +551,18 @@ class CheckpointManager:
                 "each node has one of its own"
             )
         ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
-        return Writers(self._committer, dist.new_group(ranks, backend="gloo"))
+        self._writing = dist.new_group(ranks, backend="gloo")
+        return Writers(self._committer, Peers(self._writing))
 
     @cached_property
     def _outcomes(self) -> Outcomes:
-        rank_info = self._rank_info
+        rank_info, group, store = self._rank_info, self._group, None
         writer = 0 if self._shared else rank_info.rank - rank_info.local_rank
-        return Outcomes(self._group, self._name, writer, mine=self.writes)
+        if dist.is_available() and dist.is_initialized():
+            # torch has no public name for the store that a process group met in.
+            store = dist.distributed_c10d._get_default_store()
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        return Outcomes(store, f"{self._name}\0{ranks}\0{writer}", writer, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:

@@ -254,15 +254,31 @@ def given_up(found: Iterable[Found], era: int, step: int) -> tuple[Found, ...]:
 
 @attrs.define(eq=False, kw_only=True)
 class _File(Slot):
-    """A slot that this process writes. is_empty: whether nobody has written there yet."""
+    """A slot that this process writes.
+
+    reserved: so many of the file's first bytes have memory; to write behind them could end the
+    process by SIGBUS. is_empty: whether nobody has written there yet.
+    """
 
     path: Path
     handle: int
     memory: mmap.mmap
-    is_empty: bool = False
+    reserved: int = 0
+    is_empty: bool = True
 
     def view(self, size: int) -> memoryview:
         return memoryview(self.memory)[RECORD_BYTES : RECORD_BYTES + size]
+
+    def reserve(self, end: int) -> None:
+        """Have memory up to this byte of the file. Raises OSError: there is too little."""
+        if end > self.reserved:
+            os.posix_fallocate(self.handle, self.reserved, end - self.reserved)
+            self.reserved = end
+
+    def grow(self, capacity: int) -> None:
+        """Nobody may have a view of it. Raises OSError: it stays as it is."""
+        self.memory.resize(RECORD_BYTES + capacity)
+        self.capacity = capacity
 
     def close(self) -> None:
         self.is_empty = False
@@ -323,9 +339,10 @@ class Slots:
     def prepare(self, record: Record, ready: Callable[[], bool]) -> None:
         """Make a slot for the snapshot after this one, if there is none and memory is not short.
 
-        Its pages are made, too, which takes several times as long as to write into them; a writer
-        that needs the slot meanwhile takes it as it is. ready: called before each piece; it waits
-        while the training must not be disturbed, and says whether to go on.
+        Its pages are made, too, which takes several times as long as to write into them. It is done
+        piece by piece, so a writer that needs the slot meanwhile takes it as it is. ready: called
+        before each piece; it waits while the training must not be disturbed, and says whether to
+        go on.
         """
         if not ready():
             return
@@ -339,16 +356,20 @@ class Slots:
             except (CheckpointError, OSError):
                 return  # who writes a snapshot says so
             fcntl.flock(file.handle, fcntl.LOCK_UN)
-            file.is_empty = True
         with open("/dev/zero", "rb", buffering=0) as zeros:
-            for at in range(0, file.capacity, CHUNK):
+            for at in range(0, RECORD_BYTES + record.size, CHUNK):
                 if not ready():
                     return
                 with self._lock:
                     if not file.is_empty:
                         return
-                    with memoryview(file.memory)[at : at + CHUNK] as chunk:
-                        zeros.readinto(chunk)
+                    with memoryview(file.memory)[at : at + CHUNK] as piece:
+                        try:
+                            file.reserve(at + len(piece))
+                        except OSError:
+                            self._drop([file])
+                            return
+                        zeros.readinto(piece)
 
     def make_folder(self) -> None:
         """Make it anew, if others have removed it; whoever writes there says why that fails."""
@@ -356,8 +377,14 @@ class Slots:
             with contextlib.suppress(OSError):
                 folder.mkdir(0o700)
 
+    def give_back_unused(self) -> None:
+        """Free what was prepared, and not written yet."""
+        with self._lock:
+            self._drop([file for file in self._files if file.is_empty])
+
     def close(self) -> None:
-        """Let go of the memory, which stays as it is."""
+        """Let go of the memory, which stays as it is where there is a snapshot."""
+        self.give_back_unused()
         with self._lock:
             for file in self._files:
                 file.close()
@@ -370,14 +397,24 @@ class Slots:
             self._drop(gone)
             what = "snapshots in %s were removed by others; those of the next steps are kept again"
             log.warning(what, self._folder)
+        # How large the first snapshot is was a guess when its slot was prepared.
+        for file in self._files:
+            if file.is_empty and file.capacity < size:
+                with contextlib.suppress(OSError):
+                    file.grow(size)
         use, drop = choose(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)
-        for file in use:
-            if _locks(file.handle, fcntl.LOCK_EX):
-                file.is_empty = False
-                return file
-        return self._make(size)
+        free = (file for file in use if _locks(file.handle, fcntl.LOCK_EX))
+        file = next(free, None) or self._make(size)
+        try:
+            # Now, and not as it is filled.
+            file.reserve(RECORD_BYTES + size)
+        except OSError as error:
+            self._drop([file])
+            raise self._lacks_memory(size, error) from error
+        file.is_empty = False
+        return file
 
     def _drop(self, files: list[_File]) -> None:
         for file in files:
@@ -386,6 +423,7 @@ class Slots:
             file.close()
 
     def _make(self, size: int) -> _File:
+        """An empty one, locked, without memory yet."""
         self._made += 1
         path = self._folder / f"{self._prefix}.{self._made}"
         self.make_folder()
@@ -397,20 +435,22 @@ class Slots:
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            # Now, and not as it is filled, when full memory would be answered with SIGBUS.
-            os.posix_fallocate(handle, 0, RECORD_BYTES + size)
+            os.ftruncate(handle, RECORD_BYTES + size)
             # Mapped page by page as it is first written, which is faster here than MAP_POPULATE.
             mapped = mmap.mmap(handle, RECORD_BYTES + size)
         except OSError as error:
             os.close(handle)
             path.unlink(missing_ok=True)
-            text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                free = shutil.disk_usage(self._folder).free
-                text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
-            raise CheckpointError(text) from error
+            raise self._lacks_memory(size, error) from error
         self._files.append(_File(size, path=path, handle=handle, memory=mapped))
         return self._files[-1]
+
+    def _lacks_memory(self, size: int, error: OSError) -> CheckpointError:
+        text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            free = shutil.disk_usage(self._folder).free
+            text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
+        return CheckpointError(text)
 
 
 def _locks(handle: int, how: int) -> bool:

@@ -7,18 +7,23 @@ again when they are read: it is the entry of the tensor that covers it, if there
 an entry of bytes, `PATH.storage`, as is the memory of a tensor that lies otherwise (transposed,
 expanded, conjugated) or has a dtype that safetensors has not. Which tensor is which view of which
 entry stands in the outline: strides, offsets, conjugate and negative bits come back as they were.
-Of a large storage the smallest range is written that covers what the state uses.
+Of a large storage the smallest range is written that covers what the state uses. The entries carry
+no sum here: whoever stores or sends a pack sums it up.
 
-safetensors allows no gaps, so entries are sorted by the power of two that divides their size: each
-begins at a multiple of it, up to 64, and so of its elements' size.
-
-The entries carry no sum here: whoever stores or sends a pack sums it up.
+The outline is the state as JSON, with its tensors taken out and numbered. Nothing is unpickled when
+it is read back, so a file cannot run code: less than even `torch.load(weights_only=True)` lets in.
+Equal things are equal again, of the same types. Named tuples and enums are found by their names,
+among the modules that the program has imported itself.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import enum
+import json
 import math
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,50 +31,341 @@ import attrs
 import torch
 from torch.serialization import location_tag
 
-from ..errors import CheckpointCorrupt, Unreadable
-from .outline import Encoder, decode
-from .pack_head import DTYPES, Entry, Head, read_head, up, write_head
-from .state import Way
-from .storages import (
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
+from ..foreign import class_named, full_name
+from .pack_head import (
+    ALIGN,
+    ARRAY_DTYPES,
+    DTYPES,
+    MAPPINGS,
+    Entry,
+    Head,
+    entry_names,
+    in_order,
+    read_head,
+    up,
+    write_head,
+)
+from .state import (
     Form,
     MapLocation,
+    Step,
+    Walk,
+    Way,
+    array_of,
     bare,
+    bytes_of,
+    check_elements,
     dtype_named,
     form_of,
+    is_array,
+    is_named_tuple,
+    is_number,
     is_plain,
     moved,
     name_of,
+    number_of,
+    order_of,
+    spoken,
     unexpanded,
     viewed,
 )
 
-_ALIGN = 64
-_PIECE = 16 << 20
-
+_Like: TypeAlias = tuple[str, tuple[int, ...]]
+_Stored: TypeAlias = tuple[int, str, int, Any]
+"""A block: where its bytes begin, the device that it was saved from, its bytes in memory, and how
+its elements lie there if they have gaps."""
+_NOT_AS_WRITTEN = (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError)
 _ENTRY_DTYPES = {dtype_named(name): entry for entry, name in DTYPES.items()}
-_ARRAY_DTYPES = {
-    **{"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64"},
-    **{"<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"},
-    **{"<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL"},
+MAX_INT_BITS = 8192
+"""Python reads no integers of many more digits from text; longer ones are written in hex."""
+
+_PLAIN = (type(None), bool, float, str)
+_MAPPINGS = {kind: name for name, kind in MAPPINGS.items()}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_FACTORIES: dict[str, Callable[[], object] | None] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple)},
+    **{kind.__name__: kind for kind in (set, frozenset, dict, OrderedDict, Counter, deque)},
+}
+"""Of default dicts: what makes the values that are not there yet."""
+
+
+def _to_text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+_LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: ("bytes", _to_text, _from_text),
+    bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
+    complex: ("complex", lambda v: [v.real, v.imag], lambda parts: complex(*parts)),
+    range: ("range", lambda v: [v.start, v.stop, v.step], lambda ends: range(*ends)),
+    torch.Size: ("size", list, torch.Size),
+    torch.dtype: ("dtype", name_of, dtype_named),
+    torch.device: ("device", str, torch.device),
+}
+"""By type: its name in JSON, and how it is written and read."""
+
+
+# -- an outline, written ---------------------------------------------------------------------------
+
+
+class Encoder(Walk):
+    """Makes of a state what `json.dumps` takes and `decode` reads, with numbers for its tensors.
+
+    What cannot be saved is a CheckpointError that says what it is, and where it stands.
+
+    tensors: those found so far, in the order of their numbers; ways: where each stands first.
+    arrays: those that are the bytes of NumPy's arrays: dtype, shape, and order in memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+        self.ways: list[Way] = []
+        self.arrays: dict[int, tuple[str, tuple[int, ...], str]] = {}
+        # With the value, as another one may get its id once it is gone.
+        self._numbers: dict[int, tuple[int, object]] = {}
+
+    def leaf(self, way: Way, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if value.bit_length() <= MAX_INT_BITS else {"int": hex(value)}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(way, value)
+        if kind in _SETS:
+            # Each process has an order of its own, and equal states are to be equal bytes.
+            items = sorted((self.walk(item, way) for item in value), key=json.dumps)
+            return {_SETS[kind]: items}
+        if kind in _LEAVES:
+            name, write, _ = _LEAVES[kind]
+            return {name: write(value)}
+        if isinstance(value, enum.Enum):
+            return _member(way, value)
+        if is_array(value):
+            return self._array(way, value)
+        if is_number(value):
+            check_elements(way, value)
+            return {"number": _to_text(value.tobytes()), "dtype": value.dtype.str}
+        raise _refusal(way, value)
+
+    def node(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> Any:
+        kind = type(value)
+        if kind in _MAPPINGS:
+            return self._mapping(way, value, parts)
+        items = list(parts.values())
+        if kind is list:
+            return items
+        if kind is tuple:
+            return {"tuple": items}
+        if kind is deque:
+            return {"deque": items, "maxlen": value.maxlen}
+        return {"namedtuple": items, "class": _class(way, kind)}
+
+    def _mapping(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> dict[str, Any]:
+        items = [
+            [key if type(key) is str else self.walk(key, (*way, Step(f".key({key!r})"))), part]
+            for key, part in parts.items()
+        ]
+        found: dict[str, Any] = {_MAPPINGS[type(value)]: items}
+        if isinstance(value, defaultdict):
+            found["factory"] = _factory(way, value)
+        # A module's state dict carries its parts' versions in an attribute.
+        attributes = getattr(value, "__dict__", None)
+        if attributes:
+            found["attributes"] = {
+                name: self.walk(item, (*way, Step(f".{name}"))) for name, item in attributes.items()
+            }
+        return found
+
+    def _tensor(self, way: Way, tensor: torch.Tensor) -> dict[str, Any]:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise CheckpointError(
+                f"{spoken(way)} is a {full_name(tensor)}: a subclass of torch.Tensor is not saved "
+                "as it is"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise CheckpointError(
+                f"{spoken(way)} is a tensor without plain elements ({tensor.layout}, "
+                f"{tensor.device})"
+            )
+        # Nearly all want no gradient, and each new tensor takes its time.
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        number = self._number(way, tensor, lambda: plain)
+        if type(tensor) is torch.nn.Parameter:
+            return {"parameter": number, "grad": tensor.requires_grad}
+        wanted = tensor.requires_grad and tensor.is_leaf
+        return {"tensor": number, "grad": True} if wanted else {"tensor": number}
+
+    def _array(self, way: Way, array: Any) -> dict[str, Any]:
+        check_elements(way, array)
+        number = self._number(way, array, lambda: bytes_of(array))
+        dtype, shape, order = self.arrays[number] = array.dtype.str, array.shape, order_of(array)
+        return {"array": number, "dtype": dtype, "shape": shape, "order": order}
+
+    def _number(self, way: Way, value: object, tensor: Callable[[], torch.Tensor]) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors), value
+            self.tensors.append(tensor())
+            self.ways.append(way)
+        return self._numbers[id(value)][0]
+
+
+def _refusal(way: Way, value: object) -> CheckpointError:
+    what = f"{spoken(way)} is a {full_name(value)}"
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        if callable(getattr(value, "load_state_dict", None)):
+            return CheckpointError(f"{what}: give what its state_dict() returns")
+        return CheckpointError(f"{what}, which has a state_dict and no load_state_dict: save that")
+    return CheckpointError(f"{what}, which a checkpoint does not hold: save what it is made of")
+
+
+def _member(way: Way, value: enum.Enum) -> dict[str, Any]:
+    kind = type(value)
+    if kind.__members__.get(str(value.name)) is value:
+        return {"enum": value.name, "class": _class(way, kind)}
+    # Several flags at once have no name of their own.
+    return {"flags": value.value, "class": _class(way, kind)}
+
+
+def _class(way: Way, kind: type) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if class_named(name) is kind:
+        return name
+    raise CheckpointError(
+        f"{spoken(way)} is a {kind.__module__}.{kind.__qualname__}, a class that its module does "
+        "not have under that name: it could not be found again. Define it at the top of a module"
+    )
+
+
+def _factory(way: Way, value: defaultdict[Any, Any]) -> str:
+    for name, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return name
+    raise CheckpointError(
+        f"{spoken(way)} is a defaultdict of {value.default_factory!r}, and a checkpoint holds "
+        f"those of {', '.join(_FACTORIES)}: save a dict of it"
+    )
+
+
+# -- and read --------------------------------------------------------------------------------------
+
+
+class _Decoder:
+    """One thing has one number, and where it stands in several places it is one again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[tuple[object, ...], Any] = {}
+
+    def decode(self, encoded: Any) -> Any:
+        if isinstance(encoded, list):
+            return [self.decode(item) for item in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        kind = next(iter(encoded))
+        payload = encoded[kind]
+        if kind in ("tensor", "parameter", "array"):
+            key = (kind, payload, encoded.get("grad", False))
+            if key not in self._made:
+                self._made[key] = _placed(kind, self._tensors[payload], encoded)
+            return self._made[key]
+        if kind in MAPPINGS:
+            return self._mapping(encoded, kind)
+        if kind in ("enum", "flags"):
+            return _found_member(encoded["class"], kind, payload)
+        if kind == "number":
+            return number_of(_from_text(payload), encoded["dtype"])
+        if kind in _READ:
+            return _READ[kind](payload)
+        if kind in _ITEMS:
+            return _ITEMS[kind](self.decode(payload), encoded)
+        raise ValueError(f"there is no kind {kind!r}")
+
+    def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
+        found: Any = MAPPINGS[kind]()
+        if kind == "defaultdict":
+            found.default_factory = _FACTORIES[encoded["factory"]]
+        found.update({self.decode(key): self.decode(item) for key, item in encoded[kind]})
+        for name, item in encoded.get("attributes", {}).items():
+            found.__dict__[name] = self.decode(item)
+        return found
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    **{name: read for name, _, read in _LEAVES.values()},
+}
+_ITEMS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
+    "tuple": lambda items, _: tuple(items),
+    "set": lambda items, _: set(items),
+    "frozenset": lambda items, _: frozenset(items),
+    "deque": lambda items, about: deque(items, about["maxlen"]),
+    "namedtuple": lambda items, about: _named_tuple(about["class"], items),
 }
 
-# -- writing ---------------------------------------------------------------------------------------
+
+def _placed(kind: str, tensor: torch.Tensor, encoded: dict[str, Any]) -> Any:
+    if kind == "array":
+        return array_of(tensor, encoded["dtype"], encoded["shape"], encoded["order"])
+    grad = encoded.get("grad", False)
+    if kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.detach().requires_grad_() if grad else tensor
+
+
+def _named_tuple(name: str, items: list[Any]) -> Any:
+    kind = _found_class(name, is_named_tuple, "named tuple")
+    if len(items) != len(kind._fields):
+        raise Unreadable(
+            f"the state holds a named tuple {name} of {len(items)} fields, and that class has "
+            f"{len(kind._fields)} here: {', '.join(kind._fields)}"
+        )
+    # Not by the class's own call, which may be anything.
+    return tuple.__new__(kind, items)
+
+
+def _found_member(name: str, what: str, payload: Any) -> Any:
+    kind = _found_class(name, lambda found: issubclass(found, enum.Enum), "enum")
+    if what == "flags":
+        return kind(payload)
+    if payload not in kind.__members__:
+        raise Unreadable(f"the state holds {payload} of the enum {name}, which has no such member")
+    return kind.__members__[payload]
+
+
+def _found_class(name: str, is_kind: Callable[[type], bool], what: str) -> Any:
+    found = class_named(name)
+    if found is None or not is_kind(found):
+        raise Unreadable(
+            f"the state holds a {what} {name!r}, and this program has imported no such class: "
+            f"import the module {name.partition(':')[0]} before the state is read"
+        )
+    return found
+
+
+# -- a pack, written -------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
 class Layout:
     """Where everything goes.
 
-    size: of the pack, in bytes. head: its first bytes, up to the data. tensors: what is written of
-    each entry, in the order of their bytes, which are the state's own memory, not copies; spans:
-    from where to where; what a tensor does not fill of its own is zeros. found: the state's
-    tensors, in the order in which they stand there.
+    size: of the pack, in bytes. head: its first bytes, up to the data. parts: what is written of
+    each entry, in their order, a tensor which is the state's own memory, no copy, and from where to
+    where; what it does not fill of that is zeros. found: the state's tensors, in the order in which
+    they stand there.
     """
 
     size: int
     head: bytes
-    tensors: tuple[torch.Tensor, ...]
-    spans: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[torch.Tensor, int, int], ...]
     found: tuple[torch.Tensor, ...]
 
 
@@ -82,7 +378,7 @@ def lay_out(
     """How to pack `state`, which is not copied yet.
 
     Args:
-        state: nested containers of tensors, arrays and plain values, as `outline.Encoder` knows
+        state: nested containers of tensors, arrays and plain values, as `Encoder` knows
             them. Dense tensors of any dtype, on any device.
         meta: what `read_meta` gives back without the tensors: plain JSON, such as the step.
         shown_as: the keys by which other tools find a tensor, for those by which it stands here.
@@ -93,8 +389,8 @@ def lay_out(
     encoder = Encoder()
     tree = encoder.walk(state)
     made = _Blocks(encoder, shown_as)
-    names = _names(made.blocks)
-    order = sorted(range(len(names)), key=lambda at: -_alignment(made.blocks[at].size))
+    names = entry_names([(block.path, block.like is not None) for block in made.blocks])
+    order = in_order([block.size for block in made.blocks])
     blocks = [made.blocks[at] for at in order]
     places = {at: place for place, at in enumerate(order)}
     outline = {
@@ -108,13 +404,9 @@ def lay_out(
         begin, end = end, end + block.size
         entries.append(Entry(names[at], *(block.like or ("U8", (block.size,))), begin, end))
     head = write_head(entries, outline, end)
-    return Layout(
-        len(head) + end,
-        head,
-        tuple(block.source for block in blocks),
-        tuple((len(head) + entry.begin, len(head) + entry.end) for entry in entries),
-        tuple(encoder.tensors),
-    )
+    spans = ((len(head) + entry.begin, len(head) + entry.end) for entry in entries)
+    parts = tuple((block.source, *span) for block, span in zip(blocks, spans, strict=True))
+    return Layout(len(head) + end, head, parts, tuple(encoder.tensors))
 
 
 def fill(layout: Layout, buffer: torch.Tensor) -> None:
@@ -125,14 +417,12 @@ def fill(layout: Layout, buffer: torch.Tensor) -> None:
             multiple of 64 bytes. What lies behind `layout.size` is left alone.
     """
     buffer[: len(layout.head)].copy_(torch.frombuffer(bytearray(layout.head), dtype=torch.uint8))
-    elsewhere = set()
-    for tensor, (begin, end) in zip(layout.tensors, layout.spans, strict=True):
+    elsewhere = {tensor.device for tensor, _, _ in layout.parts if tensor.device.type != "cpu"}
+    for tensor, begin, end in layout.parts:
         filled = begin + tensor.nbytes
         if filled > begin:
             place = buffer[begin:filled].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor, non_blocking=True)
-            if tensor.device.type != "cpu":
-                elsewhere.add(tensor.device)
         if filled < end:
             buffer[filled:end].zero_()
     # Each of them, and not the current one alone: copies into page-locked memory are on their way.
@@ -140,53 +430,11 @@ def fill(layout: Layout, buffer: torch.Tensor) -> None:
         torch.accelerator.synchronize(device)
 
 
-def pieces(layout: Layout) -> Iterator[memoryview]:
-    """The data of a pack without a second state in memory: piece by piece, of 16 MiB at most.
-
-    Each is valid until the next one is asked for.
-    """
-    most = max((tensor.nbytes for tensor in layout.tensors), default=0)
-    memory = bytearray(max(1, min(most, _PIECE)))
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    for tensor, (begin, end) in zip(layout.tensors, layout.spans, strict=True):
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        for at in range(0, len(flat), len(memory)):
-            piece = flat[at : at + len(memory)]
-            buffer[: len(piece)].copy_(piece)
-            yield memoryview(memory)[: len(piece)]
-        yield memoryview(bytes(end - begin - len(flat)))
-
-
-def _alignment(size: int) -> int:
-    return min(size & -size, _ALIGN) if size else _ALIGN
-
-
 def _at_place(row: Any, places: Mapping[int, int]) -> Any:
     if type(row) is int:
         return places[row]
     name, shape, number, *more = row
     return [name, shape, places[number], *more]
-
-
-def _names(blocks: Sequence[_Block]) -> list[str]:
-    """A name for each entry: the path of the tensor that it is, if that is not another's; these
-    choose first."""
-    names = [""] * len(blocks)
-    taken = {"__metadata__"}
-    for at in sorted(range(len(blocks)), key=lambda at: blocks[at].like is None):
-        path = blocks[at].path if blocks[at].like else f"{blocks[at].path}.storage"
-        # Half a character, which Python can hold, is none in a file that others read.
-        path = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
-        name, count = path, 1
-        while name in taken:
-            count += 1
-            name = f"{path}~{count}"
-        taken.add(name)
-        names[at] = name
-    return names
-
-
-_Like: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 class _Block(NamedTuple):
@@ -265,7 +513,7 @@ class _Blocks:
         """The dtype and shape of the entry that a plain tensor or array is; None if it is none."""
         if number in self._arrays:
             name, shape, order = self._arrays[number]
-            return (_ARRAY_DTYPES[name], shape) if name in _ARRAY_DTYPES and order == "C" else None
+            return (ARRAY_DTYPES[name], shape) if name in ARRAY_DTYPES and order == "C" else None
         tensor = self._tensors[number]
         dtype = _ENTRY_DTYPES.get(tensor.dtype)
         return (dtype, tuple(tensor.shape)) if dtype else None
@@ -325,7 +573,7 @@ def _overlapping(members: list[_Member]) -> Iterator[list[_Member]]:
     yield run
 
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- and read --------------------------------------------------------------------------------------
 
 
 def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
@@ -346,27 +594,26 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     if len(pack) < head.size:
         raise CheckpointCorrupt(f"the pack has {head.size} bytes, and {len(pack)} are here")
     data = pack[head.start : head.size]
-    with _reading_rows():
+    with _reading("pack's list of tensors"):
         bases = [(_base(data, one, copy=copy), one[1]) for one in _stored(head)]
     # Outside: what a device or the caller's function refuses is no fault of the pack.
     memory = [moved(base, location, map_location) for base, location in bases]
-    with _reading_rows():
-        tensors = [_tensor(row, head, memory) for row in _rows(head)]
-    return decode(head.outline["tree"], tensors)
+    with _reading("pack's list of tensors"):
+        rows = head.outline["tensors"]
+        if head.format == 1:
+            rows = [(*row[:2], at) for at, row in enumerate(rows)]
+        tensors = [_tensor(row, head, memory) for row in rows]
+    with _reading("state's outline"):
+        return _Decoder(tensors).decode(head.outline["tree"])
 
 
 @contextlib.contextmanager
-def _reading_rows() -> Iterator[None]:
-    """What cannot be done with rows says that they are none."""
+def _reading(what: str) -> Iterator[None]:
+    """What cannot be done with it says that it is not what was written."""
     try:
         yield
-    except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the pack's list of tensors cannot be read: {error}") from error
-
-
-_Stored: TypeAlias = tuple[int, str, int, Any]
-"""A block: where its bytes begin, the device that it was saved from, its bytes in memory, and how
-its elements lie there if they have gaps."""
+    except _NOT_AS_WRITTEN as error:
+        raise CheckpointCorrupt(f"the {what} cannot be read: {error}") from error
 
 
 def _stored(head: Head) -> Iterator[_Stored]:
@@ -379,7 +626,7 @@ def _stored(head: Head) -> Iterator[_Stored]:
         for row in head.outline["blocks"]:
             size, location, form = (row, "cpu", None) if type(row) is int else (*row, None)[:3]
             yield begin, location, size, form
-            begin = up(begin + (size if form is None else _form(*form).bytes), _ALIGN)
+            begin = up(begin + (size if form is None else _form(*form).bytes), ALIGN)
     else:
         for entry, about in zip(head.entries, head.outline["blocks"], strict=True):
             size = entry.end - entry.begin
@@ -388,14 +635,9 @@ def _stored(head: Head) -> Iterator[_Stored]:
             yield entry.begin, location, size, form
 
 
-def _rows(head: Head) -> Sequence[Any]:
-    """A row for each tensor, as `_Blocks` makes them."""
-    rows: Sequence[Any] = head.outline["tensors"]
-    return rows if head.format > 1 else [(*row[:2], at) for at, row in enumerate(rows)]
-
-
 def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
-    """The memory of a block, as bytes on the CPU. Raises ValueError, TypeError, Unreadable."""
+    """The memory of a block, as bytes on the CPU; what is in gaps between elements is 0. Raises
+    ValueError, TypeError, Unreadable."""
     begin, location, size, spread = stored
     if type(location) is not str:
         raise ValueError(f"a block lies on {location!r}")
@@ -405,7 +647,15 @@ def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
     form = _form(*spread)
     if not form.has_gaps or form.extent * form.dtype.itemsize != size:
         raise ValueError(f"a block of {size} bytes is not what {spread} takes")
-    return _spread_out(_bytes_at(data, begin, form.bytes), form)
+    elements = _bytes_at(data, begin, form.bytes)
+    try:
+        memory = torch.zeros(form.extent, dtype=form.dtype)
+    except RuntimeError as error:
+        raise Unreadable(
+            f"no memory for a tensor of {form.shape} {form.dtype} and strides {form.stride}"
+        ) from error
+    memory.as_strided(form.shape, form.stride).copy_(elements.view(form.dtype).view(form.shape))
+    return memory.view(torch.uint8)
 
 
 def _bytes_at(data: memoryview, begin: int, size: int) -> torch.Tensor:
@@ -416,20 +666,8 @@ def _bytes_at(data: memoryview, begin: int, size: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=begin)
 
 
-def _spread_out(data: torch.Tensor, form: Form) -> torch.Tensor:
-    """Bytes of their own in which these elements lie as they did. What is in the gaps is 0."""
-    try:
-        memory = torch.zeros(form.extent, dtype=form.dtype)
-    except RuntimeError as error:
-        raise Unreadable(
-            f"no memory for a tensor of {form.shape} {form.dtype} and strides {form.stride}"
-        ) from error
-    memory.as_strided(form.shape, form.stride).copy_(data.view(form.dtype).view(form.shape))
-    return memory.view(torch.uint8)
-
-
 def _tensor(row: Any, head: Head, bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor of one of `_rows`. Raises IndexError, ValueError, TypeError or RuntimeError."""
+    """The tensor of a row, as `_Blocks` makes them."""
     if type(row) is int:
         entry = head.entries[_whole(row)]
         base = bases[row].view(dtype_named(DTYPES[entry.dtype]))

@@ -46,11 +46,17 @@ DTYPES = {
 }
 """Of entries, by the names that safetensors gives them, what torch calls them: those that all its
 readers for torch know."""
+ARRAY_DTYPES = {
+    **{"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64"},
+    **{"<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"},
+    **{"<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL"},
+}
+"""By what NumPy calls them."""
 ITEM_BYTES = {
     name: 1 if name == "BOOL" else int(re.findall("[0-9]+", name)[0]) // 8 for name in DTYPES
 }
 
-_PAGE = 4096
+ALIGN, _PAGE = 64, 4096
 _LENGTH = struct.Struct("<Q")
 _OUTLINE = ',"elasticlib.state":'
 _RECORD = re.compile(
@@ -120,6 +126,35 @@ def write_head(entries: Iterable[Entry], outline: Mapping[str, Any], size: int) 
     header = header.replace(f"size={0:016x}", f"size={start + size:016x}", 1)
     header = header.ljust(start - _LENGTH.size)
     return _sealed(_LENGTH.pack(len(header)) + header.encode("ascii"))
+
+
+def in_order(sizes: Sequence[int]) -> list[int]:
+    """The entries in the order of their bytes. safetensors allows no gaps, so they are sorted by
+    the power of two that divides their size: each begins at a multiple of it, up to `ALIGN`, and so
+    of its elements' size."""
+    return sorted(range(len(sizes)), key=lambda at: -min(sizes[at] & -sizes[at] or ALIGN, ALIGN))
+
+
+def entry_names(paths: Sequence[tuple[str, bool]]) -> list[str]:
+    """A name of its own for each entry.
+
+    Args:
+        paths: where in the state the tensor stands that the entry is, or the first of those in it;
+            and whether it is a tensor. Tensors choose first: a path is a tensor's name.
+    """
+    wanted = [path if is_tensor else f"{path}.storage" for path, is_tensor in paths]
+    names, taken = [""] * len(wanted), {"__metadata__"}
+    for at in sorted(range(len(wanted)), key=lambda at: not paths[at][1]):
+        # Half a character, which Python can hold, is none in a file that others read.
+        path = wanted[at]
+        path = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
+        name, count = path, 1
+        while name in taken:
+            count += 1
+            name = f"{path}~{count}"
+        taken.add(name)
+        names[at] = name
+    return names
 
 
 def with_sum(head: bytes, crc32: int) -> bytes:

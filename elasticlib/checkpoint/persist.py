@@ -35,15 +35,13 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import manifest as manifests
 from . import memory as memories
-from .commit import FENCE, ClearedAway, Committer, Writer, data_name, decode_fence
+from .commit import ClearedAway, Committer, Writer, data_name
 from .cover import Chunk, chunks_of, lacking, some
-from .folder import CheckpointFolder, open_place
-from .local import Place
-from .manifest import DataFile, Retention
+from .folder import CheckpointFolder, DataFile, Retention, folder_of, open_place
 from .memory import Found, Record, flaw, pinned, that_count
 from .pack_head import read_meta
+from .place import Place
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -71,7 +69,7 @@ _ALL = Retention(last=1 << 62)  # which are too many is for the job's own manage
 
 
 @attrs.frozen(order=True)
-class State:
+class SnapshotState:
     """Parts of one state fit together. A step that was trained twice, before a loss and after it,
     is two states. parts: the number of ranks that hold it; 1 if it is the same on all of them."""
 
@@ -89,7 +87,7 @@ class Piece:
     those boxes. total: in the tensors that they belong to.
     """
 
-    state: State
+    state: SnapshotState
     part: int
     share: str
     elements: int = 0
@@ -97,10 +95,10 @@ class Piece:
 
 
 @attrs.frozen
-class Plan:
+class WritePlan:
     """The state that is written, and its shares in the order of their files."""
 
-    state: State
+    state: SnapshotState
     shares: tuple[str, ...]
 
 
@@ -108,7 +106,7 @@ Chunks = Mapping[str, Sequence[Chunk]]  # of the shares of which that is known
 _Shares = dict[str, list[Piece]]
 
 
-def piece_of(state: State, part: int, chunks: Sequence[Chunk]) -> Piece:
+def piece_of(state: SnapshotState, part: int, chunks: Sequence[Chunk]) -> Piece:
     """What a node says of a part that holds these."""
     boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
     named = json.dumps(sorted(boxes)).encode()
@@ -121,13 +119,13 @@ def piece_of(state: State, part: int, chunks: Sequence[Chunk]) -> Piece:
     )
 
 
-def choose(pieces: Iterable[Piece], chunks: Chunks) -> Plan | str:
+def newest_whole(pieces: Iterable[Piece], chunks: Chunks) -> WritePlan | str:
     """The newest state that is held whole; or why the newest is not, as the end of a sentence."""
     reasons = []
     for state, shares in _newest_first(pieces):
         reason = _lacking(state, shares, chunks)
         if not reason:
-            return Plan(state, tuple(shares))
+            return WritePlan(state, tuple(shares))
         reasons.append(reason)
     return reasons[0] if reasons else "is in no part that says which elements it has"
 
@@ -144,15 +142,15 @@ def in_doubt(pieces: Iterable[Piece]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _newest_first(pieces: Iterable[Piece]) -> list[tuple[State, _Shares]]:
+def _newest_first(pieces: Iterable[Piece]) -> list[tuple[SnapshotState, _Shares]]:
     """The shares of each state, by their lowest parts."""
-    states: dict[State, _Shares] = {}
+    states: dict[SnapshotState, _Shares] = {}
     for piece in sorted(pieces, key=lambda piece: (piece.state, -piece.part), reverse=True):
         states.setdefault(piece.state, {}).setdefault(piece.share, []).append(piece)
     return list(states.items())
 
 
-def _lacking(state: State, shares: _Shares, chunks: Chunks) -> str:
+def _lacking(state: SnapshotState, shares: _Shares, chunks: Chunks) -> str:
     lost = _lost(state, shares)
     if lost and _may_cover(shares) and shares.keys() <= chunks.keys():
         held = {piece.part: chunks[s] for s, held in shares.items() for piece in held}
@@ -160,7 +158,7 @@ def _lacking(state: State, shares: _Shares, chunks: Chunks) -> str:
     return f"is not whole: nobody holds {some(lost, 'part')} of {state.parts}" if lost else ""
 
 
-def _lost(state: State, shares: _Shares) -> list[int]:
+def _lost(state: SnapshotState, shares: _Shares) -> list[int]:
     held = {piece.part for pieces in shares.values() for piece in pieces}
     return [part for part in range(state.parts) if part not in held]
 
@@ -332,14 +330,14 @@ class Kind:
     chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)
 
     @property
-    def newest(self) -> State:
+    def newest(self) -> SnapshotState:
         return state_of(self.record)
 
     @property
     def key(self) -> str:
         return quote(self.record.name, safe="")[:256]
 
-    def of(self, plan: Plan) -> dict[str, Found]:
+    def of(self, plan: WritePlan) -> dict[str, Found]:
         """What is here of it, by share."""
         found: dict[str, Found] = {}
         for piece, one in self.held:
@@ -347,14 +345,14 @@ class Kind:
                 found.setdefault(piece.share, one)
         return found
 
-    def not_written(self, state: State, reason: str) -> str:
+    def not_written(self, state: SnapshotState, reason: str) -> str:
         where = self.record.folder
         return f"the snapshot of step {state.step} was not written to {where}: {reason}"
 
 
-def state_of(record: Record) -> State:
+def state_of(record: Record) -> SnapshotState:
     sharded = record.sharded or record.parts > 1
-    return State(record.generation, record.step, record.parts, sharded)
+    return SnapshotState(record.generation, record.step, record.parts, sharded)
 
 
 def kinds_in(memory: Path) -> list[Kind]:
@@ -432,7 +430,7 @@ class Persisting:
                 return self._kind.not_written(plan.state, reason)
         return ""
 
-    def _has(self, state: State) -> bool:
+    def _has(self, state: SnapshotState) -> bool:
         """Whether there is a whole checkpoint of the state's step, or of a later one."""
         for found in self._folder.found():
             if found.step < state.step:
@@ -446,10 +444,10 @@ class Persisting:
                     return True
         return False
 
-    def _agreed(self) -> tuple[Plan | None, int]:
+    def _agreed(self) -> tuple[WritePlan | None, int]:
         """What all nodes write, and the version of that; None if they hold no state whole."""
         if not self._kind.newest.sharded:
-            return Plan(self._kind.newest, (WHOLE,)), ABSENT
+            return WritePlan(self._kind.newest, (WHOLE,)), ABSENT
         began = monotonic()
         while not self._over.is_set():
             plan, version = self._plan()
@@ -467,23 +465,24 @@ class Persisting:
         rows = [attrs.astuple(piece) for piece, _ in self._kind.held if piece.state.sharded]
         self._board.put(f"held/{self._kind.key}/{self._board.rank}", rows)
 
-    def _plan(self) -> tuple[Plan | None, int]:
+    def _plan(self) -> tuple[WritePlan | None, int]:
         said = self._board.get(f"agreed/plan/{self._kind.key}")
         if said is None:
             return None, ABSENT
         state, shares = said.value
-        return Plan(State(*state), tuple(shares)), said.version
+        return WritePlan(SnapshotState(*state), tuple(shares)), said.version
 
     def _decide(self, waited: float) -> bool:
         """Say what is to be written, if that can be said; False if it never can."""
         posts, _ = self._board.list(f"held/{self._kind.key}/")
-        pieces = [Piece(State(*s), *rest) for post in posts.values() for s, *rest in post.value]
+        rows = (row for post in posts.values() for row in post.value)
+        pieces = [Piece(SnapshotState(*state), *rest) for state, *rest in rows]
         all_in = len(posts) >= self._board.nodes
         settled = all_in or waited > SETTLE_SECONDS
         missing = settled and self._learn(in_doubt(pieces))
-        plan = choose(pieces, self._kind.chunks | self._learned)
+        plan = newest_whole(pieces, self._kind.chunks | self._learned)
         told = f"{len(posts)} of {self._board.nodes} nodes have told what they hold"
-        if isinstance(plan, Plan):
+        if isinstance(plan, WritePlan):
             is_newest = plan.state == max(piece.state for piece in pieces)
             if is_newest or (settled and not missing) or waited > AGREE_SECONDS:
                 self._board.put(f"agreed/plan/{self._kind.key}", attrs.astuple(plan), once=True)
@@ -508,7 +507,7 @@ class Persisting:
             rows = [chunk.row() for chunk in self._kind.chunks[share]]
             self._board.put(f"chunks/{share}", rows, once=True)
 
-    def _carry_out(self, plan: Plan) -> str:
+    def _carry_out(self, plan: WritePlan) -> str:
         """Write with the others what is planned; why it could not be, or ""."""
         board, failed = self._board, set[str]()
         under = self._under(plan)
@@ -529,10 +528,10 @@ class Persisting:
                 board.wait(under, seen)
         return ""
 
-    def _under(self, plan: Plan) -> str:
+    def _under(self, plan: WritePlan) -> str:
         return f"written/{self._kind.key}/{plan.state.generation}.{plan.state.step}/"
 
-    def _do(self, plan: Plan, key: str, claim: int, said: Mapping[str, Said]) -> bool:
+    def _do(self, plan: WritePlan, key: str, claim: int, said: Mapping[str, Said]) -> bool:
         """Do what is claimed. False if it is of no use to try that again here."""
         step = plan.state.step
         try:
@@ -554,7 +553,7 @@ class Persisting:
             return self._failed(plan, key, error)
         return True
 
-    def _write(self, plan: Plan, share: str, number: int) -> DataFile:
+    def _write(self, plan: WritePlan, share: str, number: int) -> DataFile:
         step, found = plan.state.step, self._kind.of(plan)[share]
         with pinned(self._memory, found) as view:
             if view is None:
@@ -563,13 +562,9 @@ class Persisting:
                 raise _Damaged(damage)
             part = f"part-{plan.shares.index(share):05d}" if plan.state.sharded else "state"
             name = data_name(part, self._committer.writer.token, number)
-            try:
-                return self._committer.write(step, name, view)
-            except BaseException:
-                self._committer.abandon(step, name)
-                raise
+            return self._committer.write(step, name, view)
 
-    def _cleared_away(self, plan: Plan, said: Mapping[str, Said], error: ClearedAway) -> bool:
+    def _cleared_away(self, plan: WritePlan, said: Mapping[str, Said], error: ClearedAway) -> bool:
         """Who has the folder has committed something meanwhile, perhaps this step."""
         self._cleared += 1
         if self._cleared >= ATTEMPTS:
@@ -578,14 +573,14 @@ class Persisting:
         self._board.done()
         if self._has(plan.state):
             raise _GoesOn(str(error))
-        there = self._folder.place.files(manifests.folder_of(plan.state.step))
+        there = self._folder.place.files(folder_of(plan.state.step))
         for share, one in said.items():
             if one.file is not None and one.file.name not in there:
                 self._board.forget(self._under(plan) + share, one.version)
         return True
 
-    def _failed(self, plan: Plan, key: str, error: Exception) -> bool:
-        if isinstance(error, CheckpointRefused) and self._goes_on():
+    def _failed(self, plan: WritePlan, key: str, error: Exception) -> bool:
+        if isinstance(error, CheckpointRefused) and self._committer.goes_on():
             self._board.done()
             raise _GoesOn(str(error)) from error
         self._board.done(failed=describe(error))
@@ -598,14 +593,6 @@ class Persisting:
             self._post()
             self._board.forget(f"agreed/plan/{self._kind.key}", self._plan()[1])
         return True
-
-    def _goes_on(self) -> bool:
-        """Whether a later generation of the same launch has the folder."""
-        data = self._folder.place.read(FENCE)
-        if data is None:
-            return False
-        ours, holder = self._committer.writer, decode_fence(data).holder
-        return holder.start == ours.start and holder.generation > ours.generation
 
 
 class LastWrites:

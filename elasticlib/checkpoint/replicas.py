@@ -1,8 +1,13 @@
-"""Replicas: one node's agent gives another the snapshots that its workers make.
+"""What an agent does for its workers' snapshots: replicas to other nodes, clearing up, the disk.
 
-Node r gives to the next nodes by rank, wrapping at the end; so each node keeps as many as it gives,
-and the loss of any one node leaves another with its snapshots. This goes on behind the training:
-the newest is given as soon as the one before is there, and those made in between are left out.
+It begins anew with each generation, and frees what workers that ended were writing. Without
+replicas that is all until the end: the workers write into its memory and clear up themselves. What
+is in memory alone at the end `persist.py` writes.
+
+A replica is a snapshot that one node gives another. Node r gives to the next nodes by rank,
+wrapping at the end; so each node keeps as many as it gives, and the loss of any one node leaves
+another with its snapshots. This goes on behind the training: the newest is given as soon as the one
+before is there, and those made in between are left out.
 
 For each generation a node serves a TCP store of its own, and says on the generation's board where.
 What is written there is not kept: it becomes a replica in the agent's memory, by the keys
@@ -27,6 +32,7 @@ import re
 import secrets
 import select
 import shutil
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterable
@@ -35,14 +41,16 @@ from typing import Protocol
 
 import attrs
 
+from ..agent.interface import Memory
 from ..clock import monotonic
-from ..errors import CheckpointError, ElasticError, StoreRefused, present
+from ..errors import CheckpointError, ConfigError, ElasticError, StoreRefused, present
 from ..foreign import read_fields, read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import Store
 from ..stores.keyspace import Entry, KeySpace, Lease
 from ..stores.secret import NONCE_BYTES, is_digits
 from ..threads import helper
+from ..workers.spec import WorkerGroup
 from .memory import (
     NEWS,
     Found,
@@ -54,9 +62,11 @@ from .memory import (
     newest_in,
     pieces,
     read_record,
+    remove_torn,
     sum_of,
     tell,
 )
+from .persist import LastWrites
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -66,6 +76,8 @@ CHUNK_BYTES = 512 << 10
 ANSWER_SECONDS = 60.0
 """For a node to answer, which may have to find memory first."""
 RETRY_SECONDS = 0.5
+FLUSH_SECONDS = 5.0
+"""So long a node that leaves waits for the others to get its last replicas."""
 LOOK_SECONDS = 2.0
 """Without news the memory is looked at so often: others may remove it, and workers make it anew."""
 SORTS = 256
@@ -342,8 +354,8 @@ class Giver:
                 return  # there is a newer one
             try:
                 store.set(f"{offer}/offer", json.dumps(attrs.asdict(record)).encode())
-                for piece in pieces(handle, record.size, CHUNK_BYTES):
-                    store.set(f"{offer}/{zlib.crc32(piece):08x}", piece)
+                chunks = pieces(handle, record.size, CHUNK_BYTES)
+                store.set_all((f"{offer}/{zlib.crc32(chunk):08x}", chunk) for chunk in chunks)
                 # To send takes longer than to sum: the worker, if it lives, has summed it by now.
                 summed = sum_of(self._folder.parent, found)
                 store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)
@@ -473,3 +485,97 @@ class Replicating:
             store.set(f"{safe}{self._info.rank}", b"")
             self._safe = True
         return len(store.list(safe).entries) == self._info.world_size
+
+
+# -- all of it, for one agent ----------------------------------------------------------------------
+
+
+class SnapshotKeeper(Memory):
+    """Of one agent.
+
+    era: the folder for one start of the workers, by its number; see `elasticlib.workers.session`.
+    stores: how stores are reached. replicas: how many other nodes keep each snapshot. secret: what
+    the nodes of the job prove to know, if anything. address: of this node, where others reach it;
+    found out if it is empty.
+    """
+
+    def __init__(
+        self,
+        era: Callable[[int], Path],
+        stores: Stores,
+        *,
+        replicas: int = 0,
+        secret: bytes | None = None,
+        address: str = "",
+    ) -> None:
+        self._era, self._stores, self._replicas = era, stores, replicas
+        self._secret, self._address = secret, address
+        self._folder: Path | None = None
+        self._info: RendezvousInfo | None = None
+        self._replicating: Replicating | None = None
+        self._helping: LastWrites | None = None
+
+    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+        self._end()
+        self._info, self._folder = info, self._era(group.attempt)
+        remove_torn(self._folder.parent, int(self._folder.name))
+        if not self._replicas or info.world_size == 1:
+            return
+        if info.store is None or not info.board:
+            raise ConfigError(
+                "--snapshot-replicas needs a store in which the nodes find each other, and this "
+                "rendezvous has none: leave it out"
+            )
+        address = self._address or own_address(info)
+        try:
+            self._replicating = Replicating(
+                info,
+                self._folder,
+                self._replicas,
+                group.spec.local_world_size,
+                stores=self._stores,
+                secret=self._secret,
+                address=address,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"this node cannot take replicas at {address}: {error}; --local-addr says at which "
+                "address the others reach it"
+            ) from error
+
+    def rest(self) -> None:
+        if self._folder is not None and self._helping is None:
+            # A node that leaves may need parts that are here, and the others wait for it.
+            self._helping = self._last_writes(self._folder, leaves=False)
+            helper(self._helping.run, "agent-helps").start()
+
+    def finish(self, *, keep: bool) -> str:
+        if keep and self._replicating is not None:
+            self._replicating.flush(FLUSH_SECONDS)
+        self._end()
+        if not keep or self._folder is None:
+            return ""
+        return self._last_writes(self._folder, leaves=True).run()
+
+    def _last_writes(self, folder: Path, *, leaves: bool) -> LastWrites:
+        return LastWrites(folder.parent, self._info, self._stores.alone, leaves=leaves)
+
+    def _end(self) -> None:
+        if self._helping is not None:
+            self._helping.stop()
+        if self._replicating is not None:
+            self._replicating.close()
+        self._helping = self._replicating = None
+
+
+def own_address(info: RendezvousInfo) -> str:
+    """This node's address, as it is on its way to the generation's first node."""
+    first = info.bootstrap_store_info
+    found = socket.getaddrinfo(first.master_addr, first.master_port or 9, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = found[0]
+    if info.rank == 0:
+        return str(target[0])
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket chooses a route and sends nothing.
+        probe.connect(target)
+        return str(probe.getsockname()[0])

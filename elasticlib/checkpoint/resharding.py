@@ -16,24 +16,31 @@ import attrs
 import torch
 
 from ..errors import CheckpointCorrupt, StateMismatch
-from .choose import Agreed, Held, Plan, givers, origin
 from .cover import Chunk, Share, apart, chunks_of, lacking, pieces, shares
 from .pack import fill, lay_out, unpack
 from .pack_head import read_meta
-from .peers import Search, Transfer
-from .sharded import Target, copy_shares, matched, narrowed, saved_tensors, targets_in, whole_in
+from .peers import Agreed, Held, Plan, Search, Transfer, givers, origin
+from .sharded import (
+    Target,
+    copy_shares,
+    matched,
+    narrowed,
+    parameters_in,
+    saved_tensors,
+    targets_in,
+    whole_in,
+)
 from .state import (
     Way,
+    dtype_named,
     fit,
     holder_of,
-    parameters_in,
     parts_of,
     put_shards,
     spoken,
     take_shards,
     values_of,
 )
-from .storages import dtype_named
 
 PIECE_BYTES = 2 << 20
 """Of what is sent at once."""

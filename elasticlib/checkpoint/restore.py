@@ -8,28 +8,102 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointCorrupt, CheckpointError, Unreadable, present
-from .choose import DISK, SHARDED_DISK, Agreed, Held, Plan, Source, Trouble, givers, origin
-from .folder import CheckpointFolder
-from .local import LocalPlace
-from .manifest import Health, Manifest, folder_of
+from ..errors import CheckpointError, Unreadable, present
+from .folder import CheckpointFolder, Health, Manifest
 from .pack import lay_out, unpack
-from .peers import Search, peers_of, raise_any, tried
-from .state import fit
-from .storages import in_memory_order
+from .peers import (
+    DISK,
+    SHARDED_DISK,
+    Agreed,
+    Held,
+    Plan,
+    Search,
+    Source,
+    Trouble,
+    givers,
+    origin,
+    peers_of,
+    raise_any,
+    tried,
+)
+from .place import LocalPlace
+from .resharding import fetch_parts
+from .state import Form, bare, bits_of, fit, form_of, unexpanded
 
 log = logging.getLogger("elasticlib.checkpoint")
+
+
+_FROM = {
+    "memory": "from this node's memory",
+    "peer": "from another node's memory",
+    "disk": "from the disk",
+}
+
+
+@attrs.frozen(repr=False)
+class Restored:
+    """What `CheckpointManager.restore` has brought the state to; true if there was anything.
+
+    step: after which that state was taken; 0 if there was none. source: where this rank's came
+    from: `memory` of this node, that of a `peer`, or a `disk`; empty if there was none.
+    passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
+
+    It is no number: whoever takes it for its step gets a TypeError that says so.
+    """
+
+    step: int = 0
+    source: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        """Whether there was a state to go on from. If not, nothing was changed."""
+        return bool(self.source)
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to go on from"
+        return "; ".join([said, *(f"passed over: {why}" for why in self.passed_over)])
+
+    def __repr__(self) -> str:
+        return f"<Restored: {self}>"
+
+    if not TYPE_CHECKING:  # a type checker is to find these before they are run
+
+        def _is_no_number(self, *_: object) -> NoReturn:
+            raise TypeError(
+                "what restore() returns is a Restored, not a number: its .step is the step, and "
+                ".found says whether there was any"
+            )
+
+        def __eq__(self, other: object) -> bool:
+            if isinstance(other, Number):
+                self._is_no_number()
+            if not isinstance(other, Restored):
+                return NotImplemented
+            return attrs.astuple(self) == attrs.astuple(other)
+
+        def __hash__(self) -> int:
+            return hash(attrs.astuple(self))
+
+        __lt__ = __le__ = __gt__ = __ge__ = _is_no_number
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _is_no_number
+        __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = (
+            _is_no_number
+        )
+        __int__ = __index__ = __float__ = _is_no_number
 
 
 class DiskSource(Source):
@@ -65,19 +139,15 @@ class DiskSource(Source):
         pack at a time, and checked by that."""
         if self._read is None or self._read[0] != (held, part):
             self._read = None  # first, so that there is never a second pack beside it
-            read = self._mapped if self._maps(held) else self._checked
+            read = self._folder.mapped if self._maps(held) else self._folder.read
             self._read = (held, part), memoryview(read(self._manifest(held), part))
         return self._read[1]
 
     def check(self, held: Held, part: int = 0) -> None:
-        if not self._maps(held):
+        if self._maps(held):
+            self._folder.check_file(self._manifest(held), part)
+        else:
             self.view(held, part)
-            return
-        manifest = self._manifest(held)
-        flaw = self._folder.flaw(attrs.evolve(manifest, files=(manifest.files[part],)))
-        if flaw:
-            self._folder.know(manifest, Health.BAD)
-            raise CheckpointCorrupt(f"{self._folder.describe(held.step)} is damaged: {flaw}")
 
     def head(self, held: Held, part: int = 0) -> bytes:
         return self._folder.head(self._manifest(held), part)
@@ -88,29 +158,6 @@ class DiskSource(Source):
 
     def _maps(self, held: Held) -> bool:
         return held.kind == SHARDED_DISK and isinstance(self._folder.place, LocalPlace)
-
-    def _checked(self, manifest: Manifest, part: int) -> mmap.mmap:
-        try:
-            pack = self._folder.read(manifest, part)
-        except CheckpointCorrupt:
-            self._folder.know(manifest, Health.BAD)
-            raise
-        if not manifest.parts:
-            self._folder.know(manifest, Health.GOOD)
-        return pack
-
-    def _mapped(self, manifest: Manifest, part: int) -> mmap.mmap:
-        file, what = manifest.files[part], self._folder.describe(manifest.step)
-        path = os.path.join(self._folder.place.name, folder_of(manifest.step), file.name)
-        try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-                rights = mmap.PROT_READ | mmap.PROT_WRITE
-                return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, rights)
-        except (FileNotFoundError, ValueError) as error:
-            # It is not there, or shorter than it was.
-            raise CheckpointCorrupt(f"{what} is damaged: {file.name}: {error}") from error
-        except OSError as error:
-            raise Unreadable(f"{what} cannot be read: {error}") from error
 
     def _manifest(self, held: Held) -> Manifest:
         if held not in self._manifests:
@@ -185,7 +232,8 @@ def restore_from(
         try:
             search.begin(node or socket.gethostname(), step)
             while taken is None and (plan := search.choose()) is not None:
-                taken = _fetched(search, plan, state, strict=strict)
+                fetch = fetch_parts if plan.state.parts else _fetch_pack
+                taken = fetch(search, plan, state, strict=strict)
             if taken is not None:
                 put, agreed = taken
                 peers.all_do(put, f"failed at restoring step {agreed.step}")
@@ -202,23 +250,11 @@ def restore_from(
     return attrs.evolve(agreed, passed_over=passed_over)
 
 
-def _fetched(
-    search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> tuple[Callable[[], None], Agreed] | None:
-    """What puts what was saved into this rank's state, into which it fits; None, on all ranks, if
-    it cannot be had, and the choice is to be made anew."""
-    if not plan.state.parts:
-        return _fetch_pack(search, plan, state, strict=strict)
-    # It takes its time to import, and most states are not sharded.
-    from .resharding import fetch_parts
-
-    return fetch_parts(search, plan, state, strict=strict)
-
-
 def _fetch_pack(
     search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
 ) -> tuple[Callable[[], None], Agreed] | None:
-    """Of a state that is the same on all ranks; see `_fetched`."""
+    """What puts a state that is the same on all ranks into this rank's, where it fits. None, on all
+    ranks, if it cannot be had, and the choice is to be made anew."""
     peers, step, holders = search.peers, plan.state.step, plan.holders[0]
     packs: dict[int, memoryview] = {}
 
@@ -279,10 +315,20 @@ def _print(pack: memoryview) -> str:
     found = hashlib.sha256(layout.head)
     # Not the blocks: between the tensors of one, a rank's memory may hold anything.
     for tensor in layout.found:
-        flat = in_memory_order(tensor)
+        flat = _in_memory_order(tensor)
         # As words, which begin at multiples of 8.
         flat = flat.clone() if flat.storage_offset() % 8 else flat
         words = len(flat) // 8 * 8
         total = int(flat[:words].view(torch.int64).sum()) if words else 0
         found.update(f"{total},{flat[words:].tolist()};".encode())
     return found.hexdigest()[:32]
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements as they lie in memory, copied only if there are gaps between."""
+    once = unexpanded(tensor)
+    form = form_of(once)
+    if not form.is_dense:
+        return bits_of(once)
+    flat = Form(form.dtype, (form.extent,), (1,))
+    return bare(once.untyped_storage(), int(once.storage_offset()), flat).view(torch.uint8)

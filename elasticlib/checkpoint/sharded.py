@@ -12,23 +12,37 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
 from .pack import Layout, lay_out, unpack
 from .pack_head import read_meta
-from .state import Way, local_of, parameters_in, put_shards, spoken, take_shards, values_of
-from .storages import Form, MapLocation, dtype_named, moved, name_of
+from .state import (
+    Form,
+    MapLocation,
+    Way,
+    changed,
+    dtype_named,
+    is_sharded_kind,
+    local_of,
+    moved,
+    name_of,
+    put_shards,
+    spoken,
+    take_shards,
+    values_of,
+)
 
-Shards = Mapping[Way, DTensor]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Shards: TypeAlias = "Mapping[Way, DTensor]"
 
 
 def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copies: bool) -> Layout:
@@ -99,6 +113,9 @@ def boxes_of(shards: Shards) -> dict[Way, Box]:
 def _planned(shards: Mapping[_Key, DTensor]) -> dict[_Key, Box | None]:
     if not shards:
         return {}
+    # Most of a second to import, and most states are not sharded.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
     keys = {str(at): key for at, key in enumerate(shards)}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({name: shards[key].detach() for name, key in keys.items()})
@@ -200,6 +217,20 @@ def saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> 
     return {way: tensors[repr(way)] for way in ways}
 
 
+def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
+    """The parameters of each optimizer in a state, by its way: in the order in which its state
+    numbers them."""
+    found: dict[Way, Sequence[torch.Tensor]] = {}
+
+    def look(way: Way, value: object) -> object:
+        if isinstance(value, torch.optim.Optimizer):
+            found[way] = [one for group in value.param_groups for one in group["params"]]
+        return value
+
+    changed(state, look)
+    return found
+
+
 def matched(
     saved: Mapping[Way, Chunk], shards: Shards, parameters: Mapping[Way, Sequence[torch.Tensor]]
 ) -> dict[Way, DTensor]:
@@ -212,7 +243,7 @@ def matched(
     has now: it takes a state whole.
 
     Args:
-        shards: those that there are. parameters: see `state.parameters_in`.
+        shards: those that there are. parameters: see `parameters_in`.
 
     Raises:
         StateMismatch: some are on one side alone, or have another shape.
@@ -221,7 +252,7 @@ def matched(
     for way, tensor in saved.items():
         shard: Any
         shard, parameter = shards.get(way), _parameter_of(way, parameters)
-        if shard is None and isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
+        if shard is None and is_sharded_kind(parameter) and parameter.shape == tensor.shape:
             shard = torch.empty_like(parameter.detach(), dtype=dtype_named(tensor.dtype))
         if shard is None:
             raise _on_one_side(way, "the checkpoint")

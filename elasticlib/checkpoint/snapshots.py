@@ -12,16 +12,16 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 
 from ..clock import monotonic
-from ..errors import CheckpointCorrupt, CheckpointError
+from ..errors import CheckpointCorrupt, CheckpointError, describe
 from ..threads import helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
-from .choose import MEMORY, Agreed, Held, Source
 from .memory import (
     CHUNK,
     SUMS,
@@ -36,7 +36,9 @@ from .memory import (
 )
 from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
-from .state import take_shards, values_of
+from .peers import MEMORY, Agreed, Held, Source
+from .sharded import lay_out_part
+from .state import Way, changed, is_array, is_sharded_kind, local_of, take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -74,6 +76,59 @@ class Snapshot:
     size: int
     seconds: float
     copied: float
+
+
+# -- how large the first one will be: pure ---------------------------------------------------------
+
+_HEAD_BYTES, _TENSOR_BYTES = 4096, 512
+"""What a pack's head takes at least, and for each tensor, or somewhat less."""
+
+
+def size_once_trained(state: object) -> tuple[int, bool]:
+    """About how large a snapshot is once the state's optimizers have taken a step, and whether it
+    is a part of a sharded state.
+
+    No object is asked for its state, as that of a loader may start its workers: one that is neither
+    a module nor an optimizer counts for nothing. Raises CheckpointError: it is no state.
+    """
+    found: dict[int, torch.Tensor] = {}
+    more = 0
+
+    def look(_way: Way, value: Any) -> Any:
+        nonlocal more
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, torch.nn.Module):
+            found.update((id(one), one) for one in (*value.parameters(), *value.buffers()))
+        elif isinstance(value, torch.optim.Optimizer):
+            changed(value.state, look)
+            more += 0 if value.state else _made_by_a_step(value)
+        elif is_array(value):
+            more += value.nbytes
+        return value
+
+    changed(state, look)
+    size = sum(local_of(tensor).nbytes + _TENSOR_BYTES for tensor in found.values()) + more
+    return size + (_HEAD_BYTES if size else 0), any(map(is_cut, found.values()))
+
+
+def is_cut(value: Any) -> bool:
+    """Whether ranks have different elements of a tensor."""
+    placements = value.placements if is_sharded_kind(value) else ()
+    return not all(placement.is_replicate() for placement in placements)
+
+
+def _made_by_a_step(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the state that one of torch's own makes at its first step; of others 0."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return 0
+    size = 0
+    for group in optimizer.param_groups:
+        # As Adam and its kin have two averages of a gradient, SGD and others a momentum.
+        like = 2 + bool(group.get("amsgrad")) if "betas" in group else bool(group.get("momentum"))
+        trained = [one for one in group["params"] if one.requires_grad]
+        size += sum(like * (local_of(one).nbytes + _TENSOR_BYTES) for one in trained)
+    return size
 
 
 class SnapshotMemory(Source):
@@ -137,13 +192,9 @@ class SnapshotMemory(Source):
         """
         began = monotonic()
         plain, shards = take_shards(values_of(state))
-        placements = (placement for shard in shards.values() for placement in shard.placements)
-        if not self._writes and all(placement.is_replicate() for placement in placements):
+        if not self._writes and not any(map(is_cut, shards.values())):
             return None
         if shards:
-            # It takes its time to import, and most states are not sharded.
-            from .sharded import lay_out_part
-
             layout = lay_out_part(step, plain, shards, whole=True, copies=True)
             part, parts = self._rank, self._world_size
         else:
@@ -216,10 +267,32 @@ class SnapshotMemory(Source):
         a later restart else might find parts of one step that were made by two different runs.
         """
         memory.remove(self._memory, given_up(self._look(), self._era, step))
-        mine = (self._rank, self._world_size)
-        for one in (one.record for one in self._found() if one.record.step == step):
-            if (one.part, one.parts) == mine if one.sharded else self._writes:
-                self._sealing.begin(one, seal=False)  # the first one is as large
+
+    def prepare(self, step: int, state: object) -> None:
+        """Memory is made behind the training for the first snapshot after `step`, from which this
+        state goes on. A job that makes none gets it back: see `give_back_unused`."""
+        try:
+            size, cut = size_once_trained(state)
+        except Exception as error:
+            # As of a module whose sizes are not known yet. A guess fails no start.
+            log.info("the first snapshot is to make its memory itself: %s", describe(error))
+            return
+        if not size or not (cut or self._writes) or self._record.sequence:
+            return
+        if cut:
+            from . import sharded  # noqa: F401 - it takes its time to import
+        part, parts = (self._rank, self._world_size) if cut else (0, 1)
+        for record in (one.record for one in self._found()):
+            if (record.step, record.part, record.parts) == (step, part, parts):
+                size = record.size
+        first = attrs.evolve(self._record, size=size, part=part, parts=parts)
+        self._sealing.begin(first, seal=False)
+
+    def give_back_unused(self) -> None:
+        """The job saves without snapshots: free what was prepared for the first one."""
+        if not self._record.sequence:
+            self._sealing.forget()
+            self._slots.give_back_unused()
 
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
@@ -236,6 +309,8 @@ class SnapshotMemory(Source):
             except CheckpointError as error:
                 # All ranks have what they go on from: one that has no room beside it goes on too.
                 log.warning("step %d is not kept on this node: %s", found.step, error)
+        else:
+            self.prepare(found.step, state)
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays."""
@@ -300,6 +375,11 @@ class Sealing:
         if self._thread is None:
             self._thread = helper(self._run, "elasticlib-seal")
             self._thread.start()
+
+    def forget(self) -> None:
+        """Do nothing of what has not been begun."""
+        with self._changed:
+            self._next = None
 
     def close(self) -> None:
         """Do no more."""

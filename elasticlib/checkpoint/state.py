@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
+import importlib
 import inspect
+import math
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
+from torch.serialization import _get_restore_location
 
-from ..errors import CheckpointError, StateMismatch, describe
-from .storages import Copies, bits_of, form_of, unexpanded
+from ..errors import CheckpointError, StateMismatch, Unreadable, describe
 
 Way: TypeAlias = tuple[Any, ...]
 """Keys and indices, from the state's top."""
+
+MapLocation: TypeAlias = (
+    str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
+)
+"""Where tensors go, as `torch.load` takes it."""
 
 MAX_DEPTH = 100
 """Levels of nesting; JSON's own limit is the interpreter's recursion limit."""
@@ -89,6 +97,12 @@ def _is_leaf(value: object) -> bool:
     return is_array(value) or is_number(value)
 
 
+# -- NumPy's arrays and numbers --------------------------------------------------------------------
+
+_ELEMENTS = "biufcmMSU"
+"""Of dtypes whose name says all: no objects, no records."""
+
+
 def is_array(value: object) -> bool:
     """Whether it is a plain array of NumPy's; where nobody imported that there is none."""
     numpy = sys.modules.get("numpy")
@@ -99,6 +113,60 @@ def is_number(value: object) -> bool:
     """Whether it is a scalar of NumPy's: a number, a date, a text."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
+
+
+def check_elements(way: Way, value: Any) -> None:
+    plain = (sys.modules["numpy"].ndarray, value.dtype.type)
+    if value.dtype.kind not in _ELEMENTS or type(value) not in plain:
+        raise CheckpointError(
+            f"{spoken(way)} is a numpy.{type(value).__qualname__} of {value.dtype}, which has no "
+            "plain elements"
+        )
+
+
+def order_of(array: Any) -> str:
+    """How its elements lie in memory: `F`, the first index fastest, or `C`, the last."""
+    return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+
+
+def bytes_of(array: Any) -> torch.Tensor:
+    """Its elements as bytes, in the order of `order_of`; not copied if they lie so."""
+    numpy = sys.modules["numpy"]
+    flat = numpy.ascontiguousarray(array.reshape(-1, order=order_of(array)))
+    if not flat.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    flat = flat.view(numpy.uint8)
+    # torch takes no memory that cannot be written to.
+    return torch.frombuffer(flat if flat.flags.writeable else flat.copy(), dtype=torch.uint8)
+
+
+def array_of(elements: torch.Tensor, dtype: str, shape: list[int], order: str) -> Any:
+    """The array, in memory of its own."""
+    memory = bytearray(elements.nbytes)
+    if memory:
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(elements.reshape(-1).view(torch.uint8))
+    return _numpy().ndarray(shape, _numpy_dtype(dtype), memory, order=order)
+
+
+def number_of(data: bytes, dtype: str) -> Any:
+    return _numpy().ndarray((), _numpy_dtype(dtype), data)[()]
+
+
+def _numpy_dtype(name: str) -> Any:
+    found = _numpy().dtype(name)
+    if found.kind not in _ELEMENTS:
+        raise ValueError(f"an array of dtype {name!r}")
+    return found
+
+
+def _numpy() -> Any:
+    try:
+        return importlib.import_module("numpy")
+    except ImportError as error:
+        raise Unreadable(
+            f"the state holds NumPy arrays or numbers, and NumPy cannot be imported ({error}): "
+            "pip install numpy"
+        ) from error
 
 
 # -- going through a state -------------------------------------------------------------------------
@@ -242,20 +310,6 @@ def _sharded_class() -> type | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
-    """The parameters of each optimizer in a state, by its way: in the order in which its state
-    numbers them."""
-    found: dict[Way, Sequence[torch.Tensor]] = {}
-
-    def look(way: Way, value: object) -> object:
-        if isinstance(value, torch.optim.Optimizer):
-            found[way] = [one for group in value.param_groups for one in group["params"]]
-        return value
-
-    changed(state, look)
-    return found
-
-
 def spoken(way: Way) -> str:
     """Where something stands, for messages."""
     return "state" + "".join(key if isinstance(key, Step) else f"[{key!r}]" for key in way)
@@ -293,6 +347,121 @@ def holder_of(value: Any) -> Holder | None:
         bits = value.bit_generator
         return Holder(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
+
+
+# -- the memory that a tensor lies in --------------------------------------------------------------
+
+
+@attrs.frozen
+class Form:
+    """How elements lie in memory; strides in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of the elements, without what lies between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first one in memory to the last, with those in between."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements may lie in one place."""
+        reached = 1
+        for step, n in sorted(zip(self.stride, self.shape, strict=True)):
+            if n > 1:
+                if step < reached:
+                    return True
+                reached += (n - 1) * step
+        return False
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether each element has a place of its own, and something else lies between them."""
+        return math.prod(self.shape) < self.extent and not self.overlaps
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each element has a place of its own, and nothing else lies between them."""
+        return math.prod(self.shape) == self.extent and not self.overlaps
+
+
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """What `dtype_named` finds it by."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that `str` calls torch.`name`. Raises ValueError."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """How it lies in memory."""
+    return Form(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions that `expand` makes: each element in memory once."""
+    for axis, (n, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if n > 1 and step == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of its elements as bytes, in the order of their indices."""
+    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return fresh.copy_(tensor).view(-1).view(torch.uint8)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is as its shape and dtype alone say, and as `view` makes it of bytes."""
+    step, strides = 1, tensor.stride()
+    # Not is_contiguous, which ignores the strides of axes of length 1.
+    for axis, n in enumerate(reversed(tensor.shape), 1):
+        if strides[-axis] != step:
+            return False
+        step *= n or 1
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def viewed(
+    storage: torch.UntypedStorage, offset: int, form: Form, *, conj: bool, neg: bool
+) -> torch.Tensor:
+    found = bare(storage, offset, form)
+    found = found.conj() if conj else found
+    return torch._neg_view(found) if neg else found
+
+
+def bare(storage: torch.UntypedStorage, offset: int, form: Form) -> torch.Tensor:
+    """As it lies in memory, whatever bits a tensor there has."""
+    found = torch.empty(0, dtype=form.dtype, device=storage.device)
+    return found.set_(storage, offset, form.shape, form.stride)
+
+
+def moved(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
+    """A tensor that was saved from the device `location` ("" for memory that stays), with its
+    storage where it is wanted. Raises what torch and the caller's function do."""
+    if not location or map_location == "cpu":
+        return tensor
+    found = _get_restore_location(map_location)(tensor.untyped_storage(), location)  # type: ignore[no-untyped-call]
+    # A function may give one of the typed kind.
+    storage = getattr(found, "_untyped_storage", found)
+    return bare(storage, int(tensor.storage_offset()), form_of(tensor))
 
 
 # -- putting a state that was read back ------------------------------------------------------------
@@ -340,7 +509,7 @@ def fit(
                 sentences.append(f"the state has no {names}, which was saved")
             advice = "give the same names, or strict=False to restore those in both"
             raise StateMismatch(f"{'; '.join(sentences)}: {advice}")
-    plan = _Plan()
+    plan = _Fit()
     both = [name for name in state if name in found]
     steps = {name: plan.make(state[name], found[name], (name,)) for name in both}
     if plan.unfit:
@@ -355,7 +524,38 @@ def fit(
     return put
 
 
-class _Plan:
+class Copies:
+    """Copies of tensors, which share memory where the tensors do, and not with these."""
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+        # With their originals, as another tensor may get the id of one that is gone.
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy; the same one each time."""
+        if id(tensor) not in self._tensors:
+            copy = self._copy(tensor).requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            self._tensors[id(tensor)] = (tensor, copy)
+        return self._tensors[id(tensor)][1]
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage.data_ptr())
+        known = self._storages.get(key)
+        if known is None and storage.nbytes() == tensor.nbytes and is_plain(tensor):
+            copy = tensor.detach().clone()
+            self._storages[key] = copy.untyped_storage()
+            return copy
+        if known is None:
+            known = self._storages[key] = storage.clone()  # type: ignore[no-untyped-call]
+        offset, form = int(tensor.storage_offset()), form_of(tensor)
+        return viewed(known, offset, form, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+class _Fit:
     """How one state goes into another: what does not fit, as sentences, and what is to be done.
 
     What several things in the state share, they share again.

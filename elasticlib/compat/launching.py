@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
-from ..endpoint import STORE_PORT, split_endpoint
+from ..endpoint import is_any_port_here
 from ..errors import ConfigError
 from ..signals import as_signal, read_signals
 from ..workers.cpu import BINDINGS
@@ -59,7 +59,7 @@ def check_beside_torchs(config: LaunchConfig) -> None:
         "--store-grace": config.store_grace != type(config)().store_grace,
         "--snapshot-replicas": supervision.agent.snapshot_replicas > 0,
     }
-    for name in ("restart_window", "restart_backoff", "min_resize_interval"):
+    for name in ("restart_window", "restart_backoff"):
         flag = f"--{name.replace('_', '-')}"
         given[flag] = getattr(supervision, name) != getattr(defaults, name)
     refused = [flag for flag, is_given in given.items() if is_given]
@@ -85,7 +85,6 @@ def _check_c10d(config: LaunchConfig) -> None:
 
 # -- fields of LaunchConfig -----------------------------------------------------------------------
 
-HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
 
 
@@ -118,7 +117,7 @@ def _meeting(config: LaunchConfig) -> dict[str, Any]:
     """Where and as whom, with torch's ways to say that nobody else will come."""
     found: dict[str, Any] = {}
     tcp = config.rdzv_backend in ("tcp", "c10d", "static")
-    if config.max_nodes == 1 and tcp and _is_any_port_here(config.rdzv_endpoint):
+    if config.max_nodes == 1 and tcp and is_any_port_here(config.rdzv_endpoint):
         found["rdzv_endpoint"] = ""
         if config.rdzv_backend == "static":
             found["rdzv_backend"] = "tcp"
@@ -133,15 +132,6 @@ def _meeting(config: LaunchConfig) -> dict[str, Any]:
         # A job that nobody can join still has a name of its own.
         found["run_id"] = str(uuid.uuid4())
     return found
-
-
-def _is_any_port_here(text: str) -> bool:
-    """Whether this is torchrun's `localhost:0`: some free port of this machine, for it alone."""
-    try:
-        host, port = split_endpoint(text, STORE_PORT)
-    except ConfigError:
-        return False  # refused with its reason where it is looked at as an endpoint
-    return port == 0 and host.lower() in HERE
 
 
 def _rank(value: Any) -> int:

@@ -42,8 +42,8 @@ from ..errors import (
     StoreError,
 )
 from ..launch.config import LaunchConfig
+from ..launch.endpoints import read_secret
 from ..launch.meeting import Meeting, open_meeting
-from ..launch.secret import read_secret
 from ..rendezvous.interface import BootstrapStoreInfo, Change, ChangeKind
 from ..threads import call_watched
 from .launching import TorchrunOptions, wants_libuv

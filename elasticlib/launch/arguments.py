@@ -1,32 +1,33 @@
-"""torchrun's command line, read into a `LaunchConfig` and an entry point.
+"""torchrun's command line, `PET_*` variables, a scheduler's and the defaults, read in this order
+into a `LaunchConfig` and an entry point.
 
-The grammar is torchrun's, dash and underscore spellings alike; PET_* variables and a scheduler's
-stand in for flags that are not given. What has no meaning beside the rest is refused or passed
-over by name.
+Who said what is known to the end, for --dry-run and for the sentence that refuses it. What has no
+meaning beside the rest is refused or passed over by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
+from ..agent.hang import HangLimits
+from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
+from ..signals import read_signals, signal_name
+from ..workers.cpu import count_cores
+from ..workers.output import parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
-from .cluster import read_cluster
-from .command_line import CommandLine, read
-from .command_line import build_flags as build_flags
-from .config import LaunchConfig, read_pairs
-from .devices import worker_count
-from .flags import read_cluster_settings, read_flags, read_variables
-from .output_flags import read_output_flags
-from .place_flags import read_place, settle_cluster, settle_place
-from .settings import Settings, Source
-from .supervision_flags import read_supervision
+from .config import LONGEST, LaunchConfig, SupervisionOptions, check_seconds, read_pairs
+from .endpoints import node_range, read_place, settle_cluster, settle_place
+from .flags import FLAGS, Settings, Source, read, read_flags, read_job, read_variables
+from .flags import build_flags as build_flags
+from .schedulers import read_cluster
 
 
 @attrs.frozen
@@ -63,127 +64,227 @@ def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     return launch_of(read(argv), environment)
 
 
-def launch_of(line: CommandLine, environment: Mapping[str, str]) -> Launch:
+def launch_of(line: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
     """The same, of a command line that argparse has read."""
-    flags = line.flags
-    variables, notes = read_variables(flags, environment)
+    variables, notes = read_variables(environment)
     layers = [read_flags(line), variables]
-    where = Settings.layered(layers, flags.defaults)["from_env"]
-    cluster, said = read_cluster(where, environment)
-    from_cluster = read_cluster_settings(flags, said)
-    settings = Settings.layered([*layers, from_cluster], flags.defaults, notes)
+    cluster, job = read_cluster(Settings.layered(layers)["from_env"], environment)
+    from_job = read_job(job)
+    settings = Settings.layered([*layers, from_job], notes)
     try:
-        settings = _settle_program(settle_cluster(settle_place(settings), from_cluster))
-        options = {name: settings[name] for name in flags.options}
-        given = argparse.Namespace(**options, **_script(line.given))
-        python = not (given.no_python or given.run_path)
-        said, unheard = read_torchrun_variables(environment, python=python)
-        settings = attrs.evolve(settings, notes=(*settings.notes, *unheard))
-        config = _config(given, settings, said)
-        settings = attrs.evolve(settings, notes=(*settings.notes, *_timeouts(config)))
-        return Launch(config, _entrypoint(given), settings, cluster)
+        settings = settle_cluster(settle_place(settings), from_job)
+        if settings["run_path"] and settings["no_python"]:
+            because = f"{settings.origins('run_path')} goes before it"
+            settings = settings.without("no_python", because=because)
+        config, settings = _config(settings, environment)
+        entrypoint = _entrypoint(settings, line.training_script, tuple(line.training_script_args))
+        return Launch(config, entrypoint, settings, cluster)
     except ConfigError as error:
         raise _with_origins(error, settings) from error.__cause__
-
-
-def _script(rest: argparse.Namespace) -> dict[str, object]:
-    return {name: getattr(rest, name) for name in ("training_script", "training_script_args")}
 
 
 def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
     """The error speaks of flags; what its user has set may be a variable."""
     sentence = str(error)
     from_elsewhere = [
-        f"--{name.replace('_', '-')} is from {setting.origin}"
+        f"{FLAGS[name].flag} is from {setting.origin}"
         for name, setting in settings.found.items()
-        if setting.source in (Source.VARIABLE, Source.CLUSTER)
-        and f"--{name.replace('_', '-')}" in sentence
+        if setting.source in (Source.VARIABLE, Source.CLUSTER) and FLAGS[name].flag in sentence
     ]
     return ConfigError(f"{sentence} ({', '.join(from_elsewhere)})") if from_elsewhere else error
 
 
-def _settle_program(settings: Settings) -> Settings:
-    """Which of the flags that say what a program is goes before another, as in torchrun."""
-    if settings["run_path"] and settings["no_python"]:
-        because = f"{settings.origins('run_path')} goes before it"
-        return settings.without("no_python", because=because)
-    return settings
-
-
-def _config(given: argparse.Namespace, settings: Settings, said: Mapping[str, Any]) -> LaunchConfig:
-    low, high = _node_range(given.nnodes)
-    return LaunchConfig(
-        min_nodes=low,
-        max_nodes=high,
-        nproc_per_node=worker_count(given.nproc_per_node),
-        role=given.role,
-        max_restarts=given.max_restarts,
-        spares=given.spares,
-        topology=given.topology,
-        store_grace=given.store_grace,
-        monitor_interval=given.monitor_interval,
-        shutdown_timeout=given.shutdown_timeout,
-        supervision=read_supervision(given, settings.found["drain_signals"].source),
-        local_addr=given.local_addr,
-        start_method=_start_method(given),
-        preload=tuple(name.strip() for name in given.preload.split(",") if name.strip()),
-        rdzv_configs=read_pairs(",".join(given.rdzv_conf)),
-        logs_specs=given.logs_specs,
-        event_log_handler=given.event_log_handler,
-        torchrun=TorchrunOptions(**said),
-        observe_port=given.observe_port,
-        **read_output_flags(given),
-        **read_place(settings, high),
+def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchConfig, Settings]:
+    """And the settings with a note of each variable or key that has no effect."""
+    least, most = node_range(settings["nnodes"])
+    python = not (settings["no_python"] or settings["run_path"])
+    torchrun, notes = read_torchrun_variables(environment, python=python)
+    same_name = {
+        name: _MEANINGS[name](settings[name]) if name in _MEANINGS else settings[name]
+        for name in attrs.fields_dict(LaunchConfig)
+        if name in FLAGS
+    }
+    config = LaunchConfig(
+        **{
+            **same_name,
+            **read_place(settings, most),
+            "min_nodes": least,
+            "max_nodes": most,
+            "rdzv_configs": read_pairs(",".join(settings["rdzv_conf"])),
+            "start_method": _start_method(settings),
+            "supervision": _supervision(settings),
+            "signals_to_handle": None,  # supervision says it
+            "events": not settings["no_events"],
+            "torchrun": TorchrunOptions(**torchrun),
+        }
     )
-
-
-def _timeouts(config: LaunchConfig) -> Iterator[str]:
     conf = config.rdzv_configs
     if {"timeout", "join_timeout"} <= set(conf) and not config.of_torch:
-        yield (
-            f"--rdzv-conf timeout={conf['timeout']} is passed over: "
-            f"join_timeout={conf['join_timeout']} goes before it"
-        )
+        said = f"--rdzv-conf timeout={conf['timeout']} is passed over"
+        notes = (*notes, f"{said}: join_timeout={conf['join_timeout']} goes before it")
+    return config, settings.noted(*notes)
 
 
-def _start_method(given: argparse.Namespace) -> str:
-    if given.no_python and given.start_method not in (None, "spawn"):
+def _start_method(settings: Settings) -> str:
+    name = settings["start_method"]
+    if settings["no_python"] and name not in (None, "spawn"):
         raise ConfigError(
-            f"--start-method {given.start_method} is for Python, and --no-python runs another "
-            "program"
+            f"--start-method {name} is for Python, and --no-python runs another program"
         )
-    return given.start_method or "warm"
+    return name or "warm"
 
 
-def _entrypoint(given: argparse.Namespace) -> Entrypoint:
-    args = tuple(given.training_script_args)
-    if not given.training_script:
+def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entrypoint:
+    if not program:
         raise ConfigError("what is to be run has an empty name")
-    if given.module and given.no_python:
+    if settings["module"] and settings["no_python"]:
         raise ConfigError("-m runs a Python module and --no-python a program: give one of them")
-    if given.module and given.run_path:
+    if settings["module"] and settings["run_path"]:
         raise ConfigError(
             "-m runs a module by its name and --run-path a script by its path: give one of them"
         )
-    if given.module:
-        return Module(given.training_script, args)
-    if given.no_python:
-        return Command(given.training_script, args)
-    program = given.training_script
+    if settings["module"]:
+        return Module(program, args)
+    if settings["no_python"]:
+        return Command(program, args)
     if not any(map(os.path.isfile, (program, os.path.join(program, "__main__.py")))):
         raise ConfigError(
-            f"there is no script {given.training_script!r} here (in {os.getcwd()}); "
+            f"there is no script {program!r} here (in {os.getcwd()}); "
             "a module needs -m, another program --no-python"
         )
-    return Script(given.training_script, args)
+    return Script(program, args)
 
 
-def _node_range(text: str) -> tuple[int, int]:
-    low, colon, high = text.partition(":")
+def _supervision(settings: Settings) -> SupervisionOptions:
+    grace, drain_grace = settings["resize_grace"], settings["drain_grace"]
+    check_seconds("--resize-grace", grace)
+    if drain_grace is not None:
+        check_seconds("--drain-grace", drain_grace)
+    replicas = settings["snapshot_replicas"]
+    if replicas < 0:
+        raise ConfigError(f"--snapshot-replicas is a number from 0, got {replicas}")
+    agent = attrs.evolve(
+        _heeded(settings),
+        resize=settings["resize"],
+        resize_grace=grace,
+        drain_grace=grace if drain_grace is None else drain_grace,
+        hang=_hang_limits(settings["hang_timeout"]),
+        snapshot_replicas=replicas,
+    )
+    names = set(attrs.fields_dict(SupervisionOptions)) & set(FLAGS)
+    return SupervisionOptions(agent=agent, **{name: settings[name] for name in names})
+
+
+def _hang_limits(text: str | None) -> HangLimits | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return HangLimits()
     try:
-        least, most = int(low), int(high if colon else low)
+        seconds = float(text)
     except ValueError:
-        raise ConfigError(f"--nnodes is N or MIN:MAX, got {text!r}") from None
-    if not 1 <= least <= most:
-        raise ConfigError(f"--nnodes needs 1 <= MIN <= MAX, got {text!r}")
-    return least, most
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST:
+        raise ConfigError(
+            f"--hang-timeout is auto or seconds above 0 and up to {LONGEST:g}, got {text!r}"
+        )
+    return HangLimits(seconds=seconds)
+
+
+def _heeded(settings: Settings) -> AgentOptions:
+    """Which signals end the run and which drain: what is said goes before what is assumed."""
+    ends = read_signals(settings["signals_to_handle"], "--signals-to-handle")
+    drains = read_signals(settings["drain_signals"], "--drain-signals")
+    usual: tuple[int, ...] = DRAIN_SIGNALS
+    if settings.found["drain_signals"].source is Source.CLUSTER:
+        # A scheduler names its own as we name ours: nobody has asked for these and no others.
+        drains, usual = None, drains or ()
+    both = sorted({*(ends or ())} & {*(drains or ())})
+    if both:
+        raise ConfigError(
+            f"{signal_name(both[0])} is in --signals-to-handle, which end the run, and "
+            "in --drain-signals, which save first: name it in one of them"
+        )
+    # torchrun's jobs name SIGUSR2 among those that end the run.
+    assumed = tuple(n for n in usual if n not in (ends or ()))
+    return AgentOptions(
+        signals=tuple(n for n in SIGNALS if n not in (drains or ())) if ends is None else ends,
+        drain_signals=assumed if drains is None else drains,
+        save_signals=SAVE_SIGNALS if drains is None else (),
+    )
+
+
+def split_at_commas(text: str) -> tuple[str, ...]:
+    """The texts between single commas; a double one is a comma of the text."""
+    parts = text.replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
+
+
+def _local_ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--local-ranks-filter is local ranks as in 0,2, got {text!r}") from None
+
+
+KINDS = "a number, cpu, gpu, xpu, auto, or the name of a backend that torch was given"
+
+
+def worker_count(text: str) -> int:
+    """`auto` is all accelerators of the kind that torch sees, and processors where it sees none.
+
+    Raises:
+        ConfigError: there are none of these here, or it is no such word.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    if text == "cpu":
+        return count_cores()
+    if not text.isidentifier():
+        raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
+    import torch
+
+    if text == "auto":
+        return _accelerators(torch) or count_cores()
+    own = torch._C._get_privateuse1_backend_name()
+    kind = "cuda" if text == "gpu" else text
+    counts = {name: _count(torch, name) for name in ("cuda", "xpu", own)}
+    if kind not in counts:
+        raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
+    if counts[kind]:
+        return counts[kind]
+    here = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    raise ConfigError(
+        f"--nproc-per-node {text}: torch {torch.__version__} sees no {text.upper()} on this "
+        f"machine; it sees {here or 'no accelerator'} and {count_cores()} processors (cpu)"
+    )
+
+
+def _accelerators(torch: Any) -> int:
+    """Those of the kind that this torch prefers."""
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is None:  # older than 2.6
+        return _count(torch, "cuda")
+    return int(accelerator.device_count()) if accelerator.is_available() else 0
+
+
+def _count(torch: Any, kind: str) -> int:
+    devices = getattr(torch, kind, None)
+    return int(devices.device_count()) if devices is not None and devices.is_available() else 0
+
+
+_MEANINGS: Mapping[str, Callable[[str], Any]] = {
+    "nproc_per_node": worker_count,
+    "preload": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+    "redirects": partial(parse_streams, option="--redirects"),
+    "tee": partial(parse_streams, option="--tee"),
+    "local_ranks_filter": _local_ranks,
+    "duplicate_stdout_filters": split_at_commas,
+    "duplicate_stderr_filters": split_at_commas,
+    "log_line_prefix_template": lambda text: text or None,
+}
+"""What the text of a flag means to the field of its name, where it is not that value itself."""

@@ -17,8 +17,7 @@ from typing import Any, TextIO
 import attrs
 
 from ..checkpoint.commit import Committer, Writer
-from ..checkpoint.folder import CheckpointFolder, Found, open_place
-from ..checkpoint.manifest import Retention
+from ..checkpoint.folder import CheckpointFolder, Found, Retention, open_place
 from ..checkpoint.pack_head import Row, read_head, rows_of
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError

@@ -19,11 +19,19 @@ from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError, present
 from ..workers.cpu import bindings, count_cores
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
-from .config import TCP_BACKENDS, LaunchConfig
+from .config import (
+    EVERYWHERE,
+    HEALTH_VARIABLE,
+    LOOPBACK,
+    OBSERVE_FLAG,
+    TCP_BACKENDS,
+    LaunchConfig,
+    health_port,
+    read_port,
+)
 from .console import log_level
-from .observe_flags import EVERYWHERE, FLAG, LOOPBACK, VARIABLE, health_port, read_port
+from .endpoints import read_secret
 from .requeue import find_requeue
-from .secret import read_secret
 from .tcp_place import NOT_OURS, is_ours, of_several_machines, resolve
 
 CONNECT_SECONDS = 2.0
@@ -162,17 +170,17 @@ def _ports(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Fin
     """Those at which it would be observed."""
     asked: dict[str, tuple[str, int] | None] = {}
     if config.observe_port is not None:
-        asked[FLAG] = read_port(config.observe_port, FLAG, LOOPBACK)
+        asked[OBSERVE_FLAG] = read_port(config.observe_port, OBSERVE_FLAG, LOOPBACK)
     try:
-        asked[VARIABLE] = health_port(environment)
+        asked[HEALTH_VARIABLE] = health_port(environment)
     except ConfigError as error:
-        yield Finding(VARIABLE, False, str(error))
+        yield Finding(HEALTH_VARIABLE, False, str(error))
     for name, where in asked.items():
         if where is not None:
             why = why_not_served([where[0], *["0.0.0.0"] * (where[0] == EVERYWHERE)], where[1])
             said = "can be served" if why is None else f"cannot be served: {why}"
             # The launch goes on without torch's, which several on a machine may be told.
-            bad = False if name == FLAG else None
+            bad = False if name == OBSERVE_FLAG else None
             good = True if why is None else bad
             yield Finding(name, good, f"{join_endpoint(*where)} {said}")
 

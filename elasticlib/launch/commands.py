@@ -21,11 +21,11 @@ from ..errors import ConfigError
 from ..stores.secret import VARIABLE
 from ..stores.tcp_server import TcpStoreServer
 from .checkpoints import add_checkpoints
-from .descriptors import allow_descriptors
 from .doctor_command import add_doctor
+from .endpoints import read_secret
 from .logs_command import add_logs
+from .process import allow_descriptors
 from .report_command import add_report
-from .secret import read_secret
 from .stacks_command import add_stacks
 from .status_command import add_status
 

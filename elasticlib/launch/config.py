@@ -1,54 +1,111 @@
 """What a launch is told, as one value that is checked before anything starts.
 
-Every setting works or is refused with a sentence. The defaults are those of Python callers, torch's
-where the field is; the command line has torchrun's (`arguments.py`), such as 0 restarts and not 3.
+Every setting works or is refused with a sentence. The defaults are those of the flags, but for the
+two that torch itself has twice: its `LaunchConfig` restarts 3 times, and calls the role
+`default_role`, where torchrun says 0 and `default`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
+from ..agent.options import AgentOptions
 from ..compat import our_name
 from ..compat.launching import TorchrunOptions, check_beside_torchs, plain_values, texts
+from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..rendezvous.document import Limits, Timing
-from ..workers.output import OutputPlan, StreamChoice
+from ..workers.cpu import BINDINGS
+from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
-from .command_line import MASTER_PORT as MASTER_PORT
+from .endpoints import check_endpoints, check_local_addr, parts_of
 from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
-from .names import check_name
-from .observe_flags import port_text
-from .output_flags import check_numa_binding, check_output
-from .supervision_flags import SupervisionOptions, check_replicas
-from .tcp_endpoints import check_endpoints, check_local_addr, parts_of
+from .flags import DEFAULTS, REQUEUES
 
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
+LONGEST_NAME = 256
 ANSWER_SECONDS = 5.0
 TCP_BACKENDS = ("tcp", "c10d", "static")
 """Those that meet in a TCP store."""
+OBSERVE_FLAG = "--observe-port"
+HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = "::"
+
+
+def _seconds(key: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST or (seconds == 0 and key != "last_call_timeout"):
+        raise ConfigError(
+            f"--rdzv-conf {key} is a positive number of seconds up to {LONGEST:g}, got {value!r}"
+        )
+    return seconds
+
+
+def _attempts(key: str, value: Any) -> int:
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 2:
+        raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
+    return int(text)
+
+
+def _truth(key: str, value: Any) -> bool:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    truth = known.get(str(value).lower())
+    if truth is None:
+        raise ConfigError(f"--rdzv-conf {key} is true or false, got {value!r}")
+    return truth
+
+
+def _quorum(key: str, value: Any) -> str:
+    if value not in ("majority", "any"):
+        raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
+    return str(value)
+
+
+def _name(key: str, value: Any) -> str:
+    return check_name(f"--rdzv-conf {key}", str(value))
+
+
+def _path(key: str, value: Any) -> str:
+    if not str(value):
+        raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
+    return str(value)
+
+
+def _key(default: Any, read: Callable[[str, Any], Any]) -> Any:
+    """A key of --rdzv-conf: what it is if nobody says, and how what is said is read."""
+    return attrs.field(default=default, metadata={"read": read})
+
+
+_TIMING, _LIMITS = attrs.fields(Timing), attrs.fields(Limits)
 
 
 @attrs.frozen
 class RendezvousOptions:
     """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough, which start."""
 
-    join_timeout: float = 600.0
-    last_call_timeout: float = 2.0
-    close_timeout: float = 30.0
-    read_timeout: float = 60.0
-    keep_alive_interval: float = 1.0
-    keep_alive_max_attempt: int = 5
-    is_host: bool | None = None
-    secret_file: str | None = None
-    quorum: str | None = None
-    launch: str = ""
+    join_timeout: float = _key(_TIMING.join.default, _seconds)
+    last_call_timeout: float = _key(_LIMITS.last_call.default, _seconds)
+    close_timeout: float = _key(_TIMING.close.default, _seconds)
+    read_timeout: float = _key(60.0, _seconds)
+    keep_alive_interval: float = _key(_TIMING.refresh.default, _seconds)
+    keep_alive_max_attempt: int = _key(5, _attempts)
+    is_host: bool | None = _key(None, _truth)
+    secret_file: str | None = _key(None, _path)
+    quorum: str | None = _key(None, _quorum)
+    launch: str = _key("", _name)
 
 
+_READERS = {field.name: field.metadata["read"] for field in attrs.fields(RendezvousOptions)}
 _ELSEWHERE = {
     "heartbeat_timeout": "it is keep_alive_interval * keep_alive_max_attempt here",
     "store_type": "use --rdzv-backend file for a store in a shared folder",
@@ -99,36 +156,71 @@ def _unknown(key: str) -> Any:
     raise ConfigError(f"--rdzv-conf has no key {key!r}; it takes {', '.join(sorted(_READERS))}")
 
 
-def _seconds(key: str, value: Any) -> float:
+def check_name(said: str, name: str) -> str:
+    """The name of a job or of one of its launches, if every node and store can encode it; said:
+    what gave it.
+
+    Raises:
+        ConfigError: names both and the rule.
+    """
     try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 <= seconds <= LONGEST or (seconds == 0 and key != "last_call_timeout"):
+        length = len(name.encode())
+    except UnicodeEncodeError:  # bytes of the command line that Python had to smuggle in
+        raise ConfigError(f"{said} is a name in UTF-8, got {name[:40]!r}") from None
+    if not 0 < length <= LONGEST_NAME:
+        raise ConfigError(f"{said} is a name of 1 to {LONGEST_NAME} bytes, got {name[:40]!r}")
+    return name
+
+
+@attrs.frozen(kw_only=True)
+class SupervisionOptions:
+    """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
+    requeue: which scheduler puts the job back into its queue once all nodes were drained: none or
+    slurm. restart_window: stable seconds after which the restart count is reset; 0: never.
+    restart_backoff: seconds that a restart is held back for at most; both the same on all nodes.
+    """
+
+    agent: AgentOptions = attrs.field(factory=AgentOptions)
+    drain_exit_code: int = DEFAULTS["drain_exit_code"]
+    requeue: str = DEFAULTS["requeue"]
+    restart_window: float = DEFAULTS["restart_window"]
+    restart_backoff: float = DEFAULTS["restart_backoff"]
+
+    def __attrs_post_init__(self) -> None:
+        check_seconds("--restart-window", self.restart_window)
+        check_seconds("--restart-backoff", self.restart_backoff)
+        if not 0 <= self.drain_exit_code <= 255:
+            raise ConfigError(
+                f"--drain-exit-code is a number from 0 to 255, got {self.drain_exit_code}"
+            )
+        if self.requeue not in REQUEUES:
+            raise ConfigError(f"--requeue is {' or '.join(REQUEUES)}, got {self.requeue!r}")
+
+
+def check_seconds(flag: str, value: float) -> None:
+    """Raises ConfigError for a time that cannot be waited for."""
+    if not 0 <= value <= LONGEST:
+        raise ConfigError(f"{flag} is seconds from 0 to {LONGEST:g}, got {value}")
+
+
+def check_replicas(replicas: int, nodes: int) -> None:
+    """Raises ConfigError for more replicas than a job of up to so many nodes has other nodes."""
+    if not 0 <= replicas < nodes:
         raise ConfigError(
-            f"--rdzv-conf {key} is a positive number of seconds up to {LONGEST:g}, got {value!r}"
+            f"--snapshot-replicas is how many other nodes keep a snapshot: from 0 to {nodes - 1} "
+            f"in a job of up to {nodes}, got {replicas}"
         )
-    return seconds
 
 
-def _attempts(key: str, value: Any) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 2:
-        raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
-    return int(text)
+def port_text(value: str | int | None) -> str | None:
+    """What a config's observe_port says, as text that can be read.
 
-
-def _truth(key: str, value: Any) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    truth = known.get(str(value).lower())
-    if truth is None:
-        raise ConfigError(f"--rdzv-conf {key} is true or false, got {value!r}")
-    return truth
-
-
-def _quorum(key: str, value: Any) -> str:
-    if value not in ("majority", "any"):
-        raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
+    Raises:
+        ConfigError: it cannot.
+    """
+    if value is None or value == "":
+        return None
+    read_port(str(value), OBSERVE_FLAG, LOOPBACK)
     return str(value)
 
 
@@ -138,28 +230,67 @@ def check_shutdown(seconds: float | None, name: str) -> None:
         raise ConfigError(f"{name} is seconds from 0 to {LONGEST:g}, got {seconds}")
 
 
-def _name(key: str, value: Any) -> str:
-    return check_name(f"--rdzv-conf {key}", str(value))
+def read_port(text: str, name: str, host: str) -> tuple[str, int]:
+    """Host and port of `[HOST:]PORT`; host: where none is given.
+
+    Raises:
+        ConfigError: it is neither; name says what was read.
+    """
+    text = text.strip()
+    port = port_of(text)
+    if port is not None:
+        return host, port
+    try:
+        if text.isdigit():
+            raise ConfigError(text)
+        return split_endpoint(text)
+    except ConfigError:
+        raise ConfigError(f"{name} is [HOST:]PORT, a port up to 65535, got {text!r}") from None
 
 
-def _path(key: str, value: Any) -> str:
-    if not str(value):
-        raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
-    return str(value)
+def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where torch's variable has health checks answered, if it says so.
+
+    At all addresses, of IPv4 as well: the probe comes from outside, as Kubernetes' does, which asks
+    a pod's own address.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    text = environment.get(HEALTH_VARIABLE, "").strip()
+    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE, EVERYWHERE)
 
 
-_READERS = {
-    "join_timeout": _seconds,
-    "last_call_timeout": _seconds,
-    "close_timeout": _seconds,
-    "read_timeout": _seconds,
-    "keep_alive_interval": _seconds,
-    "keep_alive_max_attempt": _attempts,
-    "is_host": _truth,
-    "secret_file": _path,
-    "quorum": _quorum,
-    "launch": _name,
-}
+def check_output(plan: OutputPlan, workers: int) -> None:
+    """Whether each choice can have an effect, with so many workers on a node.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    named = (
+        ("--redirects", plan.redirect.by_rank),
+        ("--tee", plan.tee.by_rank),
+        ("--local-ranks-filter", plan.ranks or ()),
+    )
+    for flag, ranks in named:
+        strays = sorted(rank for rank in ranks if not 0 <= rank < workers)
+        if strays:
+            raise ConfigError(
+                f"{flag} names local rank {strays[0]}, and there are {workers} workers a node"
+            )
+    for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
+        seen = any(plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(workers))
+        if plan.needles(stream) and not seen:
+            raise ConfigError(
+                f"--duplicate-{name}-filters looks through what --tee shows, and that is no "
+                f"worker's {name}: add --tee {stream.value}"
+            )
+
+
+def check_numa_binding(name: str | None) -> None:
+    """Raises ConfigError for what is no binding."""
+    if name is not None and name not in BINDINGS:
+        raise ConfigError(f"--numa-binding is one of {', '.join(BINDINGS)}, got {name!r}")
 
 
 @attrs.frozen
@@ -171,22 +302,22 @@ class LaunchConfig:
     distribution takes, or empty for one node alone. rdzv_configs: the keys of --rdzv-conf;
     rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
     an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`.
-    log_line_prefix_template: what stands before each line of `tee`, with `${role_name}`, `${rank}`,
-    `${local_rank}` and `${hostname}`. What torch's DefaultLogsSpecs, numa_options and
+    log_line_prefix_template: how each line of `tee` begins, with `${role_name}`, `${rank}`,
+    `${local_rank}` and `${hostname}` filled in. What torch's DefaultLogsSpecs, numa_options and
     signals_to_handle say is found in our own fields, too; logs_specs may be another of torch's
     kind, or the name of an entry point of `torchrun.logs_specs`. event_log_handler: `null`, or
     `console` for an event a line.
     virtual_local_rank: each worker sees its own GPU alone, as device 0. shutdown_timeout: seconds
     between SIGTERM and SIGKILL; None: what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
 
-    node_rank: a rank to ask for; the rank itself with the static backend. topology: nodes with the
-    same one get adjacent ranks. spares: how many nodes beyond max_nodes may wait, None for any.
-    store_grace: seconds for which the store may be away. local_ranks_filter: those whose output is
-    shown, None for all. supervision: signals, drains, resizes and what else there is to the budget
-    of restarts. numa_binding: which processors near its GPU a worker is bound to. preload: what
-    workers that are started warm have imported besides torch. events: whether what happens is kept
-    as `events.jsonl`. torchrun: what else torchrun takes from its variables. observe_port:
-    `[HOST:]PORT` for health and metrics, None for no port.
+    node_rank: the rank to ask for; with the static backend, the rank. topology: nodes with the same
+    one get adjacent ranks. spares: how many nodes beyond max_nodes may wait to take a lost one's
+    place; None: any number. store_grace: seconds workers keep running while the store is
+    unreachable. local_ranks_filter: the local ranks whose output is shown; None: all. supervision:
+    signals, drains, resizes and restarts. numa_binding: which processors near its GPU a worker runs
+    on. preload: modules to import before workers are forked, besides torch. events: whether to keep
+    an `events.jsonl`. torchrun: what torchrun takes from variables that stand for no flag.
+    observe_port: `[HOST:]PORT` for health and metrics; None: no port.
     """
 
     min_nodes: int = 1
@@ -200,12 +331,12 @@ class LaunchConfig:
     rdzv_configs: Mapping[str, Any] = attrs.field(factory=dict)
     rdzv_timeout: float = -1
     max_restarts: int = 3
-    monitor_interval: float = 0.1
+    monitor_interval: float = DEFAULTS["monitor_interval"]
     start_method: str = "warm"
     log_line_prefix_template: str | None = None
     metrics_cfg: Mapping[str, str] = attrs.field(factory=dict)
     local_addr: str | None = None
-    event_log_handler: str = "null"
+    event_log_handler: str = DEFAULTS["event_log_handler"]
     numa_options: Any = None
     signals_to_handle: str | None = None
     duplicate_stdout_filters: tuple[str, ...] = attrs.field(default=(), converter=texts)
@@ -215,7 +346,7 @@ class LaunchConfig:
     node_rank: int | None = attrs.field(default=None, kw_only=True)
     topology: str = attrs.field(default="", kw_only=True)
     spares: int | None = attrs.field(default=None, kw_only=True)
-    store_grace: float = attrs.field(default=300.0, kw_only=True)
+    store_grace: float = attrs.field(default=DEFAULTS["store_grace"], kw_only=True)
     log_dir: str | None = attrs.field(default=None, kw_only=True)
     redirects: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
     tee: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
@@ -283,12 +414,7 @@ class LaunchConfig:
 
     def _check_place(self) -> None:
         fixed = self.alone or self.rdzv_backend == "static"
-        interval = self.supervision.min_resize_interval or None
-        for flag, given in (
-            ("--topology", self.topology),
-            ("--spares", self.spares),
-            ("--min-resize-interval", interval),
-        ):
+        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
             if fixed and given not in ("", None):
                 raise ConfigError(
                     f"{flag} is for jobs whose nodes come and go, got {given!r} for "
@@ -393,7 +519,6 @@ class LaunchConfig:
             launch=self.options.launch,
             restart_window=self.supervision.restart_window,
             restart_backoff=self.supervision.restart_backoff,
-            resize_interval=self.supervision.min_resize_interval,
         )
 
     @property

@@ -19,12 +19,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .._version import versions
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
 from ..held_folder import is_held
 from ..workers.cpu import CGROUPS, MEMBERSHIP, groups
 from ..workers.session import SHARED_MEMORY
 from .checks import Finding, writable
-from .versions import versions
 
 LITTLE_SHARED = 64 * 1024 * 1024
 FEW_FILES = 1024

@@ -22,7 +22,7 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import ConfigError
 from ..threads import helper
 from ..visible import visible
-from .secret import read_secret
+from .endpoints import read_secret
 
 if TYPE_CHECKING:
     from .checks import Finding

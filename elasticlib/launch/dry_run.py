@@ -16,7 +16,7 @@ from ..workers.cpu import count_cores
 from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
 from .arguments import Launch
 from .checks import Finding
-from .settings import Source
+from .flags import Source
 
 _MET = "settled when the nodes meet"
 _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}

@@ -18,8 +18,7 @@ import attrs
 from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent, LocalElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
-from ..checkpoint.keeper import SnapshotKeeper
-from ..checkpoint.replicas import Stores
+from ..checkpoint.replicas import SnapshotKeeper, Stores
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables, torch_views
 from ..compat.launching import values_of as values_of
 from ..errors import ConfigError
@@ -39,15 +38,15 @@ from ..workers.spec import (
 )
 from . import report
 from .config import TCP_BACKENDS, LaunchConfig, check_shutdown
+from .endpoints import read_secret
 from .exit_summary import summary
-from .held_signals import HELD, HeldSignals
 from .journals import kept_logs, open_journal
 from .live import answering
 from .meeting import Meeting, open_meeting
 from .observed import Observed
 from .own_workers import check_machine, local_workers, spec_of
+from .process import HELD, HeldSignals
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
-from .secret import read_secret
 
 log = logging.getLogger("elasticlib.launch")
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
-from .command_line import read
 from .console import log_level, show, start_logging
-from .first_process import stand_in
-from .held_signals import HELD
+from .flags import read
+from .process import HELD, stand_in
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult

@@ -1,61 +1,572 @@
-"""What the command line, variables and a scheduler say, as settings: all read by one table."""
+"""elasticrun's flags, in one table: each once, with its default, its words, and how text is read.
+
+The command line, variables and a scheduler are read by this table into `Settings`, which remember
+who said what. What a value means to the job is read in `arguments.py`. Nothing heavier is imported
+here, nor attrs, so that --help and usage errors are answered at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import enum
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .command_line import CommandLine, FlagTable
-from .settings import Setting, Source
+from .._version import __version__
+from ..errors import ConfigError
+from ..flag_values import AT_STEP, DRAIN_EXIT_CODE, GRACE, RESIZES, STORE_GRACE
+from ..workers.cpu import BINDINGS
+from .backend_names import BACKENDS
 
 PREFIX = "PET_"
-ALIASES: Mapping[str, str] = {
-    # Kubeflow's older operators write it so, and torchrun ignores it.
-    "PET_N_PROC_PER_NODE": "nproc_per_node",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "shutdown_timeout",
-    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "log_line_prefix_template",
+MASTER_PORT = 29500
+REQUEUES = ("none", "slurm")
+OWN = "[+]"
+"""Marks in --help what torchrun has not."""
+
+_EPILOG = """\
+examples:
+  elasticrun --standalone --nproc-per-node 2 train.py --epochs 3
+  elasticrun --nnodes 1:4 --nproc-per-node 8 --rdzv-id job7 --rdzv-endpoint node0:29400 train.py
+
+exit codes:
+  0 success, 1 failure, 2 a command line that cannot work, 75 after a drain (--drain-exit-code),
+  128 + n after signal n
+"""
+
+
+class Flag(NamedTuple):
+    """spec: as --help shows it, such as `-t, --tee STREAMS`; without a value it is a switch.
+    default: its value if nobody says one, torchrun's where torchrun has the flag; shown: how --help
+    says that, if not as it is. kind: how text becomes a value; `list` for what may be given again.
+    own: torchrun has no such flag. variable: one of torch's for the same, after the PET_ one.
+    """
+
+    spec: str
+    help: str
+    default: Any = None
+    kind: Callable[[Any], Any] = str
+    shown: str | None = None
+    choices: Collection[str] | None = None
+    own: bool = False
+    variable: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return self.spec.split(" ")[-1 if self.switch else -2]
+
+    @property
+    def dest(self) -> str:
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def switch(self) -> bool:
+        return self.default is False
+
+    def read(self, text: str, origin: str) -> Any:
+        """The value of a variable's text.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if self.switch:
+            return _truth(text, origin)
+        if self.choices is not None and text not in self.choices:
+            names = ", ".join(self.choices)
+            raise ConfigError(f"{origin} stands for {self.flag}: one of {names}, got {text!r}")
+        try:
+            return [text] if self.kind is list else self.kind(text)
+        except ValueError:
+            kind = "a whole number" if self.kind is int else "a number"
+            raise ConfigError(f"{origin} stands for {self.flag} and is {kind}, got {text!r}") from (
+                None
+            )
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """In its dash and underscore spellings. What the command line does not say is left out of
+        what it is read into, so that others may say it."""
+        names = [name.rstrip(",") for name in self.spec.split(" ") if name.startswith("-")]
+        how: dict[str, Any] = {"action": "store_true"}
+        if not self.switch:
+            # With a metavar argparse does not read through the choices, and so all metadata.
+            how = {"choices": self.choices, "metavar": self.spec.rpartition(" ")[2]}
+            how |= {"action": "append"} if self.kind is list else {"type": self.kind}
+        shown = self.shown
+        if shown is None and not self.switch and self.default not in (None, "", []):
+            shown = f"{self.default:g}" if self.kind is float else str(self.default)
+        words = (self.help, f"(default: {shown})" if shown else "", OWN if self.own else "")
+        group.add_argument(
+            *dict.fromkeys([*names, f"--{self.dest}"]),
+            dest=self.dest,
+            default=argparse.SUPPRESS,
+            help=" ".join(filter(None, words)),
+            **how,
+        )
+
+
+def _truth(text: str, origin: str) -> bool:
+    """Kubernetes operators set a switch to nothing at all, and mean yes."""
+    words = {"false": False, "no": False, "true": True, "yes": True, "": True}
+    known = text.strip().lower()
+    if known in words:
+        return words[known]
+    try:
+        return int(known) != 0
+    except ValueError:
+        raise ConfigError(f"{origin} is a switch: 1 or 0, got {text!r}") from None
+
+
+_Own = functools.partial(Flag, own=True)
+
+GROUPS: Mapping[str, Sequence[Flag]] = {
+    "nodes and workers": (
+        Flag(
+            "--nnodes N|MIN:MAX",
+            "run on N nodes, or on as many as there are from MIN to MAX",
+            "1:1",
+            shown="1",
+        ),
+        Flag(
+            "--nproc-per-node N",
+            "start N workers on each node; N may be cpu, gpu, xpu, auto (accelerators, or else "
+            "processors), or the name of a backend registered with torch",
+            "1",
+        ),
+        Flag("--standalone", "run on this node alone, with a store on a free port", False),
+        _Own(
+            "--spares N",
+            "let up to N nodes beyond MAX wait to take a lost one's place",
+            kind=int,
+            shown="any number",
+        ),
+        Flag("--role NAME", "name the workers' role; each role counts its ranks", "default"),
+    ),
+    "what to run": (
+        Flag("-m, --module", "run a module, as python -m does", False),
+        Flag("--no-python", "run a program that is no Python script", False),
+        Flag(
+            "--run-path",
+            "run a script with elasticrun's own interpreter, whatever PYTHON_EXEC and --no-python "
+            "say",
+            False,
+        ),
+        Flag(
+            "--start-method NAME",
+            "warm: fork workers from a process that has imported torch (fork and forkserver mean "
+            "the same); spawn: start an interpreter for each worker",
+            shown="warm",
+        ),
+        _Own(
+            "--preload MODULES", "import these modules, too, before workers are forked: a,b.c", ""
+        ),
+    ),
+    "where nodes meet": (
+        Flag(
+            "--rdzv-backend NAME",
+            "meet through this kind of store: %(choices)s (c10d means tcp, etcd-v2 means etcd)",
+            choices=BACKENDS,
+            shown="tcp, or static with --master-addr",
+        ),
+        Flag(
+            "--rdzv-endpoint PLACE",
+            "meet at this place: HOST[:29400] or several with commas between (tcp), a folder "
+            "(file), HOST[:2379],HOST... (etcd)",
+            "",
+        ),
+        Flag("--rdzv-id ID", "name the job; all of its nodes say the same", "none"),
+        Flag(
+            "--rdzv-conf K=V,K=V",
+            "set options of the meeting: join_timeout, last_call_timeout, ...; may be given again",
+            [],
+            list,
+        ),
+        Flag(
+            "--node-rank RANK",
+            "give this node this rank (static), or wish for it (other backends)",
+            kind=int,
+        ),
+        Flag("--master-addr HOST", "static backend: find node 0 at HOST", shown="127.0.0.1"),
+        Flag(
+            "--master-port PORT", "static backend: find node 0 at PORT", None, int, str(MASTER_PORT)
+        ),
+        Flag("--local-addr HOST", "have other nodes reach this one at HOST"),
+        _Own(
+            "--topology NAME",
+            "say where this node is, such as its rack: nodes with the same NAME get adjacent ranks",
+            "",
+        ),
+        _Own(
+            "--from-env NAME",
+            "take what is not given from a scheduler's variables: none, auto, slurm, skypilot, or "
+            "what another distribution registers",
+            "none",
+        ),
+        _Own(
+            "--store-grace SECONDS",
+            "keep workers running for this long while the store is unreachable, then give up",
+            STORE_GRACE,
+            float,
+        ),
+    ),
+    "when workers fail or hang": (
+        Flag(
+            "--max-restarts N",
+            "restart the workers after at most N failures, counted over the whole job",
+            0,
+            int,
+        ),
+        _Own(
+            "--restart-window SECONDS",
+            "reset the restart count after this many stable seconds; 0: never",
+            0.0,
+            float,
+        ),
+        _Own(
+            "--restart-backoff SECONDS",
+            "wait for up to this long before a restart, after three quick failures in a row",
+            10.0,
+            float,
+        ),
+        _Own(
+            "--hang-timeout auto|SECONDS",
+            "restart workers that call elasticlib.context().step() and then fall silent for this "
+            "long; auto: for 20 times their median step, 3 times their longest or 5 minutes, "
+            "whichever is longest. Before the first step (auto: the tenth) 15 minutes at least",
+            shown="hangs are not looked for",
+        ),
+        _Own(
+            "--snapshot-replicas N",
+            "have N other nodes keep copies of this node's snapshots in their memory",
+            0,
+            int,
+        ),
+        Flag(
+            "--monitor-interval SECONDS",
+            "look for changes this often where the rendezvous backend cannot report them",
+            0.1,
+            float,
+        ),
+    ),
+    "when a node leaves, or the job changes its size": (
+        Flag(
+            "--signals-to-handle NAME,NAME",
+            "stop the workers and end the run on these signals",
+            shown="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        ),
+        Flag(
+            "--shutdown-timeout SECONDS",
+            "kill workers that have not ended this long after SIGTERM",
+            30.0,
+            float,
+            variable="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        ),
+        _Own(
+            "--drain-signals NAME,NAME",
+            "have workers save, and this node leave the job, on these signals; none for no signal",
+            shown="SIGUSR2, and SIGTERM if workers poll should_stop()",
+        ),
+        _Own(
+            "--drain-grace SECONDS",
+            "give workers that poll should_stop() this long to checkpoint before their node leaves",
+            kind=float,
+            shown="what --resize-grace says",
+        ),
+        _Own(
+            "--drain-exit-code CODE",
+            "exit with this code when workers have saved and the node has left",
+            DRAIN_EXIT_CODE,
+            int,
+        ),
+        _Own(
+            "--requeue NAME",
+            "slurm: once drain signals have made all nodes leave, put the job back into Slurm's "
+            "queue",
+            "none",
+            choices=REQUEUES,
+        ),
+        _Own(
+            "--resize WHEN",
+            "when the job changes its size, stop workers that poll should_stop() immediate(ly), "
+            "at-step (before their next step) or at-checkpoint (after their next save, or half of "
+            "--resize-grace)",
+            AT_STEP,
+            choices=RESIZES,
+        ),
+        _Own(
+            "--resize-grace SECONDS",
+            "give workers that poll should_stop() this long to checkpoint before the job changes "
+            "its size",
+            GRACE,
+            float,
+        ),
+    ),
+    "output": (
+        Flag("--log-dir DIR", "keep the logs of each run in a folder of its own in DIR"),
+        Flag(
+            "-r, --redirects STREAMS",
+            "write output to files: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:2",
+            "0",
+        ),
+        Flag("-t, --tee STREAMS", "write output to files, and show it as well", "0"),
+        Flag(
+            "--local-ranks-filter R,R...",
+            "show the output of these local ranks alone; files are written for all",
+            "",
+        ),
+        Flag(
+            "--log-line-prefix-template TEXT",
+            "begin each line that --tee shows with TEXT; ${role_name}, ${rank}, ${local_rank} and "
+            "${hostname} are filled in",
+            "",
+            shown="[${role_name}${rank}]:",
+            variable="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        ),
+        *(
+            Flag(
+                f"--duplicate-{stream}-filters TEXT,TEXT...",
+                f"copy lines of --tee's {stream} that contain one of these texts to "
+                f"attempt_N/filtered_{stream}.log; ,, stands for a comma",
+                "",
+            )
+            for stream in ("stdout", "stderr")
+        ),
+        Flag(
+            "--logs-specs NAME",
+            "let an entry point of the group torchrun.logs_specs say where output goes",
+        ),
+    ),
+    "watching the job": (
+        _Own(
+            "--observe-port [HOST:]PORT",
+            "answer /healthz, /status.json and /metrics at PORT (0: any free one, it is logged); "
+            "HOST is 127.0.0.1 unless given: 0.0.0.0 is for probes and scrapes from outside",
+        ),
+        _Own("--no-events", "keep no events.jsonl, the record of what happens to the job", False),
+        Flag(
+            "--event-log-handler NAME",
+            "console: write torchrun's events to stderr, a line of JSON each",
+            "null",
+        ),
+    ),
+    "GPUs and processors": (
+        Flag("--virtual-local-rank", "show each worker its own GPU alone, and LOCAL_RANK 0", False),
+        Flag(
+            "--numa-binding NAME",
+            "bind each worker to processors near the GPU of its local rank: %(choices)s",
+            choices=BINDINGS,
+        ),
+    ),
+    "before the start": (
+        _Own(
+            "--dry-run",
+            "show each setting with its origin, the workers' environment and what checks find; "
+            "start nothing, and exit with 1 if a check fails",
+            False,
+        ),
+    ),
 }
-"""Variables beside PET_ and the setting's name; that one goes before them."""
+FLAGS: Mapping[str, Flag] = {flag.dest: flag for rows in GROUPS.values() for flag in rows}
+DEFAULTS: Mapping[str, Any] = {dest: flag.default for dest, flag in FLAGS.items()}
+"""The one place of each; `LaunchConfig` reads its own here."""
 
 
-def read_flags(line: CommandLine) -> dict[str, Setting]:
+class _PrintCompletion(argparse.Action):
+    """As torchrun has it: shtab, which nothing else needs, is imported when it is asked for."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, shell: Any, flag: str | None = None
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.exit(1, f"elasticrun: {flag} needs the package shtab: pip install shtab\n")
+        if shell not in shtab.SUPPORTED_SHELLS:
+            shells = ", ".join(shtab.SUPPORTED_SHELLS)
+            parser.error(f"{flag} is one of {shells}, got {shell!r}")
+        print(shtab.complete(parser, shell=shell))
+        parser.exit()
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Shows each flag in one spelling; its underscore twin is read all the same."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.dest in FLAGS:
+            return FLAGS[action.dest].spec
+        return super()._format_action_invocation(action).partition(", --print_")[0]
+
+
+class FlagTable(NamedTuple):
+    """The flags by their names in `Settings`, and the parser of a command line of them."""
+
+    parser: argparse.ArgumentParser
+    options: Mapping[str, Flag]
+
+
+def build_flags() -> FlagTable:
+    parser = argparse.ArgumentParser(
+        prog="elasticrun",
+        usage="elasticrun [flags] training_script [the script's own flags]",
+        description="Run a training script on each worker of an elastic job.\n\n"
+        f"The flags are torchrun's, and {OWN} marks those that torchrun has not. Each of them may "
+        f"be\nset by a variable, too: {PREFIX}MAX_RESTARTS=3 is --max-restarts 3.",
+        epilog=_EPILOG,
+        formatter_class=_Help,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help="what the script is given"
+    )
+    for title, rows in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in rows:
+            flag.add_to(group)
+    group.add_argument("-h", "--help", action="help", help="show this and exit")
+    version = f"elasticlib {__version__}"
+    group.add_argument("--version", action="version", version=version, help="print it and exit")
+    group.add_argument(
+        "--print-completion",
+        "--print_completion",
+        action=_PrintCompletion,
+        metavar="SHELL",
+        help="print what completes these flags in bash, zsh or tcsh (needs the package shtab), and "
+        "exit",
+    )
+    return FlagTable(parser, FLAGS)
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """What a command line says, and nothing else.
+
+    Raises:
+        SystemExit: for --help, and for argparse's own usage errors.
+    """
+    return build_flags().parser.parse_args(argv)
+
+
+class Source(enum.IntEnum):
+    """Where a setting comes from; the lowest goes first."""
+
+    FLAG = 0
+    VARIABLE = 1
+    CLUSTER = 2
+    DEFAULT = 3
+
+
+class Setting(NamedTuple):
+    """One value; origin: the flag or variable that says so, by name."""
+
+    value: Any
+    source: Source
+    origin: str
+
+
+Layer = Mapping[str, Setting]
+
+
+def read_flags(line: argparse.Namespace) -> Layer:
     """What the command line says."""
-    options = line.flags.options
     return {
-        dest: Setting(value, Source.FLAG, options[dest].flag)
-        for dest, value in vars(line.given).items()
-        if dest in options
+        dest: Setting(value, Source.FLAG, FLAGS[dest].flag)
+        for dest, value in vars(line).items()
+        if dest in FLAGS
     }
 
 
-def read_variables(
-    flags: FlagTable, environment: Mapping[str, str]
-) -> tuple[dict[str, Setting], tuple[str, ...]]:
-    """What PET_* variables say; and a sentence for each that stands for no flag.
+def read_variables(environment: Mapping[str, str]) -> tuple[Layer, tuple[str, ...]]:
+    """What variables say; and a sentence for each PET_* that stands for no flag.
 
     An empty variable says nothing, unless it is a switch.
 
     Raises:
         ConfigError: one cannot be read.
     """
-    found: dict[str, Setting] = {}
-    notes = []
-    own = {PREFIX + dest.upper(): dest for dest in flags.options}
-    for name, dest in {**ALIASES, **own}.items():
+    own = {PREFIX + dest.upper(): flag for dest, flag in FLAGS.items()}
+    # Kubeflow's older operators write it so, and torchrun ignores it.
+    others = {f"{PREFIX}N_PROC_PER_NODE": FLAGS["nproc_per_node"]}
+    others |= {flag.variable: flag for flag in FLAGS.values() if flag.variable is not None}
+    found = {}
+    for name, flag in {**others, **own}.items():
         text = environment.get(name)
-        option = flags.options[dest]
-        if text is not None and (text or option.switch):
-            found[dest] = Setting(option.read(text, name), Source.VARIABLE, name)
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in own and name not in ALIASES:
-            notes.append(f"{name} is passed over: it stands for no flag of elasticrun")
+        if text is not None and (text or flag.switch):
+            found[flag.dest] = Setting(flag.read(text, name), Source.VARIABLE, name)
+    notes = (
+        f"{name} is passed over: it stands for no flag of elasticrun"
+        for name in sorted(environment)
+        if name.startswith(PREFIX) and name not in own and name not in others
+    )
     return found, tuple(notes)
 
 
-def read_cluster_settings(
-    flags: FlagTable, told: Mapping[str, tuple[str, str]]
-) -> dict[str, Setting]:
-    """Settings from a scheduler, as text and the name of the variable it stands in."""
+def read_job(job: Mapping[str, tuple[str, str]]) -> Layer:
+    """What a scheduler says."""
     return {
-        dest: Setting(flags.options[dest].read(text, origin), Source.CLUSTER, origin)
-        for dest, (text, origin) in told.items()
+        dest: Setting(FLAGS[dest].read(text, origin), Source.CLUSTER, origin)
+        for dest, (text, origin) in job.items()
     }
+
+
+class Settings:
+    """All settings by the name of their flag, and a sentence for each that was passed over.
+
+    A value: none of its methods changes it.
+    """
+
+    def __init__(self, found: Layer, notes: Iterable[str] = ()) -> None:
+        self.found = found
+        self.notes = tuple(notes)
+
+    @classmethod
+    def layered(cls, layers: Sequence[Layer], notes: Iterable[str] = ()) -> Settings:
+        """Of each setting what the earliest layer says that has it."""
+        found = {name: _default(name) for name in FLAGS}
+        for layer in reversed(layers):
+            found.update(layer)
+        return cls(found, notes)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.found[name].value
+
+    def source(self, *names: str) -> Source:
+        """The strongest of those of these settings that say anything."""
+        given = (self.found[name] for name in names)
+        return min((s.source for s in given if says(s.value)), default=Source.DEFAULT)
+
+    def origins(self, *names: str) -> str:
+        """The names of the flags or variables behind those settings that were given."""
+        given = (self.found[name] for name in names)
+        return " and ".join(
+            s.origin for s in given if s.source is not Source.DEFAULT and says(s.value)
+        )
+
+    def without(self, *names: str, because: str) -> Settings:
+        """These settings as if nobody had given them, and a note of each that somebody did."""
+        given = (self.found[name] for name in names)
+        notes = (
+            f"{s.origin}={s.value} is passed over: {because}"
+            for s in given
+            if s.source is not Source.DEFAULT and says(s.value)
+        )
+        return self.unsaid(*names).noted(*notes)
+
+    def unsaid(self, *names: str) -> Settings:
+        """These settings without those that add nothing to the others, which is no news."""
+        return Settings({**self.found, **{name: _default(name) for name in names}}, self.notes)
+
+    def noted(self, *notes: str) -> Settings:
+        return Settings(self.found, (*self.notes, *notes))
+
+    def with_setting(self, name: str, setting: Setting) -> Settings:
+        return Settings({**self.found, name: setting}, self.notes)
+
+
+def _default(name: str) -> Setting:
+    return Setting(DEFAULTS[name], Source.DEFAULT, "default")
+
+
+def says(value: Any) -> bool:
+    """Whether a value says anything, as 0 does."""
+    return value is not None and value is not False and value != ""

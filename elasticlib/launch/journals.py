@@ -14,12 +14,12 @@ from pathlib import Path
 
 import attrs
 
+from .._version import versions
 from ..observe.journal import FILE, NodeJournal, View
 from ..observe.records import RunRecord, remove_old
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from .config import LaunchConfig
-from .versions import versions
 
 log = logging.getLogger("elasticlib.launch")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from .._version import versions
 from ..agent.loop import ElasticAgent
 from ..errors import ConfigError
 from ..observe.exposed import Moment
@@ -22,9 +23,14 @@ from ..observe.journal import NodeJournal
 from ..observe.port import ObservePort, Page, plain
 from ..observe.prometheus import Exposition
 from ..observe.story import NodeStatus
-from .config import LaunchConfig
-from .observe_flags import FLAG, LOOPBACK, VARIABLE, health_port, read_port
-from .versions import versions
+from .config import (
+    HEALTH_VARIABLE,
+    LOOPBACK,
+    OBSERVE_FLAG,
+    LaunchConfig,
+    health_port,
+    read_port,
+)
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -44,8 +50,8 @@ class Observed:
         asked = config.observe_port
         try:
             if asked is not None:
-                where = read_port(asked, FLAG, LOOPBACK)
-                self._open(FLAG, where, (HEALTH, STATUS, METRICS))
+                where = read_port(asked, OBSERVE_FLAG, LOOPBACK)
+                self._open(OBSERVE_FLAG, where, (HEALTH, STATUS, METRICS))
             checked = health_port(environment)
             if checked is not None:
                 # Health alone: it is open to all who reach this machine, and need know no more.
@@ -58,7 +64,7 @@ class Observed:
         """As torch's variable says, which other launches on this machine may have been told, too:
         the first of them has the port, and the others go on without."""
         try:
-            self._open(VARIABLE, where, (HEALTH, "/"))
+            self._open(HEALTH_VARIABLE, where, (HEALTH, "/"))
         except ConfigError as error:
             log.warning("no health checks are answered: %s", error)
 
@@ -68,7 +74,7 @@ class Observed:
             port = ObservePort(host, number)
         except OSError as error:
             why = error.strerror or str(error)
-            other = ", or 0 for any that is free" if name == FLAG else ""
+            other = ", or 0 for any that is free" if name == OBSERVE_FLAG else ""
             raise ConfigError(
                 f"{name}: {host}, port {number}, cannot be served ({why}): give another port{other}"
             ) from error

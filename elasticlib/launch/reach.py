@@ -30,9 +30,8 @@ from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
+from .endpoints import parts_of, read_secret
 from .etcd_place import check_etcd_keys, read_etcd_place
-from .secret import read_secret
-from .tcp_endpoints import parts_of
 from .tcp_place import resolve
 
 LONGEST_TIMEOUT = 30.0

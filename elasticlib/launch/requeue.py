@@ -20,7 +20,7 @@ from ..rendezvous.document import Node
 from ..rendezvous.layout import Keys, StoredJob
 from ..stores.interface import ABSENT, Store
 from .meeting import Meeting, goes_on_without
-from .slurm import requeue_target
+from .schedulers import requeue_target
 
 log = logging.getLogger("elasticlib.launch")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 
-from .held_signals import EARLY, HELD
+from .process import EARLY, HELD
 
 
 def elasticrun() -> int:

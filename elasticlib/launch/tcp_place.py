@@ -27,7 +27,7 @@ from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..threads import helper
 from .config import LaunchConfig
-from .descriptors import allow_descriptors
+from .process import allow_descriptors
 
 log = logging.getLogger("elasticlib.launch")
 

@@ -272,7 +272,7 @@ def _admit(view: View, document: Document) -> Decision:
     if view.stands < limits.resize_interval:
         return Decision(
             f"newcomers are let in once generation {document.generation} has stood for "
-            f"{limits.resize_interval:g} s (--min-resize-interval)",
+            f"{limits.resize_interval:g} s (resize_interval)",
             again=limits.resize_interval - view.stands,
         )
     if len(ready) < room and view.quiet < limits.last_call:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import attrs
 
 from ..errors import ConfigError
+from ..flag_values import STORE_GRACE
 
 
 class Why(enum.Enum):
@@ -67,7 +68,7 @@ class Timing:
     join: float = 600.0
     lease: float = 5.0
     refresh: float = 1.0
-    store_grace: float = 300.0
+    store_grace: float = STORE_GRACE
     close: float = 30.0
     loop: float = 30.0
 

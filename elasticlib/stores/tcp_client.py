@@ -21,7 +21,8 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..clock import monotonic
@@ -45,6 +46,8 @@ log = logging.getLogger("elasticlib.stores")
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
 RECEIVE_BYTES = 256 * 1024
+AHEAD = 3
+"""So many writes of `set_all` may wait for their answers."""
 LONGEST_WAIT = 1e6
 """Seconds; a lock or a queue cannot wait for much longer than this."""
 
@@ -121,6 +124,22 @@ class TcpStore(Store):
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": None}
         (written,) = self._live_link().request("write", fields, bytes(value))
         return Entry(key, bytes(value), written.fields["version"])
+
+    def set_all(self, entries: Iterable[tuple[str, bytes]]) -> None:
+        link, asked = self._live_link(), deque[int]()
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        try:
+            for key, value in entries:
+                if len(asked) == AHEAD:
+                    link.answer("write", answers)
+                    asked.popleft()
+                fields = {"key": check_key(key), "ttl": None, "expected": None}
+                asked.append(link.ask("write", fields, answers.put, bytes(value)))
+            for _ in asked:
+                link.answer("write", answers)
+        finally:
+            for number in asked:
+                link.forget(number)
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
@@ -309,21 +328,25 @@ class _Link:
         """All frames of the answer to one request."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         number = self.ask(op, fields, answers.put, value)
-        due = "listing" if op == "list" else "answer"
         frames: list[Frame] = []
         try:
             while not frames or frames[-1].fields.get("more"):
-                frame = _frame(answers.get(timeout=min(self._timeout, LONGEST_WAIT)))
-                if frame.op != due:
-                    raise StoreRefused(f"{self._name} answered {op} with a {frame.op}")
-                frames.append(frame)
+                frames.append(self.answer(op, answers))
+        finally:
+            self.forget(number)
+        return frames
+
+    def answer(self, op: str, answers: queue.SimpleQueue[Answer]) -> Frame:
+        """Wait for the next of the answers to requests of this kind."""
+        try:
+            frame = _frame(answers.get(timeout=min(self._timeout, LONGEST_WAIT)))
         except queue.Empty:
             raise StoreTimeout(
                 f"{self._name} did not answer {op} within {self._timeout:g} s"
             ) from None
-        finally:
-            self.forget(number)
-        return frames
+        if frame.op != ("listing" if op == "list" else "answer"):
+            raise StoreRefused(f"{self._name} answered {op} with a {frame.op}")
+        return frame
 
     def ask(
         self,

@@ -148,19 +148,17 @@ UNMENDABLE = frozenset(
 
 
 def classify(
-    exit_: WorkerExit, entrypoint: Entrypoint, *, uptime: float, first: bool, min_uptime: float
+    exit_: WorkerExit, entrypoint: Entrypoint, *, uptime: float, first: bool
 ) -> FailureKind:
     """What kind of failure this is: only what failed before it was at work, in a way that would
     come again, is not worth a restart; and a worker that was killed failed at nothing.
 
     uptime: seconds since the worker was started. first: whether it was of the first generation
     that this node ran workers of; in a later one, the same program has been at work before.
-    min_uptime: seconds within which any end in the first generation is one at start.
     """
     if exit_.signal in FROM_OUTSIDE:
         return FailureKind.KILLED
-    early = uptime < START_SECONDS and _would_come_again(exit_, entrypoint)
-    if first and (early or uptime < min_uptime):
+    if first and uptime < START_SECONDS and _would_come_again(exit_, entrypoint):
         return FailureKind.AT_START
     return FailureKind.ORDINARY
 

@@ -6,7 +6,8 @@
 Beside it, in the same run and in turns: a plain copy of the tensors into memory that is reused,
 `torch.save` (which syncs nothing) and an fsync after it, DCP's `save`, `async_save` and `load` of
 one rank, writing the same bytes with one fsync, and `torch.load`. A snapshot goes into memory as an
-agent of ours has it. What a disk takes differs much from one write to the next; a copy does not.
+agent of ours has it; the first one of a job comes when the training has gone on for as long as its
+memory took to be made. What a disk takes differs much from one write to the next; a copy does not.
 
 What is read was written a moment before, and is in the page cache. `load` and `torch.load` (with
 `mmap=False`) read into new tensors; `restore` and DCP's `load` into those that are there. Ours sum
@@ -41,15 +42,12 @@ import torch.distributed.checkpoint as dcp
 from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import summing
-from elasticlib.checkpoint.commit import Committer, Writer
-from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import LocalPlace
-from elasticlib.checkpoint.manifest import Retention
+from elasticlib.checkpoint import place as places
+from elasticlib.checkpoint.commit import Committer, Writer, Writers
+from elasticlib.checkpoint.folder import CheckpointFolder, Retention
+from elasticlib.checkpoint.place import LocalPlace, new_memory
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.saving import Writers
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
-from elasticlib.checkpoint.summing import new_memory
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -93,13 +91,13 @@ class Ways:
 @contextlib.contextmanager
 def unsummed() -> Iterator[None]:
     """Every sum is right, and takes no time."""
-    summed, flaw = summing.zlib, CheckpointFolder._sum_flaw
-    summing.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
+    summed, flaw = places.zlib, CheckpointFolder._sum_flaw
+    places.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
     CheckpointFolder._sum_flaw = lambda *args: flaw(*args) and None  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        summing.zlib, CheckpointFolder._sum_flaw = summed, flaw  # type: ignore[method-assign]
+        places.zlib, CheckpointFolder._sum_flaw = summed, flaw  # type: ignore[method-assign]
 
 
 def write_plainly(path: Path, data: memoryview) -> None:
@@ -136,6 +134,7 @@ def one_round(
     manager.wait()
     ways.note("save: durable", manager.durable or 0.0)
     from_disk(ways, copy, manager)
+    first_in_memory(ways, state)
     in_memory(ways, state, memory)
     data = memoryview(copy["large.0"].numpy()).cast("B")
     repeated = memoryview(bytearray(sum(t.nbytes for t in state.values())))
@@ -182,11 +181,26 @@ def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
     ways.note("restore from memory", seconds(lambda: restore_from([memory], target)))
 
 
-def agents_memory(folder: Path) -> SnapshotMemory:
+def first_in_memory(ways: Ways, state: State) -> None:
+    with agents_memory() as memory:
+        memory.prepare(0, state)
+        size, slots = sum(tensor.nbytes for tensor in state.values()), Path(memory.folder)
+        while sum(slot.stat().st_blocks * 512 for slot in slots.iterdir()) < size:
+            time.sleep(0.05)
+        time.sleep(0.05)
+        made = memory.snapshot(1, state)
+        assert made is not None
+        ways.note("first snapshot: stall", made.seconds)
+
+
+@contextlib.contextmanager
+def agents_memory() -> Iterator[SnapshotMemory]:
     """As an agent gives it to a worker."""
-    era = folder / "1"
-    era.mkdir()
-    return SnapshotMemory(AgentMemory(str(era), "benchmark", 1))
+    with tempfile.TemporaryDirectory(prefix="elasticlib-", dir="/dev/shm") as folder:
+        era = Path(folder) / "1"
+        era.mkdir()
+        with contextlib.closing(SnapshotMemory(AgentMemory(str(era), "benchmark", 1))) as memory:
+            yield memory
 
 
 def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
@@ -197,8 +211,7 @@ def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
     ways = Ways()
     with (
         CheckpointManager(folder / "ours", keep_last=1) as manager,
-        tempfile.TemporaryDirectory(prefix="elasticlib-", dir="/dev/shm") as shared,
-        contextlib.closing(agents_memory(Path(shared))) as memory,
+        agents_memory() as memory,
     ):
         # The second snapshot makes memory, too.
         memory.snapshot(0, state)
@@ -214,6 +227,12 @@ def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
 COMPARED = (
     ("save", "a step waits for `save`", "save: stall", "plain copy"),
     ("snapshot", "a step waits for `snapshot`", "snapshot: stall", "plain copy"),
+    (
+        "snapshot.first",
+        "a step waits for its first `snapshot`",
+        "first snapshot: stall",
+        "plain copy",
+    ),
     ("save.torch", "a step waits for `save`", "save: stall", "torch.save"),
     ("save.fsync", "a step waits for `save`", "save: stall", "torch.save and fsync"),
     ("save.dcp", "a step waits for `save`", "save: stall", "async_save: stall"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError
 

@@ -20,9 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib.checkpoint import peers
-from elasticlib.checkpoint.choose import Held, Source
 from elasticlib.checkpoint.pack import Layout, fill, lay_out
-from elasticlib.checkpoint.peers import peers_of
+from elasticlib.checkpoint.peers import Held, Source, peers_of
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.sharded import lay_out_part
 from elasticlib.checkpoint.state import take_shards, values_of

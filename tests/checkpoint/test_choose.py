@@ -9,7 +9,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint.choose import Held, choose, givers, origin, state_of
+from elasticlib.checkpoint.peers import Held, choose, givers, origin, state_of
 
 Inventories = list[list[Held]]
 

@@ -20,7 +20,7 @@ import torch
 from managers import manager_at
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.local import Disk, LocalPlace
+from elasticlib.checkpoint.place import Disk, LocalPlace
 from elasticlib.errors import CheckpointError
 
 OLD, NEW = 1, 2

@@ -9,8 +9,8 @@ import torch
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 

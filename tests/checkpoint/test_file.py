@@ -28,7 +28,7 @@ from elasticlib import (
     save_checkpoint,
 )
 from elasticlib.checkpoint import pack_head
-from elasticlib.checkpoint.manifest import aside_name, target_of
+from elasticlib.checkpoint.place import aside_name, target_of
 from elasticlib.checkpoint.state import MAX_DEPTH
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
@@ -388,6 +388,21 @@ def test_of_many_saves_of_one_path_at_once_the_last_to_begin_is_kept(tmp_path):
     assert len(failures) < len(threads)
     assert all("another save of the same path" in failure for failure in failures)
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_save_that_another_one_of_the_path_has_overtaken_says_so(tmp_path, monkeypatch):
+    path, sync, begun = tmp_path / "a.pt", os.fsync, []
+
+    def overtaken(file):
+        sync(file)
+        if not begun:
+            begun.append(path)
+            save_checkpoint(path, {"number": 2})
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    with pytest.raises(CheckpointError, match="another save of the same path began meanwhile"):
+        save_checkpoint(path, {"number": 1})
+    assert load_checkpoint(path) == {"number": 2}
 
 
 def test_a_file_of_before_that_holds_what_torch_does_not_read_says_so(tmp_path):

@@ -11,11 +11,9 @@ import pytest
 from managers import manager_at
 
 from elasticlib import CheckpointManager, FileStore
-from elasticlib.checkpoint.commit import Committer, Writer
-from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import LOCK, LocalPlace
-from elasticlib.checkpoint.manifest import Retention
-from elasticlib.checkpoint.saving import Writers
+from elasticlib.checkpoint.commit import Committer, Writer, Writers
+from elasticlib.checkpoint.folder import CheckpointFolder, Retention
+from elasticlib.checkpoint.place import LOCK, LocalPlace
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreUnavailable
 from elasticlib.hard_lock import hard_lock
 

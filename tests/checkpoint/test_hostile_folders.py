@@ -19,7 +19,7 @@ import torch
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import manifest as manifests
+from elasticlib.checkpoint.folder import MANIFEST, folder_of, summed
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.commands import main
 
@@ -35,7 +35,7 @@ def saved(folder: Path, *steps: int) -> None:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    return folder / manifests.folder_of(step)
+    return folder / folder_of(step)
 
 
 def restored(folder: Path) -> tuple[int, float, tuple[str, ...]]:
@@ -71,7 +71,7 @@ WRONG: dict[str, Change] = {
     "a name outside": _file(name="../fence.json"),
     "a name in a folder": _file(name="a/b"),
     "no name": _file(name=""),
-    "its own name": _file(name=manifests.NAME),
+    "its own name": _file(name=MANIFEST),
     "a name with a NUL": _file(name="a\0b"),
     "a name twice": lambda manifest: manifest.update(files=manifest["files"] * 2, parts=2),
     "files that are a number": _of(files=3),
@@ -114,10 +114,10 @@ BODIES: dict[str, bytes] = {
 def wrong(name: str, before: bytes) -> bytes:
     """A manifest whose sum is right, and which is none."""
     if name in BODIES:
-        return manifests.summed(BODIES[name])
+        return summed(BODIES[name])
     fields = json.loads(before.rpartition(b"\ncrc32")[0])
     WRONG[name](fields)
-    return manifests.summed(json.dumps(fields).encode())
+    return summed(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("name", [*WRONG, *BODIES])
@@ -125,7 +125,7 @@ def test_a_manifest_that_is_none_though_its_sum_is_right_is_passed_over_with_the
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path, 1, 2)
-    path = step_folder(tmp_path, 2) / manifests.NAME
+    path = step_folder(tmp_path, 2) / MANIFEST
     path.write_bytes(wrong(name, path.read_bytes()))
     step, value, (why,) = restored(tmp_path)
     assert (step, value) == (1, 1.0)
@@ -210,7 +210,7 @@ def test_something_else_in_a_manifests_place_is_passed_over_and_holds_nobody_up(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     saved(tmp_path, 1, 2)
-    path = step_folder(tmp_path, 2) / manifests.NAME
+    path = step_folder(tmp_path, 2) / MANIFEST
     path.unlink()
     make(path)
     step, value, (why,), *rest = forked(lambda: starts(tmp_path))
@@ -263,11 +263,11 @@ def test_a_pack_that_was_made_4_tib_of_nothing_is_passed_over(tmp_path: Path, to
     saved(tmp_path, 1, 2)
     (pack,) = step_folder(tmp_path, 2).glob("*.pack")
     os.truncate(pack, 4 << 40)
-    path = step_folder(tmp_path, 2) / manifests.NAME
+    path = step_folder(tmp_path, 2) / MANIFEST
     if told:
         fields = json.loads(path.read_bytes().rpartition(b"\ncrc32")[0])
         fields["files"][0]["size"] = 4 << 40
-        path.write_bytes(manifests.summed(json.dumps(fields).encode()))
+        path.write_bytes(summed(json.dumps(fields).encode()))
     step, value, (why,) = restored(tmp_path)
     assert (step, value) == (1, 1.0)
     assert "step-0000000002 is damaged: " in why
@@ -421,6 +421,19 @@ def only_reads(folder: Path) -> list[object]:
     for act in (("verify",), ("prune", "--keep-last", "1", "--dry-run")):
         said.append(main(["checkpoints", act[0], str(folder), *act[1:]]))
     return said
+
+
+@needs_root
+def test_a_step_that_is_a_link_to_where_we_may_not_look_is_passed_over_with_its_reason(
+    shared_folder: Path,
+) -> None:
+    saved(shared_folder, 1, 2)
+    hidden = shared_folder.parent / "hidden"
+    hidden.mkdir(mode=0o700)
+    led_away(shared_folder, 2, hidden / "step")
+    step, value, (why,) = forked(lambda: restored(shared_folder), NOBODY)
+    assert (step, value) == (1, 1.0)
+    assert "step-0000000002 is damaged: it is a link to what cannot be read: " in why
 
 
 @needs_root

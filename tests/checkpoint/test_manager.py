@@ -19,8 +19,8 @@ from jobs import Job, until
 from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
-from elasticlib.checkpoint.manager import Restored
-from elasticlib.checkpoint.manifest import summed
+from elasticlib.checkpoint.folder import summed
+from elasticlib.checkpoint.restore import Restored
 from elasticlib.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -146,6 +146,7 @@ def test_a_damaged_one_is_no_reason_to_delete_the_good_one_before_it(tmp_path: P
 def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path: Path) -> None:
     place, tensor = Gated(tmp_path), torch.ones(3)
     with CheckpointManager(place) as manager:
+        assert (manager.stall, manager.durable) == (0.0, None)
         manager.save(1, {"w": tensor})
         tensor.zero_()
         assert place.asked.wait(30)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from elasticlib import CheckpointManager, load_checkpoint
-from elasticlib.checkpoint.manifest import decode
+from elasticlib.checkpoint.folder import decode_manifest
 from elasticlib.checkpoint.pack import lay_out
 
 FORMAT_1 = Path(__file__).parent / "format_1"
@@ -65,7 +65,7 @@ def test_a_state_of_format_1_is_loaded_and_restored(tmp_path: Path) -> None:
         check(manager.load())
     manifest = (tmp_path / "c" / "step-0000000008" / "manifest.json").read_bytes()
     assert manifest.startswith(b'{"format":3,')
-    assert decode(manifest).step == 8
+    assert decode_manifest(manifest).step == 8
 
 
 def test_a_file_of_before_is_loaded() -> None:

@@ -217,8 +217,8 @@ def test_each_device_is_waited_for_that_something_is_copied_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = lay_out([torch.ones(3), torch.ones(2), torch.ones(0)])
-    here, there, empty = layout.tensors
-    other = attrs.evolve(layout, tensors=(here, there.as_subclass(OnSecond), empty))
+    here, (there, *span), empty = layout.parts
+    other = attrs.evolve(layout, parts=(here, (there.as_subclass(OnSecond), *span), empty))
     buffer, waited = torch.zeros(layout.size, dtype=torch.uint8), list[torch.device]()
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     fill(other, buffer)

@@ -26,10 +26,10 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import Disk, LocalPlace
 from elasticlib.checkpoint.memory import Record, Slots
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import LastWrites
+from elasticlib.checkpoint.place import Disk, LocalPlace
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}
 
@@ -115,6 +115,34 @@ def test_where_the_job_goes_on_in_a_later_generation_it_is_left_to_that(
     saved(checkpoints, 5, {**PLACE, "generation": 4})
     assert host.keep(7).write() == ""
     assert CheckpointManager(checkpoints).steps() == [5]
+
+
+class Swept(LocalPlace):
+    """Where a worker that saves clears away what is written, so many times."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        super().__init__(folder)
+        self.times = times
+
+    def write(self, name: str, data: memoryview) -> None:
+        super().write(name, data)
+        if self.times:
+            self.times -= 1
+            self.remove(name)
+
+
+def test_what_a_worker_beside_us_clears_away_before_its_commit_is_written_again(
+    host: Host, checkpoints: Path
+) -> None:
+    saved(checkpoints, 5)
+    host.keep(7)
+    assert LastWrites(host.memory, None, MemoryStore, place=Swept(checkpoints, 2)).run() == ""
+    manager = CheckpointManager(checkpoints)
+    assert (manager.steps(), manager.verify()) == ([5, 7], {})
+    host.keep(8)
+    said = LastWrites(host.memory, None, MemoryStore, place=Swept(checkpoints, 99)).run()
+    assert said.startswith(f"the snapshot of step 8 was not written to {checkpoints}: ")
+    assert "is missing" in said
 
 
 def test_another_launchs_folder_is_refused(host: Host, checkpoints: Path) -> None:
@@ -275,5 +303,5 @@ def test_who_writes_says_so_for_as_long_as_it_takes(host: Host) -> None:
 
 
 def test_an_agent_needs_no_torch_for_it() -> None:
-    code = "import sys, elasticlib.checkpoint.keeper; assert 'torch' not in sys.modules"
+    code = "import sys, elasticlib.checkpoint.replicas; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -12,11 +12,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticlib.checkpoint.commit import Committer, Writer
-from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import Disk, LocalPlace
-from elasticlib.checkpoint.manifest import Retention
-from elasticlib.checkpoint.saving import Writers
+from elasticlib.checkpoint.commit import Committer, Writer, Writers
+from elasticlib.checkpoint.folder import CheckpointFolder, Retention
+from elasticlib.checkpoint.place import Disk, LocalPlace
 
 Image = dict[str, bytes]
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint import manifest as manifests
 from elasticlib.checkpoint.commit import (
     Fence,
     Writer,
@@ -20,7 +19,19 @@ from elasticlib.checkpoint.commit import (
     leftovers,
     why_not,
 )
-from elasticlib.checkpoint.manifest import DataFile, Health, Manifest, Retention, select
+from elasticlib.checkpoint.folder import (
+    MAX_STEP,
+    DataFile,
+    Health,
+    Manifest,
+    Retention,
+    decode_manifest,
+    encode_manifest,
+    folder_of,
+    select,
+    step_of,
+    summed,
+)
 from elasticlib.errors import CheckpointCorrupt, ConfigError
 
 found = st.dictionaries(st.integers(0, 40), st.sampled_from(Health), max_size=12)
@@ -168,21 +179,21 @@ MANIFEST = Manifest(
 
 
 def test_no_changed_or_cut_byte_of_a_manifest_passes() -> None:
-    data = manifests.encode(MANIFEST)
-    assert manifests.decode(data) == MANIFEST
+    data = encode_manifest(MANIFEST)
+    assert decode_manifest(data) == MANIFEST
     for at in range(len(data)):
         for bit in range(8):
             with pytest.raises(CheckpointCorrupt):
-                manifests.decode(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :])
+                decode_manifest(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :])
         with pytest.raises(CheckpointCorrupt):
-            manifests.decode(data[:at])
+            decode_manifest(data[:at])
 
 
 def test_manifests_of_older_formats_are_read_and_have_no_fields_of_newer_ones() -> None:
-    fields = json.loads(manifests.encode(MANIFEST).rpartition(b"\ncrc32")[0])
+    fields = json.loads(encode_manifest(MANIFEST).rpartition(b"\ncrc32")[0])
 
     def of(fields: dict[str, Any]) -> Manifest:
-        return manifests.decode(manifests.summed(json.dumps(fields).encode()))
+        return decode_manifest(summed(json.dumps(fields).encode()))
 
     newer = {name: fields.pop(name) for name in ("metrics", "world")}
     for older in (1, 2):
@@ -193,13 +204,13 @@ def test_manifests_of_older_formats_are_read_and_have_no_fields_of_newer_ones() 
                 of({**fields, name: value})
 
 
-@given(st.integers(0, manifests.MAX_STEP))
+@given(st.integers(0, MAX_STEP))
 def test_a_step_has_one_folder_and_the_folder_one_step(step: int) -> None:
-    assert manifests.step_of(manifests.folder_of(step)) == step
+    assert step_of(folder_of(step)) == step
 
 
 @pytest.mark.parametrize(
     "name", ["step-1", "step-00000000001", f"step-{2**63}", ".step-0000000001", "step-000000000x"]
 )
 def test_other_names_are_no_steps(name: str) -> None:
-    assert manifests.step_of(name) is None
+    assert step_of(name) is None

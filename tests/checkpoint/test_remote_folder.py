@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from managers import manager_at
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.remote import RemotePlace
+from elasticlib.checkpoint.place import RemotePlace
 from elasticlib.errors import CheckpointError, CheckpointRefused
 
 

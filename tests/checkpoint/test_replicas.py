@@ -32,11 +32,11 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Found, Record, word_sum
 from elasticlib.checkpoint.replicas import (
     CHUNK_BYTES,
     Place,
+    SnapshotKeeper,
     decode_place,
     encode_place,
 )

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import attrs
 import left_snapshots
 import pytest
 import torch
@@ -18,22 +19,25 @@ from ranks import Ranks
 from test_persist import Full, nodes
 
 from elasticlib import CheckpointManager, MemoryStore
-from elasticlib.checkpoint import memory
+from elasticlib.checkpoint import memory, persist
 from elasticlib.checkpoint.cover import Chunk
-from elasticlib.checkpoint.local import LocalPlace
 from elasticlib.checkpoint.persist import (
     COMMIT,
+    Board,
     LastWrites,
     Over,
     Piece,
-    Plan,
     Said,
-    State,
-    choose,
+    SnapshotState,
+    WritePlan,
     in_doubt,
+    kinds_in,
+    newest_whole,
     next_move,
     piece_of,
 )
+from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.clock import monotonic
 
 
 class Job:
@@ -121,13 +125,27 @@ def test_of_hsdps_copies_one_node_is_enough_and_each_element_is_written_once(job
 
 def test_what_is_lost_is_told_by_each_node(job: Job) -> None:
     job.leaves([3, 3, 3, 3])
-    lost = [one for one in memory.look(job.memory(0)) if one.record.part == 1]
-    memory.remove(job.memory(0), lost)
+    lose(job.memory(0), 1)
     where = job.folder / "checkpoints"
     why = "it is not whole: nobody holds part 1 of 4"
     said = f"the snapshot of step 3 was not written to {where}: {why}"
     assert job.finish(0, 1) == [said, said]
     assert not CheckpointManager(where).steps()
+
+
+def lose(memory_of: Path, part: int) -> None:
+    memory.remove(memory_of, [one for one in memory.look(memory_of) if one.record.part == part])
+
+
+def test_nodes_tell_each_other_which_elements_they_hold_where_some_of_both_copies_are_lost(
+    job: Job,
+) -> None:
+    states = job.leaves([3, 3, 3, 3], copies=2)
+    lose(job.memory(0), 0)
+    lose(job.memory(1), 3)
+    assert job.finish(0, 1) == ["", ""]
+    assert len(list((job.folder / "checkpoints").glob("step-*3/part-*"))) == 2
+    assert job.restored(3) == (3, states[3])
 
 
 def test_replicas_of_a_node_that_is_gone_are_written_for_it(job: Job) -> None:
@@ -136,6 +154,24 @@ def test_replicas_of_a_node_that_is_gone_are_written_for_it(job: Job) -> None:
     shutil.rmtree(job.memory(0))
     assert job.finish(1) == [""]
     assert job.restored(3) == (3, states[3])
+
+
+def test_nodes_in_doubt_whether_the_newest_step_is_whole_write_an_older_one_in_the_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = job.leaves([3, 3, 3, 3], copies=2)
+    third = [one for one in memory.look(job.memory(0)) if one.record.step == 3]
+    memory.remove(job.memory(0), [one for one in third if one.record.part == 1])
+    [kind] = kinds_in(job.memory(0))
+    [mine] = [piece for piece, _ in kind.held if piece.state.step == 3]
+    # The other node has said that it holds the rest, and is gone before it says which tensors'.
+    other = attrs.evolve(mine, part=2, share="f" * 32, elements=mine.total)
+    Board(MemoryStore, job.infos[1]).put(f"held/{kind.key}/1", [attrs.astuple(other)])
+    monkeypatch.setattr(persist, "AGREE_SECONDS", 2.0)
+    began = monotonic()
+    assert job.finish(0) == [""]
+    assert monotonic() - began > 2.0
+    assert job.restored(3) == (2, states[2])
 
 
 def replicate(memory_of: Path, to: Path) -> None:
@@ -200,7 +236,7 @@ def test_who_cannot_write_its_parts_is_heard_by_the_others_which_say_so(job: Job
 # -- pure ------------------------------------------------------------------------------------------
 
 
-def pieces(state: State, cuts: dict[int, tuple[int, int]]) -> tuple[list[Piece], Any]:
+def pieces(state: SnapshotState, cuts: dict[int, tuple[int, int]]) -> tuple[list[Piece], Any]:
     """Parts of a tensor of 8 elements: from which of them, and how many."""
     chunks = {p: [Chunk("w", "float32", (8,), ((at,), (n,)))] for p, (at, n) in cuts.items()}
     made = [piece_of(state, part, chunks[part]) for part in cuts]
@@ -211,39 +247,41 @@ LEFT, RIGHT, ALL = (0, 4), (4, 4), (0, 8)
 
 
 def test_the_newest_state_is_taken_that_is_covered() -> None:
-    old, new = State(3, 5, 2, True), State(3, 6, 2, True)
+    old, new = SnapshotState(3, 5, 2, True), SnapshotState(3, 6, 2, True)
     held, rows = pieces(old, {0: LEFT, 1: RIGHT})
-    both = choose(held, {})
-    assert both == Plan(old, tuple(one.share for one in held))
+    both = newest_whole(held, {})
+    assert both == WritePlan(old, tuple(one.share for one in held))
     half, more = pieces(new, {0: LEFT})
-    assert choose([*held, *half], rows | more) == both
+    assert newest_whole([*held, *half], rows | more) == both
     whole, more = pieces(new, {0: LEFT, 1: RIGHT})
-    assert choose([*held, *whole], {}) == Plan(new, both.shares)
+    assert newest_whole([*held, *whole], {}) == WritePlan(new, both.shares)
     # A later generation has gone back behind what an earlier one has left.
-    again, _ = pieces(State(4, 3, 2, True), {0: LEFT, 1: RIGHT})
-    assert choose([*whole, *again], {}) == Plan(State(4, 3, 2, True), both.shares)
-    assert isinstance(choose(half, more), str)
-    assert isinstance(choose([], {}), str)
+    later = SnapshotState(4, 3, 2, True)
+    again, _ = pieces(later, {0: LEFT, 1: RIGHT})
+    assert newest_whole([*whole, *again], {}) == WritePlan(later, both.shares)
+    assert isinstance(newest_whole(half, more), str)
+    assert isinstance(newest_whole([], {}), str)
 
 
 def test_copies_count_once_and_rows_are_asked_for_where_they_decide_alone() -> None:
-    state = State(1, 7, 4, True)
+    state = SnapshotState(1, 7, 4, True)
     held, rows = pieces(state, {0: LEFT, 1: RIGHT, 2: LEFT, 3: RIGHT})
     assert len({one.share for one in held}) == 2
-    assert choose(held, {}) == Plan(state, (held[0].share, held[1].share))
+    assert newest_whole(held, {}) == WritePlan(state, (held[0].share, held[1].share))
     assert not in_doubt(held)
     # With two of the ranks gone their copies are enough, which the rows say.
     left = held[1:3]
-    assert isinstance(choose(left, {}), str)
+    assert isinstance(newest_whole(left, {}), str)
     assert in_doubt(left) == rows.keys()
-    assert choose(left, rows) == Plan(state, (held[1].share, held[0].share))
+    assert newest_whole(left, rows) == WritePlan(state, (held[1].share, held[0].share))
     # And with more gone nothing can be.
     assert not in_doubt([held[0], held[2]])
     # Where elements overlap, the number of them does not say whether all are there.
     twice, rows = pieces(state, {0: (0, 4), 1: (2, 4)})
     assert in_doubt(twice) == rows.keys()
-    assert str(choose(twice, rows)).endswith("and so 2 of the 8 elements of w")
-    assert choose(*pieces(state, {0: ALL})) == Plan(state, (pieces(state, {0: ALL})[0][0].share,))
+    assert str(newest_whole(twice, rows)).endswith("and so 2 of the 8 elements of w")
+    [one], row = pieces(state, {0: ALL})
+    assert newest_whole([one], row) == WritePlan(state, (one.share,))
 
 
 class Fleet:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.manifest import summed
+from elasticlib.checkpoint.folder import summed
 from elasticlib.errors import CheckpointError, ConfigError
 
 

@@ -110,7 +110,7 @@ def test_the_first_rank_of_a_group_writes_what_the_group_shares(
 
 FORKED_DURING_A_COMMIT = """
 import os, sys
-from elasticlib.checkpoint.local import LocalPlace
+from elasticlib.checkpoint.place import LocalPlace
 
 place = LocalPlace(sys.argv[1])
 with place.locked():

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from managers import Gated
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import CheckpointError
@@ -103,3 +105,47 @@ def test_dcp_takes_a_part_of_a_state_from_anywhere_in_it(tmp_path: Path) -> None
         top = {"b": 0}
         assert manager.restore(top, strict=False)
     assert top == {"b": 1}
+
+
+def test_dcp_syncs_files_and_not_their_folders_and_we_sync_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").is_dir())
+    )
+    save(tmp_path / "dcp", {"w": W})
+    assert set(synced) == {False}
+    synced.clear()
+    with CheckpointManager(tmp_path / "ours") as manager:
+        manager.save(1, {"w": W}).wait()
+    assert set(synced) == {False, True}
+
+
+class HalfPicklable(Unpicklable):
+    """DCP copies it; to write it fails."""
+
+    def __deepcopy__(self, _: object) -> HalfPicklable:
+        return self
+
+
+def test_what_failed_behind_dcps_step_is_told_to_who_asks_and_ours_to_the_next_call(
+    tmp_path: Path,
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bad = {"w": W, "z": HalfPicklable()}
+        future: Any = dcp.async_save(bad, checkpoint_id=tmp_path / "one")
+        dcp.async_save({"w": W}, checkpoint_id=tmp_path / "two").result()
+        with pytest.raises(dcp.CheckpointException):
+            future.result()
+    finally:
+        dist.destroy_process_group()
+    place = Gated(tmp_path / "ours")
+    place.full = True
+    place.gate.set()
+    manager = CheckpointManager(place)
+    manager.save(1, {"w": W})
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        manager.save(2, {"w": W})
+    manager.close()

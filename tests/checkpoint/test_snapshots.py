@@ -31,10 +31,10 @@ from elasticlib import (
     deal_seats,
 )
 from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.choose import Held
-from elasticlib.checkpoint.keeper import SnapshotKeeper
 from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack
+from elasticlib.checkpoint.peers import Agreed, Held
+from elasticlib.checkpoint.replicas import SnapshotKeeper
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.elastic_launch import snapshot_stores
@@ -416,7 +416,7 @@ def test_memory_for_the_next_snapshot_is_made_behind_the_training(agent: Agent) 
         worker.snapshot(step, state(step, size=100_000))
         until("its slot and the next", lambda: whole_slots(agent, 1) == 2)
     again = agent.worker(2)
-    again.go_on_from(4)
+    again.take_up(Agreed(4, "memory", 0, 0), state(4, size=100_000))
     until("the first slot", lambda: whole_slots(agent, 2) == 1)
     again.snapshot(5, state(5, size=100_000))
     until("the second", lambda: (whole_slots(agent, 1), whole_slots(agent, 2)) == (0, 2))

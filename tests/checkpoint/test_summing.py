@@ -15,8 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.local import LocalPlace
-from elasticlib.checkpoint.summing import SEGMENT, crc32_beside, crc32_combine, no_news, read_summed
+from elasticlib.checkpoint.place import (
+    SEGMENT,
+    LocalPlace,
+    crc32_beside,
+    crc32_combine,
+    no_news,
+    read_summed,
+)
 from elasticlib.errors import CheckpointError
 
 SIZE = 3 * SEGMENT + 12345

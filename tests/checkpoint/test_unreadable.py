@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import manifest as manifests
-from elasticlib.checkpoint.local import LocalPlace
-from elasticlib.checkpoint.manifest import DataFile, Manifest
-from elasticlib.checkpoint.summing import no_news
+from elasticlib.checkpoint.folder import (
+    MANIFEST,
+    DataFile,
+    Manifest,
+    encode_manifest,
+    folder_of,
+    summed,
+)
+from elasticlib.checkpoint.place import LocalPlace, no_news
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
@@ -45,13 +50,39 @@ class Away(LocalPlace):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
 
 
+class Short(LocalPlace):
+    """Says that the file has ended three bytes before its end."""
+
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        seen: Callable[[memoryview], None] = no_news,
+    ) -> int:
+        return super().read_into(name, buffer, start=start, seen=seen) - 3
+
+
+def test_a_file_of_which_fewer_bytes_come_than_it_has_is_damaged(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+    manager = CheckpointManager(Short(tmp_path))
+    (why,) = manager.verify().values()
+    data = tmp_path / data_of(tmp_path, 1)
+    size = data.stat().st_size
+    assert why == f"{data.name} has {size - 3} of {size} bytes"
+    with pytest.raises(FileNotFoundError):
+        manager.load()
+
+
 def names(*steps: int) -> tuple[str, ...]:
-    return tuple(f"{manifests.folder_of(step)}/{manifests.NAME}" for step in steps)
+    return tuple(f"{folder_of(step)}/{MANIFEST}" for step in steps)
 
 
 def data_of(folder: Path, step: int) -> str:
-    (path,) = (folder / manifests.folder_of(step)).glob("state.*")
-    return f"{manifests.folder_of(step)}/{path.name}"
+    (path,) = (folder / folder_of(step)).glob("state.*")
+    return f"{folder_of(step)}/{path.name}"
 
 
 def saved(manager: CheckpointManager, *steps: int) -> None:
@@ -119,11 +150,11 @@ def test_nothing_older_is_gone_on_from_while_the_newest_cannot_be_read(
 def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         saved(manager, 1)
-    newer = tmp_path / manifests.folder_of(2)
+    newer = tmp_path / folder_of(2)
     newer.mkdir()
-    data = manifests.encode(Manifest(2, (DataFile("state.pack", 1, 0),)))
+    data = encode_manifest(Manifest(2, (DataFile("state.pack", 1, 0),)))
     body = data.rpartition(b"\ncrc32")[0].replace(b'"format":3', b'"format":9')
-    (newer / manifests.NAME).write_bytes(manifests.summed(body))
+    (newer / MANIFEST).write_bytes(summed(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         with pytest.raises(CheckpointError, match=r"format 9.* nothing older"):
             manager.restore({"w": torch.zeros(3)})

@@ -18,7 +18,7 @@ from managers import told
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.local import Disk, LocalPlace
+from elasticlib.checkpoint.place import Disk, LocalPlace
 from elasticlib.errors import CheckpointError
 
 Act = Callable[[Path], object]

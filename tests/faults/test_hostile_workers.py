@@ -71,7 +71,7 @@ def agent(job: Job, deed: str, *flags: str) -> Node:
     script = job.folder / "script.py"
     script.write_text(SCRIPT.format(deed=textwrap.dedent(deed)))
     logs = ("--log-dir", str(job.folder / "logs"), "--redirects", "2")
-    quick = ("--standalone", "--start-method=spawn", "--min-uptime", "0", "--restart-backoff", "0")
+    quick = ("--standalone", "--start-method=spawn", "--restart-backoff", "0")
     command = (sys.executable, "-m", "elasticlib.launch", *quick, *logs, *flags, str(script))
     return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
 

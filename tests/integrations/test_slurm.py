@@ -17,7 +17,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world, generation_of, u
 from pages import blocks_of
 from slurm_cluster import GPUS, Slurm, needs_slurm, slurm, whole_slurm
 
-from elasticlib.launch.nodelist import expand_nodelist
+from elasticlib.launch.schedulers import expand_nodelist
 
 __all__ = ["slurm", "whole_slurm"]
 pytestmark = pytest.mark.timeout(240)

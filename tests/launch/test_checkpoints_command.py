@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.commit import Committer, Writer
-from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.local import LocalPlace
-from elasticlib.checkpoint.manifest import Retention
-from elasticlib.checkpoint.saving import Writers
+from elasticlib.checkpoint.commit import Committer, Writer, Writers
+from elasticlib.checkpoint.folder import CheckpointFolder, Retention
+from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.launch.checkpoints import Progress
 from elasticlib.launch.commands import main
 
@@ -113,6 +111,7 @@ STATE = {
     "array": np.zeros((2, 5)),
     "note": ("any\x1b[2Jthing", 1, None, range(3)),
     7: {},
+    ("a", (1, b"x")): {b"key": None},
 }
 SHOWN = [
     ("model", "OrderedDict of 2"),
@@ -128,6 +127,8 @@ SHOWN = [
     ("  2", "None"),
     ("  3", "range [0, 3, 1]"),
     ("7", "dict of 0"),
+    ("('a', (1, 'bytes'))", "dict of 1"),
+    ("  bytes", "None"),
 ]
 
 

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 from elasticlib import Node
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, read_launch
-from elasticlib.launch.nodelist import MOST, expand_nodelist
 from elasticlib.launch.requeue import decide, find_requeue
-from elasticlib.launch.skypilot import read_skypilot
-from elasticlib.launch.slurm import PORTS, read_slurm, requeue_target
+from elasticlib.launch.schedulers import (
+    MOST,
+    PORTS,
+    expand_nodelist,
+    read_skypilot,
+    read_slurm,
+    requeue_target,
+)
 
 BATCH = {
     "SLURM_JOB_ID": "4711",

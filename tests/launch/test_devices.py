@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.devices import worker_count
+from elasticlib.launch.arguments import worker_count
 
 OWN = torch._C._get_privateuse1_backend_name()
 """What torch calls a backend that it was given, until somebody renames it."""

@@ -24,7 +24,7 @@ from elasticlib import LaunchConfig, Script
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.checks import check_launch
-from elasticlib.launch.observe_flags import health_port
+from elasticlib.launch.config import health_port
 from elasticlib.launch.observed import Observed
 
 pytestmark = pytest.mark.faults

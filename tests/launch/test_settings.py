@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import attrs
 import pytest
 from distributions import install
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, build_flags, read_launch
-from elasticlib.launch.settings import Source
+from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.flags import DEFAULTS, FLAGS, Source
 
 
 def launch(script: str, line: str = "", **variables: str) -> Launch:
@@ -55,6 +57,21 @@ def test_every_flag_has_a_variable(script: str) -> None:
     switches = {o.dest for o in build_flags().options.values() if o.switch}
     assert switches >= {"standalone", "module", "no_python", "virtual_local_rank"}
     assert launch(script, PET_SPARES="1", PET_NNODES="1:2", PET_RDZV_ENDPOINT="h").config.spares
+
+
+def test_what_nobody_says_is_the_same_from_the_command_line_and_from_python(script: str) -> None:
+    flags, python = launch(script).config, LaunchConfig()
+    other = {
+        *("max_restarts", "role"),  # which torchrun and torch's LaunchConfig call otherwise
+        "shutdown_timeout",  # a config that does not say it leaves it to torch's variable
+        "run_id",  # of a node by itself: drawn
+    }
+    for name in attrs.fields_dict(LaunchConfig):
+        assert (getattr(flags, name) == getattr(python, name)) is (name not in other), name
+    for holder in (python, python.supervision, python.supervision.agent):
+        for name in set(attrs.fields_dict(type(holder))) & set(FLAGS) - other:
+            if isinstance(DEFAULTS[name], (int, float)):
+                assert getattr(holder, name) == DEFAULTS[name], name
 
 
 def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
@@ -164,5 +181,7 @@ def test_a_scheduler_says_what_nobody_else_does(
     assert launch(script, "--from-env auto", FARM_JOB="j9").cluster == "farm"
     assert launch(script, "--from-env auto").cluster == "none"
     assert launch(script, FARM_JOB="j9").cluster == "none"
+    with pytest.raises(ConfigError, match="one of none, auto, slurm, skypilot, farm, got 'pbs'"):
+        launch(script, "--from-env pbs")
     with pytest.raises(ConfigError, match="--from-env farm: nothing in the environment is of farm"):
         launch(script, "--from-env farm")

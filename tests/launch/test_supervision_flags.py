@@ -9,8 +9,7 @@ import pytest
 from elasticlib import AgentOptions, Notice
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_flags, parse
-from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.supervision_flags import SupervisionOptions
+from elasticlib.launch.config import LaunchConfig, SupervisionOptions
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -53,21 +52,20 @@ def test_workers_ignore_what_drains_but_never_what_stops_them() -> None:
 
 
 def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
-    line = "--resize-grace 60 --min-uptime 5 --restart-window 3600 --restart-backoff 4"
-    line += " --nnodes 1:2 --rdzv-endpoint h --min-resize-interval 9"
+    line = "--resize-grace 60 --restart-window 3600 --restart-backoff 4"
     config, _ = parse([*line.split(), script])
     agent, limits = config.supervision.agent, config.limits
-    assert (agent.resize_grace, agent.drain_grace, agent.min_uptime) == (60.0, 60.0, 5.0)
-    assert (limits.restart_window, limits.restart_backoff, limits.resize_interval) == (3600, 4, 9)
+    assert (agent.resize_grace, agent.drain_grace) == (60.0, 60.0)
+    assert (limits.restart_window, limits.restart_backoff) == (3600, 4)
     assert read("--resize-grace 60 --drain-grace 20", script).agent.drain_grace == 20.0
 
 
 def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
     text = " ".join(build_flags().parser.format_help().split())
     assert "75 after a drain (--drain-exit-code), 128 + n after signal n" in text
-    assert "(default 75)" in text
-    assert f"job's size changes (default {AgentOptions().resize_grace:g})" in text
-    assert f"none (default {SupervisionOptions().restart_backoff:g})" in text
+    assert "(default: 75)" in text
+    assert f"before the job changes its size (default: {AgentOptions().resize_grace:g})" in text
+    assert f"failures in a row (default: {SupervisionOptions().restart_backoff:g})" in text
 
 
 @pytest.mark.parametrize(
@@ -82,10 +80,8 @@ def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
         ("--drain-exit-code 256", "a number from 0 to 255, got 256"),
         ("--resize-grace=-1", "--resize-grace is seconds from 0 to 1e\\+06, got -1.0"),
         ("--drain-grace nan", "--drain-grace is seconds"),
-        ("--min-uptime 1e9", "--min-uptime is seconds"),
         ("--restart-window=-1", "--restart-window is seconds"),
         ("--restart-backoff inf", "--restart-backoff is seconds"),
-        ("--min-resize-interval 5", "--min-resize-interval is for jobs whose nodes come and go"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, script: str) -> None:

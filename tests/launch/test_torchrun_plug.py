@@ -360,7 +360,7 @@ def test_the_pages_elasticrun_commands_are_read(
 def test_the_page_names_every_flag_that_is_refused() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert named >= {"--topology", "--spares", "--node-rank", "--store-grace", "--restart-window"}
-    assert named >= {"--restart-backoff", "--min-resize-interval", "--snapshot-replicas"}
+    assert named >= {"--restart-backoff", "--snapshot-replicas"}
 
 
 def test_our_handlers_are_in_torchs_registry_where_elasticlib_is_installed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed.run as torchrun
 
 from elasticlib.launch.arguments import build_flags, read_launch
-from elasticlib.launch.flags import PREFIX
+from elasticlib.launch.flags import OWN, PREFIX
 
 ACTIONS = {
     action.dest: action
@@ -19,6 +20,8 @@ ACTIONS = {
     if action.option_strings and action.dest not in ("help", "print_completion")
 }
 OURS = build_flags()
+NEWER = {"log_line_prefix_template"}
+"""Flags of a newer torchrun than the oldest that is installed."""
 OTHER_DEFAULTS = {
     # Not given is told from given, so that what contradicts another is seen.
     "rdzv_backend": (None, "static"),
@@ -50,6 +53,17 @@ def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
     assert not theirs.required
     told = (OURS.options[dest].default, theirs.default)
     assert told[0] == told[1] or told == OTHER_DEFAULTS[dest]
+
+
+def test_help_shows_each_flag_once_and_marks_those_that_torchrun_has_not() -> None:
+    text = OURS.parser.format_help()
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    assert {*(flag.flag for flag in OURS.options.values()), "--help", "--version"} <= {*shown}
+    assert not any("_" in name for name in shown)
+    for dest, flag in OURS.options.items():
+        assert flag.own is (dest not in ACTIONS and dest not in NEWER), dest
+    assert text.count(OWN) == 1 + sum(flag.own for flag in OURS.options.values())
 
 
 VALUES = {

@@ -226,7 +226,7 @@ def test_without_a_window_restarts_count_for_ever() -> None:
 def test_newcomers_wait_until_the_generation_has_stood_for_the_least_interval() -> None:
     waits = next_of(settled(A), A, B, quiet=9.0, stands=5.0)
     assert (waits.write, waits.again) == (None, 15.0)
-    assert "20 s (--min-resize-interval)" in waits.reason
+    assert "20 s (resize_interval)" in waits.reason
     after = written(settled(A), A, B, quiet=9.0, stands=20.0)
     assert (after.cause, after.planned) == ("b joined", True)
 

@@ -16,8 +16,7 @@ from jobs import WITHOUT_TORCH, Job, until
 from test_local import Run, shell
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import parse
-from elasticlib.launch.output_flags import split_at_commas
+from elasticlib.launch.arguments import parse, split_at_commas
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers.loop import Loop

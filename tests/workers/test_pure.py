@@ -255,11 +255,10 @@ def kind_of(
     *,
     uptime: float = 1.0,
     first: bool = True,
-    min_uptime: float = 0.0,
     entrypoint: Entrypoint = SCRIPT,
 ) -> FailureKind:
     exit_ = WorkerExit(0, 0, 77, code, message)
-    return classify(exit_, entrypoint, uptime=uptime, first=first, min_uptime=min_uptime)
+    return classify(exit_, entrypoint, uptime=uptime, first=first)
 
 
 @pytest.mark.parametrize(
@@ -294,13 +293,6 @@ def test_what_a_restart_may_mend_is_none(code: int, message: str) -> None:
     assert kind_of(code, message) is FailureKind.ORDINARY
 
 
-def test_an_early_end_is_one_at_start_only_where_it_is_asked_for() -> None:
-    assert kind_of(1, uptime=4.0, min_uptime=5.0) is FailureKind.AT_START
-    assert kind_of(-11, uptime=4.0, min_uptime=5.0) is FailureKind.AT_START
-    assert kind_of(1, uptime=6.0, min_uptime=5.0) is FailureKind.ORDINARY
-    assert kind_of(1, uptime=4.0, min_uptime=5.0, first=False) is FailureKind.ORDINARY
-
-
 @pytest.mark.parametrize("signal", [1, 2, 3, 9, 15])
 def test_who_was_killed_failed_at_nothing(signal: int) -> None:
-    assert kind_of(-signal, "SyntaxError: x", min_uptime=5.0) is FailureKind.KILLED
+    assert kind_of(-signal, "SyntaxError: x") is FailureKind.KILLED

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import launch_of
-from ...launch.command_line import read
 from ...launch.console import log_level, start_logging
 from ...launch.elasticrun import leave_error_of
-from ...launch.flags import read_flags, read_variables
+from ...launch.flags import read, read_flags, read_variables
 from ...launch.report import told
 from ...workers.spec import WorkerState
 from . import ENDPOINT, RayOptions, run_job
@@ -92,7 +91,7 @@ def _run(argv: Sequence[str]) -> int:
     # Theirs come later, and one that names another place is refused by that name.
     rest = ["--rdzv-endpoint", ENDPOINT, *rest]
     line = read(rest)
-    said = {**read_variables(line.flags, os.environ)[0], **read_flags(line)}
+    said = {**read_variables(os.environ)[0], **read_flags(line)}
     count = said["nproc_per_node"].value if "nproc_per_node" in said else "1"
     if not str(count).isdigit():
         raise ConfigError(

@@ -29,8 +29,8 @@ from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
 from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
-from ...launch.descriptors import allow_descriptors
 from ...launch.elastic_launch import run_node, shutdown_seconds
+from ...launch.process import allow_descriptors
 from ...launch.tcp_place import SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name

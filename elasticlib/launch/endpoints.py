@@ -1,4 +1,4 @@
-"""Where nodes meet, from settings that speak of the same thing and may contradict each other.
+"""Where nodes meet, and the secret that they show each other there.
 
 `--standalone`, a rendezvous endpoint and a master address are three answers to one question. What
 was said more directly goes before the rest, which is named; what the command line itself says
@@ -7,16 +7,15 @@ twice is refused.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
 from ..endpoint import STORE_PORT, check_host, is_wildcard, join_endpoint, split_endpoint
 from ..errors import ConfigError
-from .config import MASTER_PORT
-from .settings import Setting, Settings, Source
+from ..stores.secret import LONGEST, VARIABLE, check_secret
+from .flags import MASTER_PORT, Layer, Setting, Settings, Source
 
 _MASTER = ("master_addr", "master_port")
 _TCP = (None, "tcp", "c10d")
@@ -35,7 +34,7 @@ def settle_place(settings: Settings) -> Settings:
     return _settle_master(settings)
 
 
-def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
+def settle_cluster(settings: Settings, told: Layer) -> Settings:
     """These settings, once settled, without what a scheduler says that does not fit the rest.
 
     told: what it says, by name; what the user says as well stands beside it, not in its place,
@@ -49,10 +48,10 @@ def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
         settings = _unless_given(settings, "topology", "this node is alone")
     elif static:
         settings = _unless_given(settings, "topology", "static ranks are fixed")
-    most, rank = _most_nodes(settings), settings["node_rank"]
-    if not static and rank is not None and most is not None and rank >= most:
+    nodes, rank = _nodes(settings), settings["node_rank"]
+    if not static and rank is not None and nodes is not None and rank >= nodes[1]:
         # A spare, of a job that is smaller than what it was given.
-        because = f"the job has up to {most} nodes"
+        because = f"the job has up to {nodes[1]} nodes"
         if settings["rdzv_endpoint"]:
             settings = settings.without("node_rank", because=because)
         settings = _unless_given(settings, "node_rank", because)
@@ -67,14 +66,30 @@ def settle_cluster(settings: Settings, told: Mapping[str, Setting]) -> Settings:
         return settings
     given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
     more = [text for text in conf.value if text.partition("=")[0] not in given]
-    return settings.with_setting("rdzv_conf", attrs.evolve(own, value=[*own.value, *more]))
+    return settings.with_setting("rdzv_conf", own._replace(value=[*own.value, *more]))
 
 
-def _most_nodes(settings: Settings) -> int | None:
-    """None for what is no number, which is refused when all is settled."""
+def node_range(text: str) -> tuple[int, int]:
+    """The least and the most nodes that --nnodes allows.
+
+    Raises:
+        ConfigError: it says no such range.
+    """
+    low, colon, high = text.partition(":")
     try:
-        return int(str(settings["nnodes"]).rpartition(":")[2])
+        least, most = int(low), int(high if colon else low)
     except ValueError:
+        raise ConfigError(f"--nnodes is N or MIN:MAX, got {text!r}") from None
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nnodes needs 1 <= MIN <= MAX, got {text!r}")
+    return least, most
+
+
+def _nodes(settings: Settings) -> tuple[int, int] | None:
+    """None for what is no range, which is refused when all is settled."""
+    try:
+        return node_range(settings["nnodes"])
+    except ConfigError:
         return None
 
 
@@ -95,7 +110,7 @@ def _settle_standalone(settings: Settings) -> Settings:
         stronger = (n for n in rivals if settings.source(n) < ours)
         return settings.without("standalone", because=_where(settings, *stronger))
     because = f"{settings.origins('standalone')} is one node by itself"
-    if settings.source("nnodes") > ours and settings["nnodes"] not in ("1", "1:1"):
+    if settings.source("nnodes") > ours and _nodes(settings) != (1, 1):
         rivals.append("nnodes")
     weaker = [n for n in (*rivals, "node_rank") if _gives_way(settings.source(n), ours)]
     return settings.without(*weaker, because=because)
@@ -105,7 +120,7 @@ def _settle_one_node(settings: Settings) -> Settings:
     """Without a port for others one node is by itself, as torchrun has it, whatever its rank."""
     rank = settings["node_rank"]
     static = settings["rdzv_backend"] in (None, "static") and not settings["rdzv_endpoint"]
-    one = settings["nnodes"] in ("1", "1:1")
+    one = _nodes(settings) == (1, 1)
     if not (one and static) or settings["master_port"] or (rank is not None and rank < 0):
         return settings
     settings = settings.unsaid("master_port", *(["node_rank"] if rank == 0 else []))
@@ -132,8 +147,8 @@ def _settle_master(settings: Settings) -> Settings:
     master = settings.source(*_MASTER)
     others = settings.source("rdzv_endpoint", "rdzv_backend")
     if others is Source.DEFAULT:
-        least, colon, most = str(settings["nnodes"]).partition(":")
-        elastic = bool(colon) and least != most
+        nodes = _nodes(settings)
+        elastic = nodes is not None and nodes[0] < nodes[1]
         return _as_endpoint(settings) if elastic and master is not Source.FLAG else settings
     if master < others:
         because = _where(settings, *_MASTER)
@@ -225,3 +240,76 @@ def _refuse_beside_standalone(settings: Settings) -> None:
 def _own_id(settings: Settings) -> str:
     """A job that nobody can join still has a name of its own."""
     return str(uuid.uuid4()) if settings["rdzv_id"] == "none" else str(settings["rdzv_id"])
+
+
+def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
+    """text: what --rdzv-endpoint says; the others: whether those keys of --rdzv-conf are given.
+
+    Raises:
+        ConfigError: the nodes of a job could not meet there.
+    """
+    endpoints = parts_of(text)
+    places = [split_endpoint(endpoint, STORE_PORT) for endpoint in endpoints]
+    for endpoint, (host, port) in zip(endpoints, places, strict=True):
+        if port == 0:
+            raise ConfigError(
+                f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
+                "--standalone takes a free port for one node"
+            )
+        if is_wildcard(host):
+            raise ConfigError(
+                f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
+            )
+    if len({(host.lower(), port) for host, port in places}) < len(endpoints):
+        raise ConfigError(f"--rdzv-endpoint names a place twice: {text}")
+    several = len(endpoints) > 1
+    if several and is_host:
+        raise ConfigError("--rdzv-conf is_host=true means one endpoint, got several")
+    if quorum and not several:
+        raise ConfigError("--rdzv-conf quorum is for a list of endpoints, got one")
+
+
+def check_local_addr(address: str | None, nodes: int) -> None:
+    """address: what --local-addr says; nodes: how many the job has at most.
+
+    Raises:
+        ConfigError: the other nodes could not reach this one's workers there.
+    """
+    if not address:
+        return
+    check_host("--local-addr", address)
+    if is_wildcard(address) and nodes > 1:
+        raise ConfigError(f"--local-addr is an address that the other nodes reach, got {address}")
+
+
+def parts_of(text: str) -> tuple[str, ...]:
+    """The endpoints of a list, the first one first."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> bytes | None:
+    """The secret, or None where there is none; `flag` is what named the file.
+
+    Raises:
+        ConfigError: two places give one, or the one that is named gives none.
+    """
+    given = environment.get(VARIABLE)
+    if given is not None and path is not None:
+        raise ConfigError(f"{VARIABLE} and {flag} both give a secret: unset one of them")
+    if path is not None:
+        return _read_file(path, flag)
+    if given is None:
+        return None
+    if not given:
+        raise ConfigError(f"{VARIABLE} is empty: unset it, or put a secret there")
+    # The bytes as the system handed them over, as they would stand in a file.
+    return check_secret(os.fsencode(given), VARIABLE)
+
+
+def _read_file(path: str, flag: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LONGEST + 2)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path!r} cannot be read: {error.strerror}") from error
+    return check_secret(content.removesuffix(b"\n"), f"{flag} {path!r}")

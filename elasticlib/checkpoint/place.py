@@ -1,11 +1,17 @@
-"""A folder of checkpoints: what must be possible wherever it lies, and one on a disk.
+"""Where checkpoints lie: what must be possible in any folder of them, on a disk, and behind a URL.
 
 Names are relative, with `/` in them. Whatever fails is an OSError; a commit is data first, each
 file new and durable before the next begins, and one small file put last.
 
 On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
 before its name counts, and each name by syncing its folder; what is replaced is replaced by a
-rename. All system calls that change anything go through `Disk`.
+rename. All system calls that change anything go through `Disk`. Behind a URL there is no rename and
+no lock: object stores put a file whole or not at all, and the fence is looked at right before the
+manifest is put, as best it can be.
+
+Large files are read and summed by several threads at once: a CRC-32 takes longer than a copy, and
+neither needs Python's lock. Each thread reads a segment, sums each piece of it while that is still
+in its core's cache, and goes on to the next one. The sums of the segments make that of the file.
 """
 
 from __future__ import annotations
@@ -15,21 +21,27 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import io
 import logging
+import mmap
 import os
+import re
 import secrets
 import stat
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
 
 from ..clock import monotonic
+from ..errors import CheckpointError
 from ..foreign import opened
-from .manifest import aside_name
-from .summing import READERS, no_news
+from ..threads import helper
 
 log = logging.getLogger("elasticlib.checkpoint")
+T = TypeVar("T")
 
 CHUNK = 16 << 20
 """Bytes that are read or written at once: large, so that a disk streams, and few calls are made."""
@@ -40,6 +52,13 @@ PIECE = 1 << 20
 MAX_SMALL = 64 << 20
 """Bytes of a small file, such as a manifest of a hundred thousand parts."""
 
+SEGMENT = 8 << 20
+"""Bytes that one thread reads and sums before it takes the next ones."""
+READERS = min(8, len(os.sched_getaffinity(0)))
+"""At most so many threads read at once: they keep up with any disk, and with memory."""
+BESIDE = 2
+"""So many threads sum what is being written, which takes longer than to read it."""
+
 LOCK = ".lock"
 LOCK_TIMEOUT = 60.0
 """Seconds; it is held for as long as a commit's last step and deletions take."""
@@ -47,8 +66,79 @@ LOCK_POLL = 0.05
 MAKES = 100
 """So often a folder is made that goes again before there is a file in it."""
 
+_ASIDE = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _ALL, _SYNC_FILE_RANGE_WRITE = ctypes.c_int64(0), 2
+
+Fill: TypeAlias = Callable[[int, memoryview, Callable[[memoryview], None]], int]
+"""Reads from a byte on into a buffer, and shows each piece as soon as it is there; how many bytes,
+none only at the end. See `Place.read_into`."""
+
+
+def no_news(_chunk: memoryview) -> None:
+    """Nobody wants to see the bytes as they come."""
+
+
+def aside_name(target: str, token: int) -> str:
+    """A hidden name that no checkpoint has, under which `target` is written before it is whole;
+    `token` tells apart those who write it."""
+    return f".{target}.{token % 2**32:08x}.partial"
+
+
+def target_of(name: str) -> str | None:
+    """The name that the file `name` was being written for; None if it is no such file."""
+    match = _ASIDE.fullmatch(name)
+    return match["target"] if match else None
+
+
+# -- sums: pure ------------------------------------------------------------------------------------
+
+_POLYNOMIAL = 0xEDB88320
+_ONE, _X = 1 << 31, 1 << 30
+"""Polynomials as a CRC-32 has them: the coefficient of x^0 is the highest bit."""
+
+
+def crc32_combine(first: int, second: int, size: int) -> int:
+    """The CRC-32 of two runs of bytes, one behind the other, by the sum of each.
+
+    A CRC is a remainder of polynomials over GF(2): `size` bytes behind the first run multiply its
+    remainder by x^(8 size). So does zlib's crc32_combine, by Mark Adler.
+
+    Args:
+        size: bytes of the second run.
+    """
+    return _product(first, _power(8 * size)) ^ second
+
+
+def _joined(found: list[tuple[int, int]]) -> tuple[int, int]:
+    """The bytes and the sum of runs, one behind the other."""
+    size, summed = 0, 0
+    for count, one in found:
+        size, summed = size + count, crc32_combine(summed, one, count)
+    return size, summed
+
+
+@functools.lru_cache(256)
+def _power(exponent: int) -> int:
+    """x^exponent modulo the CRC's polynomial."""
+    if exponent < 2:
+        return (_ONE, _X)[exponent]
+    half = _power(exponent // 2)
+    square = _product(half, half)
+    return _product(square, _X) if exponent & 1 else square
+
+
+def _product(one: int, other: int) -> int:
+    """Of two polynomials, modulo the CRC's."""
+    found = 0
+    for place in range(31, -1, -1):
+        if one >> place & 1:
+            found ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)  # times x
+    return found
+
+
+# -- a place ---------------------------------------------------------------------------------------
 
 
 class NotAFile(OSError):
@@ -114,6 +204,9 @@ class Place(abc.ABC):
     @abc.abstractmethod
     def remove_folder(self, folder: str) -> None:
         """Take an empty folder away; harmless if it is not there, or not empty."""
+
+
+# -- on a disk -------------------------------------------------------------------------------------
 
 
 class Disk:
@@ -342,3 +435,219 @@ def _lock(handle: int, path: str) -> None:
                 why = f"somebody has it for {LOCK_TIMEOUT:g} s" if held else error
                 raise OSError(errno.EAGAIN, f"{path} could not be locked: {why}") from error
         pause.wait(LOCK_POLL)
+
+
+# -- behind a URL ----------------------------------------------------------------------------------
+
+
+class RemotePlace(Place):
+    """A folder that fsspec reaches (the extra `fsspec`, imported when one is first used)."""
+
+    readers = 8
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise CheckpointError(
+                f"{url} needs fsspec: pip install 'elasticlib[fsspec]', and its part for this URL"
+            ) from error
+        self.name = url
+        try:
+            self._fs: Any
+            self._fs, self._root = url_to_fs(url)
+        except Exception as error:
+            raise CheckpointError(f"{url} cannot be opened: {error}") from error
+
+    def locked(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def folders(self) -> list[str]:
+        rows = self._list("")
+        return sorted(_base(row["name"]) for row in rows if row["type"] == "directory")
+
+    def files(self, folder: str) -> dict[str, int]:
+        rows = self._list(folder)
+        return {_base(row["name"]): int(row["size"]) for row in rows if row["type"] == "file"}
+
+    def read(self, name: str) -> bytes | None:
+        with self._spoken(name):
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        seen: Callable[[memoryview], None] = no_news,
+    ) -> int:
+        with self._spoken(name):
+            for done in range(0, len(buffer), CHUNK):
+                part = buffer[done : done + CHUNK]
+                begin = start + done
+                data = self._fs.cat_file(self._path(name), start=begin, end=begin + len(part))
+                part[: len(data)] = data
+                seen(part[: len(data)])
+                if len(data) < len(part):
+                    return done + len(data)
+        return len(buffer)
+
+    def write(self, name: str, data: memoryview) -> None:
+        path = self._path(name)
+        with self._spoken(name):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            try:
+                with self._fs.open(path, "wb") as file:
+                    for start in range(0, len(data), CHUNK):
+                        file.write(data[start : start + CHUNK])
+                self._fs.invalidate_cache()
+                size = self._fs.info(path)["size"]
+                if size != len(data):
+                    raise OSError(f"{len(data)} bytes were written, and {size} are there")
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(path)
+                raise
+
+    def put(self, name: str, data: bytes) -> None:
+        with self._spoken(name):
+            path = self._path(name)
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, data)
+
+    def remove(self, name: str) -> None:
+        with self._spoken(name), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def remove_folder(self, folder: str) -> None:
+        # Most have no folders but those that hold something.
+        with contextlib.suppress(Exception):
+            self._fs.rmdir(self._path(folder))
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        with self._spoken(folder):
+            self._fs.invalidate_cache()
+            try:
+                return list(self._fs.ls(self._path(folder), detail=True))
+            except FileNotFoundError:
+                return []
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _spoken(self, name: str) -> Iterator[None]:
+        """Each kind of file system has errors of its own: here all are OSError, and say where."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.name}/{name}: {type(error).__name__}: {error}") from error
+
+
+def _base(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+# -- large files, by several threads ---------------------------------------------------------------
+
+
+def new_memory(size: int) -> mmap.mmap:
+    """So many bytes, all zero, that go when nobody refers to them any more."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Touched for the first time, memory costs less in pages of 2 MiB than in those of 4 KiB.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def read_summed(
+    fill: Fill,
+    size: int,
+    into: memoryview | None = None,
+    *,
+    threads: int = 1,
+    seen: Callable[[memoryview], None] = no_news,
+) -> tuple[int, int]:
+    """Read `size` bytes: how many there were before the end, and their CRC-32.
+
+    Args:
+        fill: called by several threads at once, by each with a segment of its own.
+        into: where the bytes go; without it they are read to be summed alone.
+        seen: called with each piece that was read, by one thread at a time, in any order.
+    """
+    lock, own = threading.Lock(), threading.local()
+
+    def spare() -> memoryview:
+        if not hasattr(own, "buffer"):
+            own.buffer = memoryview(new_memory(min(size, SEGMENT)))
+        return own.buffer  # type: ignore[no-any-return]
+
+    def segment(number: int) -> tuple[int, int]:
+        start, done, summed = number * SEGMENT, 0, 0
+        length = min(SEGMENT, size - start)
+        target = spare()[:length] if into is None else into[start : start + length]
+
+        def piece(data: memoryview) -> None:
+            nonlocal summed
+            summed = zlib.crc32(data, summed)
+            with lock:
+                seen(data)
+
+        while done < length and (count := fill(start + done, target[done:], piece)):
+            done += count
+        return done, summed
+
+    found = in_threads(segment, -(-size // SEGMENT), threads)
+    whole = sum(1 for count, _ in found if count == SEGMENT)
+    return _joined(found[: whole + 1])
+
+
+def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
+    """The CRC-32 of `data`, which must not change, summed by other threads while `act` runs."""
+
+    def do(number: int) -> tuple[int, int]:
+        if number == 0:
+            act()
+            return 0, 0
+        part = data[(number - 1) * SEGMENT : number * SEGMENT]
+        return len(part), zlib.crc32(part)
+
+    return _joined(in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
+
+
+def in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
+    """What `act` gives for 0 to `count` - 1, in that order, called by this thread and others.
+
+    Raises the first error of them all, once none is at it any more.
+    """
+    numbers = iter(range(count))
+    found: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for number in numbers:
+                if errors:
+                    return
+                found[number] = act(number)
+        except BaseException as error:
+            errors.append(error)
+
+    others = [helper(work, "elasticlib-sum") for _ in range(min(threads, count) - 1)]
+    for thread in others:
+        with contextlib.suppress(RuntimeError):  # there may be no more threads
+            thread.start()
+    work()
+    for thread in others:
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return [found[number] for number in range(count)]
