@@ -28,7 +28,7 @@ from elasticlib import Store
 from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
 from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])

@@ -43,7 +43,7 @@ from ..errors import (
 )
 from ..launch.config import LaunchConfig
 from ..launch.endpoints import read_secret
-from ..launch.meeting import Meeting, open_meeting
+from ..launch.rendezvous_setup import Meeting, open_meeting
 from ..rendezvous.interface import BootstrapStoreInfo, Change, ChangeKind
 from ..threads import call_watched
 from .launching import TorchrunOptions, wants_libuv

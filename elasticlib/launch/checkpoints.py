@@ -22,23 +22,19 @@ from ..checkpoint.pack_head import Row, read_head, rows_of
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..visible import visible
+from .command_tools import Table, complain, show, table_lines
 
 REPORT_SECONDS = 5.0
 """Between two lines about progress, where there is no terminal to show it in place."""
 REDRAW_SECONDS = 0.2
-
+HEAD = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
 
 FORMS = ("folder", "torch", "dcp")
 """What `convert` writes: our folder of checkpoints, a file of torch.save, a folder of DCP's."""
 
 
-def add_checkpoints(commands: Any) -> None:
-    """Add the subcommand to those of `elasticlib`."""
-    parser = commands.add_parser(
-        "checkpoints",
-        help="list, verify, show, prune or convert checkpoints",
-        description="What a CheckpointManager has saved in a folder, or below an fsspec URL.",
-    )
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What a CheckpointManager has saved in a folder, or below an fsspec URL."
     acts = parser.add_subparsers(required=True, metavar="ACTION")
     _add(acts, "ls", _list, "list the checkpoints, judged by their manifests and sizes")
     verify = _add(
@@ -125,39 +121,39 @@ def _answered(name: str, act: Callable[[], int]) -> int:
     try:
         return act()
     except ConfigError as error:
-        print(visible(f"elasticlib checkpoints {name}: error: {error}"), file=sys.stderr)
-        return 2
+        return complain(f"checkpoints {name}: error", error, 2)
     except (CheckpointError, FileNotFoundError) as error:
-        print(visible(f"elasticlib checkpoints {name}: {error}"), file=sys.stderr)
-        return 1
+        return complain(f"checkpoints {name}", error, 1)
 
 
 def _list(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
-    found = folder.found()
-    if chosen.json:
-        print(json.dumps([_fields(one) for one in found], indent=1))
-    elif found:
-        head = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
-        _table(head, [_row(one) for one in found])
-    else:
-        print(f"no checkpoints in {folder.place.name}")
+    _print(chosen, folder, folder.found(), range(len(HEAD)))
     return 0
 
 
 def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     found = folder.found() if chosen.step is None else [_one(folder, chosen.step)]
     total = sum(one.manifest.size for one in found if one.manifest)
-    checked = []
     with Progress("verified", total) as progress:
-        for one in found:
-            checked.append(folder.verified(one, progress.seen))
+        checked = [folder.verified(one, progress.seen) for one in found]
+    _print(chosen, folder, checked, (0, 1, -1))
+    return int(any(one.flaw for one in checked))
+
+
+def _print(
+    chosen: argparse.Namespace,
+    folder: CheckpointFolder,
+    found: Sequence[Found],
+    columns: Sequence[int],
+) -> None:
+    """What was found, as a document or as a table of these columns."""
     if chosen.json:
-        print(json.dumps([_fields(one) for one in checked], indent=1))
-    elif checked:
-        _table(("STEP", "SIZE", "STATE"), [(*_row(one)[:2], _row(one)[-1]) for one in checked])
+        print(json.dumps([_fields(one) for one in found], indent=1))
+    elif found:
+        head, *rows = [[row[at] for at in columns] for row in (HEAD, *map(_row, found))]
+        show(Table(head, rows))
     else:
         print(f"no checkpoints in {folder.place.name}")
-    return int(any(one.flaw for one in checked))
 
 
 def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
@@ -204,10 +200,8 @@ def _show(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
     step, size, saved, _, world, metrics, by, _ = _row(found)
     print(visible(f"step {step}: {size}, saved {saved} by {by}, world {world}, metrics {metrics}"))
     inner = [row for row in rows if row.path] or rows
-    names = [f"{'  ' * (len(row.path) - 1)}{''.join(row.path[-1:])}" for row in inner]
-    width = max(map(len, names))
-    for name, row in zip(names, inner, strict=True):
-        print(visible(f"{name.ljust(width)}  {_about(row)}".rstrip()))
+    tree = [("  " * (len(row.path) - 1) + "".join(row.path[-1:]), _about(row)) for row in inner]
+    print("\n".join(table_lines(Table((), tree))))
     return 0
 
 
@@ -328,14 +322,6 @@ def _row(one: Found) -> tuple[str, ...]:
     age = age_text(wall() - made.saved_at)
     world = str(made.world or "-")
     return (str(one.step), size, date_of(made.saved_at), age, world, metrics or "-", by, state)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    for row in (head, *rows):
-        cells = zip(row, widths, strict=True)
-        # Names in it are whoever's who wrote the folder, and not for a terminal to obey.
-        print(visible("  ".join(cell.ljust(width) for cell, width in cells).rstrip()))
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """The `elasticlib` command: one subcommand for each thing that a person does beside training.
 
 A subcommand returns its exit status: 0 when done, or stopped by a signal where it goes on until
-then; 1 with a sentence when it cannot be done, 2 for a command line that makes no sense.
+then; 1 with a sentence when it cannot be done, 2 for a command line that makes no sense. Only the
+module of the one that is called is imported.
 """
 
 from __future__ import annotations
@@ -11,30 +12,37 @@ import contextlib
 import io
 import os
 import queue
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from ..agent.options import SignalObserver
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError
-from ..stores.secret import VARIABLE
-from ..stores.tcp_server import TcpStoreServer
-from .checkpoints import add_checkpoints
-from .doctor_command import add_doctor
-from .endpoints import read_secret
-from .logs_command import add_logs
-from .process import allow_descriptors
-from .report_command import add_report
-from .stacks_command import add_stacks
-from .status_command import add_status
+from ..errors import ConfigError, ElasticError
+from .command_tools import Table, complain, show, typed
 
 LOOK_SECONDS = 1.0
+DOCTOR_VERSION = 1
+STDOUT = "-"
+_ODD = re.compile(r"[^\w.-]+")
+
+COMMANDS = {
+    "store": ("commands", "serve a store until SIGTERM or SIGINT"),
+    "checkpoints": ("checkpoints", "list, verify, show, prune or convert checkpoints"),
+    "report": ("commands", "write a page on a run: timeline, recoveries, failures"),
+    "status": ("live_commands", "what a run is doing: its state, nodes, ranks, steps"),
+    "stacks": ("live_commands", "the Python stacks of a run's workers, now"),
+    "logs": ("logs_command", "show the lines that a run's workers wrote"),
+    "doctor": ("commands", "look for what would keep a job from running here"),
+}
+"""Of each the module that adds its arguments, by a function `add_NAME(parser)`, and its help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given); the exit status."""
-    chosen = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = _parser(given[0] if given else "").parse_args(given)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Reasons and names come from workers: half of a surrogate pair is written out.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -48,53 +56,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(called: str | None = None) -> argparse.ArgumentParser:
+    """called: the one subcommand whose arguments are known; None for all."""
     parser = argparse.ArgumentParser(prog="elasticlib", description="Tools for elastic training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    store = commands.add_parser(
-        "store",
-        help="serve a store until SIGTERM or SIGINT",
-        description="Serve a store for the nodes of a job, until SIGTERM or SIGINT.",
-    )
-    store.add_argument(
+    for name, (module, says) in COMMANDS.items():
+        inner = commands.add_parser(name, help=says)
+        if called in (None, name):
+            getattr(import_module(f".{module}", __package__), f"add_{name}")(inner)
+    return parser
+
+
+# -- store -----------------------------------------------------------------------------------------
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a store for the nodes of a job, until SIGTERM or SIGINT."
+    parser.add_argument(
         "--bind",
-        type=_endpoint,
+        type=typed(lambda text: split_endpoint(text, STORE_PORT)),
         required=True,
         metavar="HOST[:PORT]",
         help=f"the address to serve on; IPv6 in brackets, port {STORE_PORT} by default, "
         "0 for any free one",
     )
-    store.add_argument("--job", default="", help="serve this job only, refuse others by name")
-    store.add_argument(
+    parser.add_argument("--job", default="", help="serve this job only, refuse others by name")
+    parser.add_argument(
         "--secret-file",
         metavar="PATH",
         help="serve only those who know the secret in this file; or give it as "
-        f"{VARIABLE} in the environment",
+        "ELASTICLIB_SECRET in the environment",
     )
-    store.set_defaults(run=_serve_store)
-    add_checkpoints(commands)
-    add_report(commands)
-    add_status(commands)
-    add_stacks(commands)
-    add_logs(commands)
-    add_doctor(commands)
-    return parser
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    try:
-        return split_endpoint(text, STORE_PORT)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    parser.set_defaults(run=_serve_store)
 
 
 def _serve_store(chosen: argparse.Namespace) -> int:
+    from ..agent.options import SignalObserver
+    from ..stores.tcp_server import TcpStoreServer
+    from .endpoints import read_secret
+    from .process import allow_descriptors
+
     host, port = chosen.bind
     try:
         secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
     except ConfigError as error:
-        print(f"elasticlib store: error: {error}", file=sys.stderr)
-        return 2
+        return complain("store: error", error, 2)
     allow_descriptors(None)
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
     with SignalObserver((signal.SIGTERM, signal.SIGINT), heard.put):
@@ -102,8 +108,7 @@ def _serve_store(chosen: argparse.Namespace) -> int:
             server = TcpStoreServer(host, port, job=chosen.job, secret=secret).start()
         except OSError as error:
             where = join_endpoint(host, port)
-            print(f"elasticlib store: cannot serve on {where}: {error.strerror}", file=sys.stderr)
-            return 1
+            return complain("store", f"cannot serve on {where}: {error.strerror}", 1)
         with server:
             job = f"job {chosen.job!r}" if chosen.job else "any job"
             print(f"serving on {server.address} for {job}", flush=True)
@@ -111,8 +116,97 @@ def _serve_store(chosen: argparse.Namespace) -> int:
                 with contextlib.suppress(queue.Empty):
                     heard.get(timeout=LOOK_SECONDS)
                     return 0
-    print("elasticlib store: the server broke, see above", file=sys.stderr)
-    return 1
+    return complain("store", "the server broke, see above", 1)
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write one self-contained HTML page on a run, while it goes on or afterwards."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="the run's id, the folder of its logs, or a file of its events; several files of one "
+        "run's nodes make one page; by default the newest run here that goes on, or if none "
+        "does the newest",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where to write it, - for the standard output; RUN.html by default",
+    )
+    parser.set_defaults(run=_write_report)
+
+
+def _write_report(chosen: argparse.Namespace) -> int:
+    from ..observe.report import report
+
+    try:
+        made = report(chosen.runs or "")
+        if chosen.output == STDOUT:
+            sys.stdout.buffer.write(made.html().encode())
+            sys.stdout.buffer.flush()
+        else:
+            # Named after the run, in the current folder.
+            name = _ODD.sub("_", made.history.run).lstrip(".")[:100]
+            print(made.save(chosen.output or f"{name or 'run'}.html"))
+    except ElasticError as error:
+        return complain("report", error, 1)
+    except OSError as error:
+        where = chosen.output or error.filename
+        return complain("report", f"cannot write {where}: {error.strerror}", 1)
+    return 0
+
+
+# -- doctor ----------------------------------------------------------------------------------------
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Look at this machine, and at an endpoint, for what would keep a job from running, and say "
+        "what to do about it. Exit status: 0 if nothing is bad, 1 if something is, 2 for a command "
+        "line or a secret that makes no sense."
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        type=typed(lambda text: split_endpoint(text, STORE_PORT)),
+        metavar="HOST[:PORT]",
+        help=f"where the nodes of the job meet (port {STORE_PORT} by default)",
+    )
+    parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
+    parser.add_argument("--log-dir", metavar="DIR", help="where logs, or a file store, would go")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(run=_diagnose)
+
+
+def _diagnose(chosen: argparse.Namespace) -> int:
+    import json
+
+    import attrs
+
+    from .endpoints import read_secret
+    from .preflight import Subject, preflight
+
+    try:
+        secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
+    except ConfigError as error:
+        return complain("doctor: error", error, 2)
+    endpoints = () if chosen.rdzv_endpoint is None else (chosen.rdzv_endpoint,)
+    subject = Subject(
+        environment=os.environ, endpoints=endpoints, secret=secret, folder=chosen.log_dir
+    )
+    findings = preflight(subject)
+    if chosen.json:
+        said = [attrs.asdict(finding) for finding in findings]
+        print(json.dumps({"version": DOCTOR_VERSION, "findings": said}, indent=2))
+    else:
+        show(Table((), [finding.row for finding in findings]))
+    return 1 if any(finding.good is False for finding in findings) else 0
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from ..workers.cpu import BINDINGS
 from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
 from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
+from .backends import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .endpoints import check_endpoints, check_local_addr, parts_of
-from .etcd_place import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
 from .flags import DEFAULTS, REQUEUES
 
 LONGEST = 1e6

@@ -4,7 +4,7 @@ environment, and what can be checked. Nothing is started.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
@@ -15,8 +15,9 @@ from ..signals import signal_name
 from ..workers.cpu import count_cores
 from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
 from .arguments import Launch
-from .checks import Finding
+from .command_tools import Table, show
 from .flags import Source
+from .looks import Finding
 
 _MET = "settled when the nodes meet"
 _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}
@@ -30,34 +31,19 @@ _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
 _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
 
 
-def show(launch: Launch, findings: Iterable[Finding], inherited: Mapping[str, str]) -> str:
-    """The whole answer, as text of several lines."""
-    findings = list(findings)
+def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[str, str]) -> None:
+    """Print the whole answer."""
     bad = sum(finding.good is False for finding in findings)
-    sections = [
+    show(
         "elasticrun --dry-run: nothing is started",
-        _section("settings", "the flag or variable each is from", _settings(launch)),
-        _section(
-            "environment of the workers", "beside what they inherit", _told(launch, inherited)
+        Table((), [*_settings(launch)], "settings (the flag or variable each is from)"),
+        Table(
+            (), [*_told(launch, inherited)], "environment of the workers (beside what they inherit)"
         ),
-        _section("checks", "on this machine, now", map(_finding, findings)),
-    ]
-    notes = launch.settings.notes
-    if notes:
-        sections.append(_section("passed over", "", ((note,) for note in notes)))
-    sections.append(f"{bad} of {len(findings)} checks failed" if bad else "all checks passed")
-    return "\n\n".join(sections) + "\n"
-
-
-def _section(title: str, remark: str, rows: Iterable[tuple[str, ...]]) -> str:
-    table = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-    return "\n".join([f"{title} ({remark})" if remark else title, *lines])
+        Table((), [finding.row for finding in findings], "checks (on this machine, now)"),
+        Table((), [(note,) for note in launch.settings.notes], "passed over"),
+        f"{bad} of {len(findings)} checks failed" if bad else "all checks passed",
+    )
 
 
 def _settings(launch: Launch) -> Iterator[tuple[str, ...]]:
@@ -115,11 +101,6 @@ def _meant(launch: Launch, name: str) -> object:
 
 
 _SIGNALS = {"signals_to_handle": "signals", "drain_signals": "drain_signals"}
-
-
-def _finding(finding: Finding) -> tuple[str, ...]:
-    words = {True: "ok", False: "BAD", None: "note"}
-    return (words[finding.good], finding.check, finding.sentence)
 
 
 def _told(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:

@@ -36,16 +36,13 @@ from ..workers.spec import (
     WorkerState,
     entry_name,
 )
-from . import report
 from .config import TCP_BACKENDS, LaunchConfig, check_shutdown
 from .endpoints import read_secret
-from .exit_summary import summary
-from .journals import kept_logs, open_journal
-from .live import answering
-from .meeting import Meeting, open_meeting
-from .observed import Observed
+from .exit_report import summary, write_failure
+from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
+from .rendezvous_setup import Meeting, open_meeting
 from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 
 log = logging.getLogger("elasticlib.launch")
@@ -113,8 +110,8 @@ def run_node(
     entrypoint: Entrypoint,
     workers: Workers | None = None,
     *,
-    began: Callable[[ElasticAgent], object] | None = None,
-    summed: Callable[[str], object] | None = None,
+    began: Callable[[ElasticAgent], object] = lambda _: None,
+    summed: Callable[[str], object] = lambda _: None,
 ) -> RunResult:
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
@@ -123,46 +120,22 @@ def run_node(
     summed: called with the lines on what the run lost and where to read more.
     """
     config = heeding(config, os.environ)
+    options = config.supervision.agent
     with contextlib.ExitStack() as stack:
         # From here to the end: a node that has saved and leaves is often told so again.
-        drains = HeldSignals(config.supervision.agent.drain_signals)
-        held = HELD if HELD.active else stack.enter_context(drains)
-
-        def meet(agent: ElasticAgent) -> None:
-            held.give(agent.heed)
-            if began is not None:
-                began(agent)
-
-        return _run_node(config, entrypoint, workers, began=meet, summed=summed)
-
-
-def _run_node(
-    config: LaunchConfig,
-    entrypoint: Entrypoint,
-    workers: Workers | None,
-    *,
-    began: Callable[[ElasticAgent], object],
-    summed: Callable[[str], object] | None,
-) -> RunResult:
-    check_machine(config, entrypoint, os.environ)
-    secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
-    options = config.supervision.agent
-    requeue = find_requeue(config.supervision.requeue, os.environ)
-    runners = workers or local_workers(config, os.environ)
-    memory = _memory(config, runners, secret)
-    meeting = open_meeting(config, secret)
-    with contextlib.ExitStack() as stack:
+        held = HELD if HELD.active else stack.enter_context(HeldSignals(options.drain_signals))
+        check_machine(config, entrypoint, os.environ)
+        secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
+        requeue = find_requeue(config.supervision.requeue, os.environ)
+        runners = workers or local_workers(config, os.environ)
+        memory = _memory(config, runners, secret)
+        meeting = open_meeting(config, secret)
         stack.callback(meeting.close)
         check_requeue(requeue, meeting, config.rdzv_backend)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
+        views = torch_views(config, entry_name(entrypoint), meeting.handler)
         journal = stack.enter_context(
-            open_journal(
-                config,
-                runners,
-                meeting.me,
-                endpoint=meeting.serves_at,
-                views=torch_views(config, entry_name(entrypoint), meeting.handler),
-            )
+            open_journal(config, runners, meeting.me, endpoint=meeting.serves_at, views=views)
         )
         agent = LocalElasticAgent(
             spec_of(config, entrypoint),
@@ -176,13 +149,13 @@ def _run_node(
             journal=journal,
         )
         observed.begin(agent, journal)
+        held.give(agent.heed)
         began(agent)
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()
-        _write_report(runners, result)
+        write_failure(runners, result)
         _depart(meeting, config, result, requeue)
-    if summed is not None:
-        summed(summary(journal, kept_logs(runners)))
+    summed(summary(journal, kept_logs(runners)))
     return result
 
 
@@ -203,31 +176,21 @@ def _depart(
     meeting: Meeting, config: LaunchConfig, result: RunResult, requeue: Requeue | None
 ) -> None:
     """Stay for as long as the others need this node, or the store that it serves."""
-    drained = result.state is WorkerState.DRAINED
+    drained, options = result.state is WorkerState.DRAINED, config.supervision.agent
+    ladder = Ladder(grace=shutdown_seconds(config))
     # Only after a signal that means it: SIGTERM is how jobs are cancelled as well.
-    meant = result.signal in config.supervision.agent.drain_signals
-    with _signals(config.supervision.agent) as stopped:
+    meant = result.signal in options.drain_signals
+    with _signals(options) as stopped:
         if requeue is not None and drained and meant:
-            requeue_if_last(requeue, meeting, _longest_drain(config), stopped)
+            longest = options.drain_grace + ladder.grace + config.timing.close
+            requeue_if_last(requeue, meeting, longest, stopped)
         if drained or result.state is WorkerState.STOPPED:
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stopping = _longest_stop(config)
+            stopping = options.resize_grace + ladder.grace + ladder.reap
             meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
         else:
             meeting.serve_others(stopped)
-
-
-def _longest_drain(config: LaunchConfig) -> float:
-    """Seconds after which a node that drains has left, or cannot."""
-    grace = config.supervision.agent.drain_grace + shutdown_seconds(config)
-    return grace + config.timing.close
-
-
-def _longest_stop(config: LaunchConfig) -> float:
-    """Seconds after which a node has stopped its workers for a resize, or cannot."""
-    ladder = Ladder(grace=shutdown_seconds(config))
-    return config.supervision.agent.resize_grace + ladder.grace + ladder.reap
 
 
 def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Memory | None:
@@ -270,16 +233,6 @@ def shutdown_seconds(config: LaunchConfig) -> float:
         seconds = -1.0
     check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}")
     return seconds
-
-
-def _write_report(runners: Workers, result: RunResult) -> None:
-    folder = runners.kept_folder if isinstance(runners, LocalWorkers) else None
-    if folder is None or result.state is not WorkerState.FAILED:
-        return
-    try:
-        (folder / report.FILE).write_bytes(report.as_json(result))
-    except OSError as error:
-        log.warning("the report is not written to %s: %s", folder, error)
 
 
 @contextlib.contextmanager

@@ -107,13 +107,13 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
     from ..workers.spec import WorkerState, entry_name
     from .elastic_launch import run_node
-    from .report import told
+    from .exit_report import result_text
 
     config = launch.config
     lines: list[str] = []
     result = run_node(config, launch.entrypoint, workers, summed=lines.append)
     # The reason stays what is read last.
-    _show("".join(lines) + told(result))
+    _show("".join(lines) + result_text(result))
     leave_error_of(result)
     drained = result.state is WorkerState.DRAINED
     code = config.supervision.drain_exit_code if drained else result.exit_code
@@ -122,21 +122,21 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
 
 def _show_plan(launch: Launch) -> int:
     # Here, as it takes as long again as reading the command line.
-    from .checks import check_launch
-    from .dry_run import show
+    from .dry_run import show_plan
+    from .preflight import of_launch, preflight
 
-    findings = check_launch(launch.config, launch.entrypoint, os.environ)
-    print(show(launch, findings, os.environ), end="")
+    findings = preflight(of_launch(launch.config, launch.entrypoint, os.environ))
+    show_plan(launch, findings, os.environ)
     return 1 if any(finding.good is False for finding in findings) else 0
 
 
 def leave_error_of(result: RunResult) -> None:
     """Its first failure, or why it was stopped, in the launcher's own error file."""
     from ..workers.spec import WorkerState
-    from .report import as_error_file
+    from .exit_report import error_file
 
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        leave_error(as_error_file(result, wall()))
+        leave_error(error_file(result, wall()))
 
 
 def _leave_exception(kind: str, message: str, trace: str) -> None:

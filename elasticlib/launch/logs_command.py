@@ -7,18 +7,16 @@ folders lie in the same log directory. Without -f they come rank by rank, as the
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
 
-from ..errors import ElasticError
+from ..errors import ConfigError, ElasticError
 from ..observe.kept_logs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail
 from ..observe.runs import find_runs
-from ..visible import visible
-from .chosen_ranks import ranks_of
+from ..workers.output import parse_ranks
+from .command_tools import complain, on_terminal, typed
 
 LOOK_SECONDS = 0.2
 LOOKS_FOR_NODES = 20
@@ -31,13 +29,10 @@ _KEEP = (
 )
 
 
-def add_logs(commands: Any) -> None:
-    """Add the subcommand to those of `elasticlib`."""
-    parser = commands.add_parser(
-        "logs",
-        help="show the lines that a run's workers wrote",
-        description="Show the lines of a run's workers, each with its global rank before it. "
-        "Exit status: 0 done, 1 no such run or nothing kept, 2 a wrong command line.",
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show the lines of a run's workers, each with its global rank before it. Exit status: 0 "
+        "done, 1 no such run or nothing kept, 2 a wrong command line."
     )
     parser.add_argument(
         "name",
@@ -47,8 +42,9 @@ def add_logs(commands: Any) -> None:
         help="a run's id, its folder or a log directory (default: the newest run here "
         "that goes on, or if none does the newest)",
     )
+    ranks, count, attempt = typed(parse_ranks), typed(_count), typed(_attempt)
     parser.add_argument(
-        "-r", "--ranks", type=ranks_of, metavar="R,R-R", help="of these global ranks alone"
+        "-r", "--ranks", type=ranks, metavar="R,R-R", help="of these global ranks alone"
     )
     parser.add_argument(
         "-f",
@@ -58,13 +54,12 @@ def add_logs(commands: Any) -> None:
         "another machine that was killed nobody knows that: Ctrl-C",
     )
     parser.add_argument(
-        "-n", "--lines", type=_count, metavar="LINES", help="begin with the last so many of a file"
+        "-n", "--lines", type=count, metavar="LINES", help="begin with the last so many of a file"
     )
     parser.add_argument("--stream", choices=sorted(STREAMS), default="both")
     parser.add_argument(
         "--attempt",
-        type=_attempt,
-        default=None,
+        type=attempt,
         metavar="N|all",
         help="of this start of the workers, 0 for the first (default: the newest and, with -f, "
         "those that come)",
@@ -74,63 +69,35 @@ def add_logs(commands: Any) -> None:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"a number of lines from 0, got {text!r}")
+        raise ConfigError(f"a number of lines from 0, got {text!r}")
     return int(text)
 
 
 def _attempt(text: str) -> int:
-    if text == "all":
-        return ALL
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"an attempt is a number from 0, or all, got {text!r}")
-    return int(text)
+    if text != "all" and not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"an attempt is a number from 0, or all, got {text!r}")
+    return ALL if text == "all" else int(text)
 
 
 def _run(chosen: argparse.Namespace) -> int:
     try:
-        nodes = [NodeLogs(events) for events in find_runs(chosen.name)]
-        logs = _Logs(chosen, nodes, _Lines(sys.stdout.buffer, coloured=_coloured(sys.stdout)))
+        logs = _Logs(chosen, [NodeLogs(events) for events in find_runs(chosen.name)])
         return logs.follow() if chosen.follow else logs.show()
     except ElasticError as error:
-        return _complain(str(error))
+        return complain("logs", error, 1)
     except KeyboardInterrupt:
         return 0
-
-
-def _coloured(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR")
-
-
-class _Lines:
-    """Writes lines, each with its rank before it."""
-
-    def __init__(self, out: BinaryIO, *, coloured: bool) -> None:
-        self._out = out
-        self._coloured = coloured
-
-    def write(self, rank: int, lines: Iterable[bytes]) -> bool:
-        """Whether there were any."""
-        head = f"[{rank}]"
-        if self._coloured:
-            head = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{head}\x1b[0m"
-        prefix, any_ = head.encode() + b" ", False
-        for line in lines:
-            self._out.write(prefix + line + b"\n")
-            any_ = True
-        if any_:
-            self._out.flush()
-        return any_
 
 
 class _Logs:
     """Of these nodes of one run and those beside them; the files that are shown, and how far."""
 
-    def __init__(self, chosen: argparse.Namespace, nodes: list[NodeLogs], lines: _Lines) -> None:
+    def __init__(self, chosen: argparse.Namespace, nodes: list[NodeLogs]) -> None:
         self._ranks: frozenset[int] | None = chosen.ranks
         self._attempt, self._streams, self._last = chosen.attempt, chosen.stream, chosen.lines
         self._neighbours = Neighbours()
         self._nodes = self._neighbours.beside(nodes)
-        self._lines = lines
+        self._out, self._coloured = sys.stdout.buffer, on_terminal()
         self._tails: dict[Path, tuple[int, Tail]] = {}
         self._shown: set[int] = set()
         # Of each node the first of its attempts that have not been looked at to their end.
@@ -140,8 +107,8 @@ class _Logs:
         """What is there now."""
         self._open()
         for rank, tail in self._tails.values():
-            self._lines.write(rank, tail.lines())
-            self._lines.write(rank, tail.rest())
+            self._print(rank, tail.lines())
+            self._print(rank, tail.rest())
         return self._missing()
 
     def follow(self) -> int:
@@ -155,7 +122,7 @@ class _Logs:
             self._open()
             self._last = None  # of files that come to be there nothing was written before
             for rank, tail in self._tails.values():
-                self._lines.write(rank, tail.lines())
+                self._print(rank, tail.lines())
             self._newest = {node.events: max(0, len(node.attempts) - 1) for node in self._nodes}
             self._close_old()
             if over:
@@ -166,8 +133,18 @@ class _Logs:
                 self._nodes = self._neighbours.beside(self._nodes)
             self._look()
         for rank, tail in self._tails.values():
-            self._lines.write(rank, tail.rest())
+            self._print(rank, tail.rest())
         return self._missing()
+
+    def _print(self, rank: int, lines: Iterable[bytes]) -> None:
+        """Each with its rank before it."""
+        head = f"[{rank}]"
+        if self._coloured:
+            head = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{head}\x1b[0m"
+        prefix = head.encode() + b" "
+        for line in lines:
+            self._out.write(prefix + line + b"\n")
+        self._out.flush()
 
     def _look(self) -> None:
         for node in self._nodes:
@@ -191,7 +168,7 @@ class _Logs:
         wanted = {kept.path for kept in self._kept()}
         for path in self._tails.keys() - wanted:
             rank, tail = self._tails.pop(path)
-            self._lines.write(rank, tail.rest())
+            self._print(rank, tail.rest())
             self._shown.add(rank)
 
     def _kept(self) -> Iterator[Kept]:
@@ -215,20 +192,16 @@ class _Logs:
         known = {rank for one in there for rank in range(one.first, one.last + 1)}
         lacking = sorted(set(self._ranks or ()) - known)
         if not there:
-            known_ = sorted({one.number for node in self._nodes for one in node.attempts})
-            which = f"has the attempts {known_}" if known_ else "has started no workers"
-            return _complain(f"run {name} {which}")
+            numbers = sorted({one.number for node in self._nodes for one in node.attempts})
+            which = f"has the attempts {numbers}" if numbers else "has started no workers"
+            return complain("logs", f"run {name} {which}", 1)
         if lacking:
-            _complain(f"run {name} has the ranks {min(known)} to {max(known)} there, not {lacking}")
+            ranks = f"the ranks {min(known)} to {max(known)} there, not {lacking}"
+            complain("logs", f"run {name} has {ranks}", 1)
         shown = self._shown | {rank for rank, _ in self._tails.values()}
         asked = known if self._ranks is None else known & self._ranks
         if asked and not shown:
-            return _complain(f"run {name} keeps nothing of these workers: {_KEEP}")
+            return complain("logs", f"run {name} keeps nothing of these workers: {_KEEP}", 1)
         if asked - shown:
-            _complain(f"nothing is kept of the ranks {sorted(asked - shown)}: {_KEEP}")
+            complain("logs", f"nothing is kept of the ranks {sorted(asked - shown)}: {_KEEP}", 1)
         return 1 if lacking else 0
-
-
-def _complain(sentence: str) -> int:
-    print(f"elasticlib logs: {visible(sentence)}", file=sys.stderr)
-    return 1

@@ -1,15 +1,21 @@
-"""The ports at which a launch is observed: `/healthz`, `/status.json` and `/metrics`.
+"""How a launch can be looked at: its events on the disk, what its nodes answer through the store,
+and a port that serves `/healthz`, `/status.json` and `/metrics`.
 
-They are bound before the node takes part in anything, and what they answer is read off what the
-agent tells and what its workers show; nothing waits for who asks.
+Nothing of it takes part in the job. A run whose events cannot be kept is run all the same, with a
+warning. A port is bound before the node takes part in anything; nothing waits for who asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,12 +23,19 @@ import attrs
 from .._version import versions
 from ..agent.loop import ElasticAgent
 from ..errors import ConfigError
+from ..observe.asking import Answerer
 from ..observe.exposed import Moment
 from ..observe.health import Health, judge
-from ..observe.journal import NodeJournal
+from ..observe.journal import FILE, NodeJournal, View
 from ..observe.port import ObservePort, Page, plain
 from ..observe.prometheus import Exposition
+from ..observe.question import Stacks
+from ..observe.records import RunRecord, remove_old
 from ..observe.story import NodeStatus
+from ..rendezvous.handler import DynamicRendezvousHandler
+from ..stores.file import FileStore
+from ..workers.interface import Workers
+from ..workers.processes import LocalWorkers
 from .config import (
     HEALTH_VARIABLE,
     LOOPBACK,
@@ -31,11 +44,148 @@ from .config import (
     health_port,
     read_port,
 )
+from .rendezvous_setup import Meeting
 
 log = logging.getLogger("elasticlib.launch")
 
+POLL_SECONDS = 1.0
+"""Between looks for a question where waiting is a poll of files."""
 STATUS_VERSION = 1
 HEALTH, STATUS, METRICS = "/healthz", "/status.json", "/metrics"
+_ALWAYS = (
+    *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
+    *("rdzv_backend", "rdzv_endpoint", "role"),
+)
+
+
+# -- its events ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_journal(
+    config: LaunchConfig,
+    workers: Workers,
+    node: str,
+    *,
+    endpoint: str = "",
+    views: Iterable[View] = (),
+) -> Iterator[NodeJournal]:
+    """The node's events, begun with what the launch is, and in a file if they are to be kept.
+    endpoint: where this node serves the job's store, if it does."""
+    logs = kept_logs(workers)
+    with contextlib.ExitStack() as stack:
+        path, found_by = None, ""
+        if config.events:
+            path, found_by = _place(stack, config.run_id, logs)
+        journal = NodeJournal(config.run_id, node, path, views=views, found_by=found_by)
+        stack.callback(journal.close)
+        journal.tell(
+            "run.began",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slots=config.nproc_per_node,
+            settings=_settings(config),
+            logs=logs,
+            lease=config.timing.lease,
+            endpoint=endpoint,
+            versions=versions(),
+        )
+        yield journal
+
+
+def kept_logs(workers: Workers) -> str:
+    """The folder of the workers' logs, empty where it goes with the run."""
+    if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
+        return ""
+    return str(workers.folder)
+
+
+def _place(stack: contextlib.ExitStack, run: str, logs: str) -> tuple[Path | None, str]:
+    """The file, and what it is found by: the run's id if that has a record, which is closed with
+    the stack, else its path."""
+    events = Path(logs) / FILE if logs else None
+    try:
+        record = RunRecord(run, events)
+    except OSError as error:
+        kept = "; no events of it are kept" * (events is None)
+        log.warning("this run is not among those that are found by name%s: %s", kept, error)
+        return events, str(events or "")
+    stack.callback(record.close)
+    try:
+        remove_old(record.path.parent)
+    except OSError as error:
+        log.info("the records of earlier runs stay for now: %s", error)
+    return record.events, run
+
+
+def _settings(config: LaunchConfig) -> dict[str, str]:
+    """Those that people ask for, and others that are not as they are by default."""
+    found = {name: getattr(config, name) for name in _ALWAYS}
+    for field in attrs.fields(LaunchConfig):
+        value = getattr(config, field.name)
+        plain = isinstance(value, str | int | float | bool)
+        if plain and value != field.default and field.name != "run_id":
+            found[field.name] = value
+    return {**{name: str(value) for name, value in found.items()}, **_conf(config)}
+
+
+def _conf(config: LaunchConfig) -> dict[str, str]:
+    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
+    if config.foreign or not config.rdzv_configs:
+        return {}
+    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
+
+
+# -- what it answers through the store -------------------------------------------------------------
+
+
+def answering(
+    meeting: Meeting, journal: NodeJournal, agent: ElasticAgent
+) -> AbstractContextManager[object]:
+    """Answers what `elasticlib status` and `stacks` ask, from `with` to its end; nothing where the
+    nodes meet in a store that is not ours to speak to."""
+    store, handler = meeting.store, meeting.handler
+    if store is None:
+        return contextlib.nullcontext()
+    return Answerer(
+        store,
+        meeting.run_id,
+        meeting.me,
+        status=lambda: journal.status(agent.workers.beats()),
+        stacks=stacks_of(agent),
+        heard=handler.heard if isinstance(handler, DynamicRendezvousHandler) else lambda: None,
+        look_every=POLL_SECONDS if isinstance(store, FileStore) else 0.0,
+    )
+
+
+def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
+    """What gathers the stacks of this node's workers, all of them or those of some ranks."""
+
+    def gathered(ranks: frozenset[int] | None) -> Stacks:
+        group = agent.get_worker_group()
+        if group is None:
+            return Stacks({})
+        ranked = {worker.local_rank: worker.rank for worker in group.workers}
+        running = {
+            local: name
+            for local, name in agent.workers.running().items()
+            if local in ranked and (ranks is None or ranked[local] in ranks)
+        }
+        if not running:
+            return Stacks({})
+        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.beats()
+        silent = [local for local in running if local not in texts]
+        asked = [local for local in silent if local in beats and beats[local].dumps]
+        return Stacks(
+            {ranked[local]: texts[local] for local in running if local in texts},
+            silent=tuple(sorted(ranked[local] for local in asked)),
+            mute={ranked[local]: running[local] for local in silent if local not in asked},
+        )
+
+    return gathered
+
+
+# -- its ports -------------------------------------------------------------------------------------
 
 
 class Observed:

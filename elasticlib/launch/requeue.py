@@ -19,7 +19,7 @@ from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.document import Node
 from ..rendezvous.layout import Keys, StoredJob
 from ..stores.interface import ABSENT, Store
-from .meeting import Meeting, goes_on_without
+from .rendezvous_setup import Meeting, goes_on_without
 from .schedulers import requeue_target
 
 log = logging.getLogger("elasticlib.launch")

@@ -49,6 +49,7 @@ TAIL_LINES = 30
 TAIL_BYTES = 8 * 1024
 TURNS, LONGEST_TURN = 20, 0.05
 ERROR_FILE = "error.json"
+HIGHEST_RANK, MOST_RANKS = 99_999, 10_000
 
 
 class Streams(enum.IntFlag):
@@ -93,6 +94,33 @@ def parse_streams(text: str, option: str) -> StreamChoice:
             f"{option} is 0, 1, 2 or 3, or such a number for some local ranks "
             f"as in 0:1,1:2, got {text!r}"
         ) from error
+
+
+def parse_ranks(text: str) -> frozenset[int]:
+    """The ranks of `0,3` or `0-3,8`.
+
+    Raises:
+        ConfigError: they are none, or more than a question to a job's nodes can name.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isascii() and end.isdigit() and len(end) < 8 for end in ends):
+            raise ConfigError(f"ranks are numbers as in 0,3 or 0-7, got {text!r}")
+        low, high = int(ends[0]), int(ends[1])
+        if low > high:
+            raise ConfigError(
+                f"ranks go from the lower to the higher, as in {high}-{low}, got {part.strip()!r}"
+            )
+        if high > HIGHEST_RANK:
+            raise ConfigError(f"a rank is at most {HIGHEST_RANK}, got {high}")
+        found.update(range(low, high + 1))
+    if len(found) > MOST_RANKS:
+        raise ConfigError(
+            f"at most {MOST_RANKS} ranks can be named, got {len(found)}: name none for all"
+        )
+    return frozenset(found)
 
 
 def _streams(text: str) -> Streams:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticlib.launch import tcp_place
+from elasticlib.launch import addresses, store_host
 
 
 @pytest.fixture
@@ -21,7 +21,8 @@ def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
         return real("127.0.1.1" if host == "debian" else host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", debian)
-    monkeypatch.setattr(tcp_place, "outward_address", lambda: "127.0.0.1")
+    for module in (addresses, store_host):
+        monkeypatch.setattr(module, "outward_address", lambda: "127.0.0.1")
     return "debian"
 
 

@@ -13,9 +13,9 @@ import pytest
 from elasticlib import Command, Module, Script
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import build_flags, parse, read_launch
+from elasticlib.launch.backends import ETCD_KEYS, EtcdPlace
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elasticrun import command
-from elasticlib.launch.etcd_place import ETCD_KEYS, EtcdPlace
 
 
 def test_every_two_word_flag_has_both_spellings() -> None:

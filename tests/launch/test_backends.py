@@ -16,10 +16,10 @@ from jobs import Job, check_one_world
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.backends import OUR_BACKENDS
+from elasticlib.launch.backend_names import OUR_BACKENDS
 from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 
 CODE = """
 from elasticlib import DynamicRendezvousHandler, FileStore

@@ -20,10 +20,11 @@ from vanishing import vanishing
 
 from elasticlib import TcpStoreServer
 from elasticlib.held_folder import FolderLock
-from elasticlib.launch import diagnosis, network_diagnosis, tcp_place
-from elasticlib.launch.checks import Finding, dial
+from elasticlib.launch import looks
+from elasticlib.launch.addresses import dial, resolve
 from elasticlib.launch.commands import main
-from elasticlib.launch.doctor_command import taken
+from elasticlib.launch.looks import Finding
+from elasticlib.launch.preflight import taken
 
 COMMAND = (sys.executable, "-m", "elasticlib.launch.commands", "doctor")
 
@@ -34,7 +35,7 @@ def one(findings: Iterator[Finding], check: str) -> Finding:
 
 
 def reach(port: int, secret: bytes | None = None) -> Finding:
-    return one(network_diagnosis.look_at_endpoint("127.0.0.1", port, secret), "reach")
+    return one(looks.look_at_endpoint("127.0.0.1", port, secret), "reach")
 
 
 def test_an_endpoint_tells_our_store_from_another_secret_from_nobody() -> None:
@@ -57,7 +58,7 @@ def test_an_endpoint_tells_another_server_that_is_silent_or_rude(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
-        patch.setattr(network_diagnosis, "CONNECT_SECONDS", 0.5)
+        patch.setattr(looks, "CONNECT_SECONDS", 0.5)
         found = reach(silent.getsockname()[1])
         assert (found.good, "give another port" in found.sentence) == (False, True)
         assert found.sentence.endswith("or is it the place of another --rdzv-backend?")
@@ -90,8 +91,8 @@ def test_a_machines_own_name_is_asked_at_the_address_at_which_the_store_is_serve
     own_name: str,
 ) -> None:
     with TcpStoreServer("127.0.0.1", 0).start() as server:
-        found = one(network_diagnosis.look_at_endpoint(own_name, server.port, None), "reach")
-        assert dial(tcp_place.resolve(own_name, server.port), server.port, 1) == "127.0.0.1"
+        found = one(looks.look_at_endpoint(own_name, server.port, None), "reach")
+        assert dial(resolve(own_name, server.port), server.port, 1) == "127.0.0.1"
     assert (found.good, f"an elasticlib store answers at {own_name}" in found.sentence) == (
         True,
         True,
@@ -107,7 +108,7 @@ def test_of_a_names_addresses_the_one_that_answers_is_found() -> None:
 
 
 def test_a_name_that_means_nothing_is_bad() -> None:
-    [found] = network_diagnosis.look_at_endpoint("no-such-host.invalid", 1, None)
+    [found] = looks.look_at_endpoint("no-such-host.invalid", 1, None)
     assert (found.check, found.good) == ("resolve", False)
 
 
@@ -131,7 +132,7 @@ def test_interfaces_are_named_as_their_readers_take_them(
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     reader, _, text = asked.partition("=")
     given = {f"{reader}_SOCKET_IFNAME": text}
-    found = next(network_diagnosis.look_at_interfaces(given, None))
+    found = next(looks.look_at_interfaces(given, None))
     assert found.sentence.startswith(f"{reader}_SOCKET_IFNAME={text}: there is ")
     assert (found.good, "; there are lo, eth0" in found.sentence) == (good, not good), found
 
@@ -151,7 +152,7 @@ def test_a_signal_that_is_ignored_on_entry_stays_so_and_is_told(
 ) -> None:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
-        found = one(diagnosis.look_at_signals(), "signals")
+        found = one(looks.look_at_signals(), "signals")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -162,9 +163,9 @@ def test_a_signal_that_is_blocked_is_bad_unless_it_is_sigchld() -> None:
     told = (signal.SIGCHLD, signal.SIGQUIT)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, told[:1])
     try:
-        assert one(diagnosis.look_at_signals(), "signals").good is True
+        assert one(looks.look_at_signals(), "signals").good is True
         signal.pthread_sigmask(signal.SIG_BLOCK, told)
-        found = one(diagnosis.look_at_signals(), "signals")
+        found = one(looks.look_at_signals(), "signals")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert (found.good, found.sentence.startswith("SIGQUIT blocked:")) == (False, True), found
@@ -190,7 +191,7 @@ def test_a_limit_of_a_cgroup_above_ones_own_is_found(
     for controller, folder, name in zip(("memory", "pids"), (memory, pids), names, strict=True):
 
         def least(controller: str = controller, name: str = name) -> int | None:
-            return diagnosis.limit_of_group(controller, name, membership=told, mount=mount)
+            return looks.limit_of_group(controller, name, membership=told, mount=mount)
 
         group = mount / folder / "slurm/job/step"
         group.mkdir(parents=True, exist_ok=True)
@@ -205,42 +206,42 @@ def test_a_limit_of_a_cgroup_above_ones_own_is_found(
 
 
 def test_locks_are_tried_and_the_file_system_is_named(tmp_path: Path) -> None:
-    found = one(diagnosis.look_at_locks(str(tmp_path / "a" / "b"), "--log-dir"), "--log-dir")
+    found = one(looks.look_at_locks(str(tmp_path / "a" / "b"), "--log-dir"), "--log-dir")
     assert found.good
     assert "takes files and locks" in found.sentence
     assert not list(tmp_path.iterdir())
-    assert one(diagnosis.look_at_locks("/proc/1/no", "--log-dir"), "--log-dir").good is False
+    assert one(looks.look_at_locks("/proc/1/no", "--log-dir"), "--log-dir").good is False
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /data\\040x rw - nfs4 server:/ rw\n"
         "3 1 0:3 / /dat rw - xfs /dev/b rw\n"
     )
-    assert diagnosis.filesystem_of("/data x/y", mounts) == "nfs4"
-    assert diagnosis.filesystem_of("/data", mounts) == "ext4"
+    assert looks.filesystem_of("/data x/y", mounts) == "nfs4"
+    assert looks.filesystem_of("/data", mounts) == "ext4"
 
 
 def test_what_a_dead_job_left_in_memory_is_told_and_what_a_living_one_uses_is_not(
     tmp_path: Path,
 ) -> None:
-    assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers").good
+    assert one(looks.look_at_leftovers(str(tmp_path)), "leftovers").good
     left = tmp_path / "elasticlib-gone"
     left.mkdir()
     (left / "0").write_bytes(bytes(10_000))
-    found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
+    found = one(looks.look_at_leftovers(str(tmp_path)), "leftovers")
     # Nothing in it tells whether its agent lives.
     assert found.good is None
     assert found.sentence.endswith(str(left))
     # An agent's lock does, wherever its processes are to be seen.
     lock = FolderLock(left)
-    assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers").good is True
+    assert one(looks.look_at_leftovers(str(tmp_path)), "leftovers").good is True
     lock.close()
     (left / "1").mkdir()
-    found = one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers")
+    found = one(looks.look_at_leftovers(str(tmp_path)), "leftovers")
     assert found.good is False
     assert found.sentence.endswith(f"left by jobs that are gone: rm -r {left}")
     (left / "1").rmdir()
     with vanishing(left / "1"):
-        assert one(diagnosis.look_at_leftovers(str(tmp_path)), "leftovers") == found
+        assert one(looks.look_at_leftovers(str(tmp_path)), "leftovers") == found
     with (left / "0").open("r+b") as file:
         import mmap
 
@@ -278,8 +279,8 @@ def test_a_secret_that_cannot_be_read_is_an_error(capsys: pytest.CaptureFixture[
 
 
 def test_little_or_no_shared_memory_is_told(tmp_path: Path) -> None:
-    assert one(diagnosis.look_at_shared_memory(str(tmp_path)), "shared memory").check
-    found = one(diagnosis.look_at_shared_memory(str(tmp_path / "none")), "shared memory")
+    assert one(looks.look_at_shared_memory(str(tmp_path)), "shared memory").check
+    found = one(looks.look_at_shared_memory(str(tmp_path / "none")), "shared memory")
     assert (found.good, "--shm-size" in found.sentence) == (False, True)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from elasticlib import TcpStoreServer
+from elasticlib.launch import looks
 from elasticlib.launch.elasticrun import command
 
 ELASTICRUN = [sys.executable, "-m", "elasticlib.launch"]
@@ -24,6 +25,12 @@ def script(tmp_path: Path) -> str:
         "json.dump(dict(os.environ), open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w'))\n"
     )
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the look that imports torch, which takes seconds, but where a process does it all."""
+    monkeypatch.setattr(looks, "look_at_versions", lambda: ())
 
 
 # Where they are is known when they are made.
@@ -94,20 +101,20 @@ def test_workers_find_in_their_environment_what_was_foretold(
 def test_an_elastic_job_says_what_only_the_meeting_can_tell(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
+    with TcpStoreServer("127.0.0.1", 0).start() as server:
+        place = server.address
         code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", place, script)
         assert code == 0
         assert rows["RANK"][1] == rows["WORLD_SIZE"][1] == "settled when the nodes meet"
-        assert "somebody answers there" in rows["meeting place"][2]
+        assert "an elasticlib store answers" in rows["reach"][2]
     code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", place, script)
-    assert "this node would serve the store" in rows["meeting place"][2]
+    assert "this node would serve the store" in rows["reach"][2]
     _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
     assert rows["RANK"][1] == "1"
-    assert rows["meeting place"][0] == "note"
+    assert rows["reach"][0] == "note"
     anothers = ("--rdzv-endpoint", "192.0.2.1", "--rdzv-conf", "is_host=true")
     _, rows = dry(capsys, "--nnodes", "2", *anothers, script)
-    assert "serve the store, at all of its own addresses" in rows["meeting place"][2]
+    assert "serve the store, at all of its own addresses" in rows["reach"][2]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,7 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
         ("--no-python --preload json", "--preload", "is another program"),
         ("--requeue slurm", "--requeue", "--requeue slurm"),
         ("-m", "module", "is not found"),
-        ("--nnodes 2 --rdzv-endpoint host.invalid", "meeting place", "resolves to nothing"),
+        ("--nnodes 2 --rdzv-endpoint host.invalid", "resolve", "resolves to nothing"),
         (
             "--nnodes 2 --rdzv-endpoint 127.0.0.1:1 --rdzv-backend etcd --rdzv-id j",
             "meeting place",
@@ -144,10 +151,10 @@ def test_what_would_fail_is_found_and_is_in_the_exit_code(
 def test_a_machines_own_name_is_tried_where_its_store_would_be_served(
     script: str, capsys: pytest.CaptureFixture[str], own_name: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = f"{own_name}:{taken.getsockname()[1]}"
+    with TcpStoreServer("127.0.0.1", 0).start() as server:
+        place = f"{own_name}:{server.port}"
         _, rows = dry(capsys, "--nnodes", "2", "--rdzv-endpoint", place, script)
-    assert "somebody answers there" in rows["meeting place"][2]
+    assert "an elasticlib store answers" in rows["reach"][2]
 
 
 def test_a_secret_is_said_to_be_asked_for_where_it_is(

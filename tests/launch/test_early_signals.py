@@ -66,7 +66,7 @@ def told_at(module: str, folder: Path, number: int, *flags: str) -> tuple[int, s
     [
         "elasticlib.launch.arguments",
         "elasticlib.launch.elastic_launch",
-        "elasticlib.launch.exit_summary",
+        "elasticlib.launch.exit_report",
     ],
 )
 def test_a_drain_that_comes_while_the_launcher_is_imported_drains_the_node(

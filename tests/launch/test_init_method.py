@@ -11,7 +11,7 @@ import pytest
 from jobs import PROGRAMS, Job, Node, generation_of
 from ports import free_port
 
-from elasticlib.launch.tcp_place import outward_address
+from elasticlib.launch.addresses import outward_address
 
 pytestmark = pytest.mark.faults
 

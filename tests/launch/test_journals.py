@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.journals import open_journal
+from elasticlib.launch.observed import open_journal
 from elasticlib.observe.records import NEW
 from elasticlib.observe.runs import runs_folder
 

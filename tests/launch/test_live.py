@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.live import answering, stacks_of
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.observed import answering, stacks_of
+from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.observe.asking import Asker
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.question import What

@@ -20,11 +20,11 @@ from distributions import install, path_with
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 from ports import free_port
 
-from elasticlib import LaunchConfig, Script
+from elasticlib import LaunchConfig
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.checks import check_launch
 from elasticlib.launch.config import health_port
+from elasticlib.launch.looks import look_at_ports
 from elasticlib.launch.observed import Observed
 
 pytestmark = pytest.mark.faults
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
         # Of torch's variable other launches may have been told as well.
         Observed(LaunchConfig(), environment).close()
         assert said in caplog.text
-        findings = check_launch(LaunchConfig(observe_port=port), Script(TALKER), environment)
+        findings = list(look_at_ports(LaunchConfig(observe_port=port), environment))
         bad = {finding.check for finding in findings if finding.good is False}
         assert bad == {"--observe-port"}
         (note,) = (one for one in findings if one.check == "TORCHELASTIC_HEALTH_CHECK_PORT")

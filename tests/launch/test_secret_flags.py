@@ -16,7 +16,7 @@ from test_elasticrun import DUMP, RUN
 from elasticlib.errors import ConfigError
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.endpoints import read_secret
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 
 VARIABLE = "ELASTICLIB_SECRET"
 S = b"sixteen or more bytes"

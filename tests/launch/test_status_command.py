@@ -16,10 +16,9 @@ import pytest
 
 from elasticlib.clock import wall
 from elasticlib.errors import StoreUnavailable
-from elasticlib.launch import reach, status_command
-from elasticlib.launch.chosen_ranks import MOST, ranks_of
+from elasticlib.launch import live_commands
 from elasticlib.launch.commands import main
-from elasticlib.launch.status_command import _watch
+from elasticlib.launch.live_commands import _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
@@ -27,6 +26,7 @@ from elasticlib.observe.records import RunRecord
 from elasticlib.observe.status import JobStatus, NodeEntry
 from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
 from elasticlib.observe.story import AgentLog
+from elasticlib.workers.output import MOST_RANKS, parse_ranks
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
 
@@ -112,7 +112,7 @@ def test_of_a_run_that_is_over_each_file_is_read_once(
             folded.append(event.kind)
             super().fold(event)
 
-    monkeypatch.setattr(reach, "AgentLog", Counted)
+    monkeypatch.setattr(live_commands, "AgentLog", Counted)
     assert main(["status", *watch, written(tmp_path, ENDED)]) == 1
     assert len(folded) == len(set(folded)) == 5
 
@@ -265,7 +265,6 @@ def test_without_rich_it_is_plain_text_and_says_what_to_install(
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.delitem(sys.modules, "elasticlib.launch.status_table", raising=False)
     said = watched(written(tmp_path, ENDED), monkeypatch)
     assert "\x1b" not in said
     assert "why: rank 0 raised" in said
@@ -276,7 +275,7 @@ def test_without_rich_it_is_plain_text_and_says_what_to_install(
 def test_who_is_watched_may_be_away_for_a_while(
     returns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status_command, "GONE_SECONDS", 60.0 if returns else 0.1)
+    monkeypatch.setattr(live_commands, "GONE_SECONDS", 60.0 if returns else 0.1)
     node = NodeEntry("n1", "h", 0, 1, lives=True)
     runs = JobStatus("job", JobState.RUNNING, nodes=(node,))
     gone = JobStatus("job", None, "no node lives any more")
@@ -322,8 +321,8 @@ def test_ranks_that_make_no_sense_are_refused(
 
 
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
-    ranks = ranks_of("90000-99999")
-    assert len(ranks) == MOST
+    ranks = parse_ranks("90000-99999")
+    assert len(ranks) == MOST_RANKS
     assert len(encode_question(Question(What.STACKS, 10**9, ranks))) <= LONGEST_QUESTION
 
 

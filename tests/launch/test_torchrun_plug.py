@@ -37,9 +37,9 @@ from elasticlib.compat.torchrun import (
 )
 from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.backends import BACKENDS, OUR_BACKENDS, is_torchs
+from elasticlib.launch.backend_names import BACKENDS, OUR_BACKENDS, is_torchs
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.meeting import open_meeting
+from elasticlib.launch.rendezvous_setup import open_meeting
 
 QUICK = {
     "keep_alive_interval": "0.1",

@@ -116,8 +116,8 @@ try:
     draw(Simulation(1, Limits(1, 1), nodes=1).run())
 except ConfigError as error:
     print(error)
-# Who imports these needs the extras of frameworks, or has found rich.
-skipped = "integrations.", "examples.with_", "launch.status_table"
+# Who imports these needs the extras of frameworks.
+skipped = "integrations.", "examples.with_"
 for found in pkgutil.walk_packages(elasticlib.__path__, "elasticlib."):
     name = found.name.partition(".")[2]
     if not name.startswith(skipped) and not name.endswith("__main__"):

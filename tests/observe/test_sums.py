@@ -8,7 +8,7 @@ import re
 import pytest
 from told_runs import Agent, files
 
-from elasticlib.launch.exit_summary import duration, told
+from elasticlib.launch.exit_report import duration, summary_lines
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import Why
 from elasticlib.observe.reading import history_of
@@ -90,7 +90,7 @@ def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
 
 
 def test_the_lines_say_what_was_lost_and_of_what() -> None:
-    lines = list(told(summed(many(3).events)))
+    lines = list(summary_lines(summed(many(3).events)))
     assert lines == [
         "40.0 s in 3 generations, the first step done after 3.00 s, goodput 70.0 % on this node",
         "  generation 2 after a failure, 4.00 s lost: n1: rank 0 raised",
@@ -101,7 +101,7 @@ def test_the_lines_say_what_was_lost_and_of_what() -> None:
 
 
 def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> None:
-    lines = list(told(summed(many(300).events)))
+    lines = list(summary_lines(summed(many(300).events)))
     assert len(lines) == 3 + DEAREST
     assert lines[1] == "  199 after a failure, 100 after a loss; those that cost most:"
     assert any(re.match("  generation 8 after a failure, 34.0 s lost", line) for line in lines)
@@ -109,7 +109,7 @@ def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> No
 
 def test_a_run_that_lost_nothing_is_one_line() -> None:
     agent = Agent("n1").launch(0.0).begin(2.0, 1).tell(5.0, "saved", step=4).succeed(70.0)
-    (line,) = told(summed(agent.events))
+    (line,) = summary_lines(summed(agent.events))
     assert line == "70.1 s in 1 generation, last checkpoint of step 4"
 
 

@@ -13,7 +13,7 @@ from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answer
 
 from elasticlib.errors import ConfigError, RendezvousMismatch, StoreRefused, StoreUnavailable
 from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.tcp_place import TcpMeetingPlace
+from elasticlib.launch.store_host import TcpMeetingPlace
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore

@@ -17,8 +17,8 @@ from ...errors import ConfigError, ElasticError
 from ...launch.arguments import launch_of
 from ...launch.console import log_level, start_logging
 from ...launch.elasticrun import leave_error_of
+from ...launch.exit_report import result_text
 from ...launch.flags import read, read_flags, read_variables
-from ...launch.report import told
 from ...workers.spec import WorkerState
 from . import ENDPOINT, RayOptions, run_job
 
@@ -110,7 +110,7 @@ def _run(argv: Sequence[str]) -> int:
     for note in launch.settings.notes:
         log.warning("%s", note)
     result = run_job(launch.config, launch.entrypoint, options)
-    sys.stderr.write(told(result))
+    sys.stderr.write(result_text(result))
     leave_error_of(result)
     if result.state is WorkerState.DRAINED:
         return launch.config.supervision.drain_exit_code

@@ -31,7 +31,7 @@ from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node, shutdown_seconds
 from ...launch.process import allow_descriptors
-from ...launch.tcp_place import SPARE_DESCRIPTORS
+from ...launch.store_host import SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
 from ...stores.secret import VARIABLE as SECRET

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from elasticlib import LaunchConfig, TcpStore, TcpStoreServer
-from elasticlib.launch.tcp_place import TcpMeetingPlace, is_ours, outward_address, resolve
+from elasticlib.launch.addresses import is_ours, outward_address, resolve
+from elasticlib.launch.store_host import TcpMeetingPlace
 
 
 class WithoutIPv6(socket.socket):

@@ -7,9 +7,7 @@ time after it starts. A name of several machines decides nothing, and is refused
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -22,10 +20,20 @@ from ..errors import ConfigError, StoreUnavailable
 from ..stores.failover import MovingStore, Place
 from ..stores.interface import Store
 from ..stores.memory import HostedStore
-from ..stores.sockets import address_of
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..threads import helper
+from .addresses import (
+    NOT_OURS,
+    addresses_of,
+    is_literal,
+    is_localhost,
+    is_loopback,
+    is_ours,
+    of_several_machines,
+    outward_address,
+    resolve,
+)
 from .config import LaunchConfig
 from .process import allow_descriptors
 
@@ -38,8 +46,6 @@ LINKS_PER_WORKER = 4
 """To torch's store, at the port of ours: a group has one, its watchdog another, a library more."""
 LOOK_AGAIN_LEASES = 3
 """Leases after which a host looks again whether the name still means it."""
-NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
-"""What binding says of an address that this machine does not have, or can have none of."""
 
 _PASSED_ON = (
     "; if a Service or a router passes it on to this machine, give this node --rdzv-conf "
@@ -67,12 +73,21 @@ def served_here(store: Store | None, own: TcpStoreServer | None) -> TcpStoreServ
     return store.server if isinstance(store, MovingStore) else own
 
 
+def must_host(config: LaunchConfig) -> bool | None:
+    """Whether this node is to host the store, or must not; None where addresses decide."""
+    must = config.options.is_host
+    if config.rdzv_backend == "static" and must is None:
+        return config.node_rank == 0
+    return must
+
+
 class TcpMeetingPlace:
     """The store of a launch, and what it takes to serve it here."""
 
     def __init__(self, config: LaunchConfig, secret: bytes | None) -> None:
         self._config = config
         self._secret = secret
+        self._hosts = must_host(config)
         self._said, self._taken = "", False
         self._looked: set[str] = set()
         self._everywhere = False
@@ -106,12 +121,12 @@ class TcpMeetingPlace:
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
             own = hosted.client(self._own_address or "")
-            if self._must or _is_literal(host) or _is_localhost(host):
+            if self._hosts or is_literal(host) or is_localhost(host):
                 return hosted, own
             store = MovingStore(places, patience=patience, hosted=(hosted, own))
             helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
-        if self._must is False or self._taken or _is_literal(host):
+        if self._hosts is False or self._taken or is_literal(host):
             return None, places[0].reach()
         # The name may come to mean this machine. (Where it does, and another of its processes
         # serves there, that is for whoever started the two of them to look after.)
@@ -130,14 +145,6 @@ class TcpMeetingPlace:
             return TorchFront(self._own_address or served.host, served.port, served)
 
         return find if self._links else None
-
-    @property
-    def _must(self) -> bool | None:
-        """Whether this node is to host, or must not; None where addresses decide."""
-        must = self._config.options.is_host
-        if self._config.rdzv_backend == "static" and must is None:
-            return self._config.node_rank == 0
-        return must
 
     def _watch_name(self, store: MovingStore, hosted: TcpStoreServer, host: str) -> None:
         """While it is hosted here: DNS may have said something old of a name, an address that was
@@ -197,7 +204,7 @@ class TcpMeetingPlace:
 
     def _host_if_ours(self, host: str, port: int) -> TcpStoreServer | None:
         """The server, if the endpoint is an address of this machine that nobody serves yet."""
-        if self._must is False:
+        if self._hosts is False:
             return None
         endpoint = join_endpoint(host, port)
         tried: list[str] = []
@@ -224,20 +231,17 @@ class TcpMeetingPlace:
     def _loopbacks_of(self, host: str, address: str) -> Sequence[str]:
         """torchrun serves torch's store at all addresses, so that scripts may say localhost, or a
         name that means 127.0.1.1 on its own machine: where else this one is served."""
-        if not self._links or _is_loopback(address):
+        if not self._links or is_loopback(address):
             return ()
-        own: set[str] = set()
-        with contextlib.suppress(socket.gaierror):
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            own = {address_of(info[4]) for info in found}
-        return ("127.0.0.1", *sorted(filter(_is_loopback, own - {"127.0.0.1"})))
+        own = {"127.0.0.1", *filter(is_loopback, addresses_of(host))}
+        return ("127.0.0.1", *sorted(own - {"127.0.0.1"}))
 
     def _is_of_several(self, host: str, endpoint: str, addresses: list[str]) -> bool:
         """Whether each of several machines would find itself meant; at first that is an error.
         Later it may be a name that is about to change, and has nobody host meanwhile."""
         first = endpoint not in self._looked
         self._looked.add(endpoint)
-        why = "" if self._must or _is_literal(host) else of_several_machines(endpoint, addresses)
+        why = "" if self._hosts or is_literal(host) else of_several_machines(endpoint, addresses)
         if why and first:
             raise ConfigError(why)
         if why and why != self._said:
@@ -269,7 +273,7 @@ class TcpMeetingPlace:
 
     def _explain(self, host: str, endpoint: str, tried: list[str]) -> None:
         why = "; ".join(tried)
-        if self._must and tried and (self._taken or not _is_hostname(host)):
+        if self._hosts and tried and (self._taken or not _is_hostname(host)):
             hint = "" if self._taken else _PASSED_ON
             raise ConfigError(
                 f"this node is to host the store at {endpoint}, but cannot: {why}{hint}"
@@ -277,7 +281,7 @@ class TcpMeetingPlace:
         said = f"another process hosts the store at {endpoint} ({why})"
         if not tried:
             said = f"the name in {endpoint} means nothing here yet: the store is waited for"
-        elif self._must:
+        elif self._hosts:
             said = f"this node hosts the store at {endpoint} once the name means it ({why})"
         if said != self._said:
             log.info("%s", said)
@@ -293,83 +297,10 @@ def address_towards(store: HostedStore | TcpStore | MovingStore) -> str:
     return address
 
 
-def outward_address() -> str:
-    """The address of the default route's interface; loopback on a machine without one."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connecting a datagram socket chooses a route and sends nothing.
-                probe.connect((target, 9))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"
-
-
-def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once.
-
-    Debian lets a machine's own name mean 127.0.1.1, where no other machine can reach it: such a
-    name stands for the address that the others know it by.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return []
-    addresses = list(dict.fromkeys(address_of(info[4]) for info in found))
-    if _is_literal(host) or _is_localhost(host):
-        return addresses
-    if all(_is_loopback(address) for address in addresses):
-        return [outward_address()]
-    return addresses
-
-
-def of_several_machines(endpoint: str, addresses: list[str]) -> str:
-    """Why nobody can tell who hosts, where some of a name's addresses are this machine's and others
-    of the same family are not; empty if that is not so. Loopback is every machine's."""
-    for six in (False, True):
-        family = [a for a in addresses if (":" in a) is six and not _is_loopback(a)]
-        ours = [address for address in family if is_ours(address)]
-        others = [address for address in family if address not in ours]
-        if ours and others:
-            return (
-                f"the name in {endpoint} means several machines, this one ({', '.join(ours)}) and "
-                f"others ({', '.join(others)}), and each would host a job of its own: name one of "
-                "them, or give --rdzv-conf is_host=true to one and is_host=false to the others"
-            )
-    return ""
-
-
-def is_ours(address: str) -> bool:
-    try:
-        family, kind, proto, _, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.bind(name)
-    except OSError:
-        return False
-    return True
-
-
 def _is_own_name(host: str, found: list[str]) -> bool:
-    return len(found) == 1 and not _is_literal(host) and found[0] == outward_address()
+    return len(found) == 1 and not is_literal(host) and found[0] == outward_address()
 
 
 def _is_hostname(host: str) -> bool:
     """Whether the first label is this machine's name, of which DNS may say something old."""
     return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
-
-
-def _is_localhost(host: str) -> bool:
-    return host == "localhost" or host.endswith(".localhost")
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

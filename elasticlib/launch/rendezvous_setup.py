@@ -21,9 +21,10 @@ from ..rendezvous.layout import Keys, StoredJob
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
+from .addresses import outward_address
 from .backends import BackendRequest, open_backend, warn_of_shadows
 from .config import TCP_BACKENDS, LaunchConfig
-from .tcp_place import TcpMeetingPlace, TorchFront, address_towards, outward_address, served_here
+from .store_host import TcpMeetingPlace, TorchFront, address_towards, served_here
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -149,7 +150,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         find_address = outward_address
     elif (etcd := config.etcd) is not None:
         store = etcd.open(config.answer_seconds)
-        find_address = partial(etcd.find_address, outward_address)
+        find_address = etcd.find_address
     else:
         place = TcpMeetingPlace(config, secret)
         server, tcp = place.open()

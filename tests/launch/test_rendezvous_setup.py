@@ -18,7 +18,7 @@ from elasticlib import (
     TcpStoreServer,
     Timing,
 )
-from elasticlib.launch.meeting import Meeting
+from elasticlib.launch.rendezvous_setup import Meeting
 
 CLOSE = 0.2
 TIMING = Timing(lease=30.0, refresh=0.1, close=CLOSE)

@@ -1,0 +1,176 @@
+"""What a run says at its end: what it lost and where to read more, then how it ended.
+
+The last lines on the screen are what people read, so they name the first cause, whichever node it
+was on, after what merely followed from it; the same stands in failure.json, where the run has a
+folder that is kept. What was lost is folded while the run goes on: no file is read for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterator
+
+import attrs
+
+from ..agent.interface import Cause, RunResult
+from ..observe.history import Cost, Generation, Why
+from ..observe.journal import NodeJournal
+from ..observe.story import DEAREST, Sums
+from ..workers.interface import Workers
+from ..workers.processes import LocalWorkers
+from ..workers.spec import WorkerState
+
+log = logging.getLogger("elasticlib.launch")
+
+FAILURE = "failure.json"
+NAME = "elasticrun"
+LONGEST_CAUSE = 100
+
+
+# -- what it lost ----------------------------------------------------------------------------------
+
+
+def summary(journal: NodeJournal, logs: str) -> str:
+    """All lines, once the run is over; none where no workers were run here. logs: where these are
+    kept."""
+    sums = journal.story.sums()
+    if not sums.generations:
+        return ""
+    events = journal.path if os.path.exists(journal.path) else ""
+    return "".join(
+        f"{line}\n" for line in (*summary_lines(sums), *_places(journal.found_by, logs, events))
+    )
+
+
+def summary_lines(sums: Sums) -> Iterator[str]:
+    """What a run came to on this node: one line, and some more if there was anything to lose."""
+    count = sums.generations
+    said = [f"{duration(sums.seconds)} in {count} generation{'s' * (count > 1)}"]
+    if sums.first_step is not None:
+        said.append(f"the first step done after {duration(sums.first_step)}")
+    if sums.goodput is not None:
+        said.append(f"goodput {100 * sums.goodput:.1f} % on this node")
+    if sums.saved is not None:
+        said.append(f"last checkpoint of step {sums.saved}")
+    if sums.snapshot is not None:
+        said.append(f"last snapshot of step {sums.snapshot}")
+    yield ", ".join(said)
+    if count == 1:
+        return
+    if count > 1 + DEAREST:
+        counts = (f"{n} {why.words}" for why, n in sums.counts.items() if why is not Why.START)
+        yield f"  {', '.join(counts)}; those that cost most:"
+    yield from map(_generation, sums.dearest)
+    yield f"  lost on this node: {_phases(sums.lost)}"
+
+
+def _generation(made: Generation) -> str:
+    cause = " ".join(made.cause.split())
+    if len(cause) > LONGEST_CAUSE:
+        cause = f"{cause[:LONGEST_CAUSE]}..."
+    cost = f"{duration(made.cost.seconds)} lost"
+    return f"  generation {made.number} {made.why.words}, {cost}{cause and ': '}{cause}"
+
+
+def _phases(lost: Cost) -> str:
+    names = ("detect", "stop", "rendezvous", "start", "restore")
+    told = [(name, getattr(lost, name)) for name in names]
+    said = [f"{name} {duration(seconds)}" for name, seconds in told if seconds is not None]
+    if lost.redone:
+        steps = f"{lost.redone} step{'s' * (lost.redone > 1)}"
+        said.append(f"{steps} redone in {duration(lost.redone_seconds)}")
+    return ", ".join(said) or "nothing that was told"
+
+
+def _places(name: str, logs: str, events: str) -> Iterator[str]:
+    if logs and os.path.dirname(events) == logs:
+        said = [f"logs and events in {logs}"]
+    else:
+        said = [f"{name} in {path}" for name, path in (("logs", logs), ("events", events)) if path]
+    if events:
+        said.append(f"more: elasticlib report {shlex.quote(name)}")
+    if said:
+        yield "; ".join(said)
+
+
+def duration(seconds: float) -> str:
+    """For people: `0.53 s`, `12.3 s`, `4 min 2 s`, `3 h 20 min`, `2 d 3 h`."""
+    if seconds < 99.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+# -- how it ended ----------------------------------------------------------------------------------
+
+
+def result_text(result: RunResult) -> str:
+    """All that is said at the end of a run, as lines."""
+    word = result.state.value.upper()
+    cause = "" if result.cause is None else _explained(result.cause)
+    return f"{cause}{NAME}: {word}: {result.reason}\n"
+
+
+def write_failure(workers: Workers, result: RunResult) -> None:
+    """The same for programs, if the run failed and has a folder that stays."""
+    folder = workers.kept_folder if isinstance(workers, LocalWorkers) else None
+    if folder is None or result.state is not WorkerState.FAILED:
+        return
+    said = {
+        "state": result.state.value,
+        "reason": result.reason,
+        "generation": result.generation,
+        "restarts": result.restarts,
+        "cause": None if result.cause is None else attrs.asdict(result.cause),
+    }
+    try:
+        (folder / FAILURE).write_bytes(json.dumps(said, indent=2).encode() + b"\n")
+    except OSError as error:
+        log.warning("the report is not written to %s: %s", folder, error)
+
+
+def error_file(result: RunResult, now: float) -> bytes:
+    """The first failure, or else the reason, as a launcher's error.json in torch's shape; now:
+    seconds since 1970."""
+    cause = result.cause
+    for exit_ in result.failures.values():
+        first = exit_.root
+        if cause is not None and first.rank == cause.rank and first.error_data:
+            # As the worker itself wrote it, with all that it says.
+            return json.dumps(_with_code(dict(first.error_data), cause.returncode)).encode()
+    message = result.reason if cause is None else cause.message or cause.sentence
+    trace = "" if cause is None else cause.traceback or cause.tail
+    said: dict[str, object] = {
+        "message": message,
+        "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))},
+    }
+    if cause is not None:
+        said["errorCode"] = cause.returncode
+    return json.dumps({"message": said}).encode()
+
+
+def _with_code(data: dict[str, object], code: int) -> dict[str, object]:
+    said = data.get("message")
+    return {**data, "message": {**said, "errorCode": code}} if isinstance(said, dict) else data
+
+
+def _explained(cause: Cause) -> str:
+    lines = [f"{NAME}: first failure of generation {cause.generation}, on {cause.host}:"]
+    lines.append(f"  {cause.sentence}")
+    if cause.followed:
+        ranks = ", ".join(str(rank) for rank in cause.followed)
+        lines.append(f"  failed as well, afterwards: rank{'s' * (len(cause.followed) > 1)} {ranks}")
+    if cause.log:
+        lines.append(f"  logs: {cause.log} on {cause.host}")
+    evidence = cause.traceback or cause.tail
+    if evidence and not cause.traceback:
+        lines.append("  the last lines of its stderr:")
+    lines += [f"    {line}" for line in evidence.rstrip().splitlines()]
+    return "".join(f"{line}\n" for line in lines)

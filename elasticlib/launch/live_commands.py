@@ -1,0 +1,518 @@
+"""`elasticlib status` and `stacks`: what a run is doing, and what its workers' threads are doing.
+
+A run is found by its record on this machine or by its store's endpoint. The store's own gatekeeping
+holds as for any node: who does not know the secret is told nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from ..clock import monotonic, wall
+from ..compat import our_name
+from ..endpoint import STORE_PORT, split_endpoint
+from ..errors import (
+    ConfigError,
+    ElasticError,
+    NoSuchRun,
+    StoreError,
+    StoreTimeout,
+    StoreUnavailable,
+)
+from ..observe.asking import Asker, jobs_in
+from ..observe.event import Event
+from ..observe.question import Answer, What
+from ..observe.read_events import EventsFile
+from ..observe.runs import find_runs, known_runs
+from ..observe.same_stacks import told as stacks_lines
+from ..observe.status import JobStatus, JobView, NodeEntry, status_of, status_of_records
+from ..observe.status_words import (
+    EXIT_CODES,
+    FIELDS,
+    NOBODY,
+    NODE_FIELDS,
+    as_document,
+    exit_code,
+    headline,
+    node_table,
+    rank_table,
+)
+from ..observe.story import AgentLog
+from ..stores.file import FileStore
+from ..stores.interface import Store
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_protocol import NOT_OURS
+from ..workers.output import parse_ranks
+from .addresses import resolve
+from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
+from .backends import check_etcd_keys, read_etcd_place
+from .command_tools import Part, Table, complain, show, shown_in_place, typed
+from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
+from .endpoints import parts_of, read_secret
+
+LONGEST_TIMEOUT = 30.0
+EVERY_SECONDS = 1.0
+STATUS_TIMEOUT = 2.0
+STACKS_TIMEOUT = 5.0
+"""Seconds: a worker that writes nothing is waited for on its node."""
+GONE_SECONDS = 30.0
+"""Of silence, for --watch to take a run for gone: a store that moves is away for some seconds."""
+Look = Callable[[], JobStatus]
+
+
+# -- which run is meant ----------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Target:
+    """run_id: empty for the only job there. records: files of its events on this machine."""
+
+    run_id: str
+    backend: str
+    endpoint: str
+    conf: Mapping[str, str] = attrs.field(factory=dict)
+    records: tuple[Path, ...] = ()
+
+
+def _add_target(parser: argparse.ArgumentParser, timeout: float) -> None:
+    """The arguments that say which run is meant, and how long its nodes may take to answer."""
+    parser.add_argument(
+        "named",
+        nargs="?",
+        default="",
+        metavar="RUN|ENDPOINT",
+        help="a run's id or folder, as found on this machine, or the HOST:PORT of its store; "
+        "without it, this user's newest run that goes on, or if none does the newest",
+    )
+    parser.add_argument("--rdzv-id", default="", help="at an ENDPOINT: the job, if it has several")
+    parser.add_argument(
+        "--rdzv-backend",
+        type=our_name,
+        choices=BACKENDS,
+        metavar="NAME",
+        help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend: %(choices)s (default tcp)",
+    )
+    parser.add_argument(
+        "--rdzv-conf", default="", metavar="K=V,...", help="as for elasticrun: how to reach a store"
+    )
+    parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
+    parser.add_argument(
+        "--timeout",
+        type=typed(_seconds),
+        default=timeout,
+        metavar="SECONDS",
+        help=f"for the nodes to answer (default {timeout:g})",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"it is a positive number of seconds up to {LONGEST_TIMEOUT:g}, got {text!r}"
+        )
+    return seconds
+
+
+def find_target(chosen: argparse.Namespace) -> Target:
+    """Which run is meant.
+
+    Raises:
+        ConfigError: the command line contradicts itself. NoSuchRun: there is none of that name.
+    """
+    conf = read_pairs(chosen.rdzv_conf)
+    target = Target(chosen.rdzv_id, chosen.rdzv_backend or "tcp", chosen.named, conf)
+    if chosen.rdzv_backend or chosen.rdzv_id:
+        if not chosen.named:
+            raise ConfigError("--rdzv-id and --rdzv-backend are for an ENDPOINT, and there is none")
+    else:
+        try:
+            target = _recorded_target(tuple(find_runs(chosen.named)), conf)
+        except NoSuchRun:
+            if not _is_endpoint(chosen.named):
+                raise
+    if target.backend in OUR_BACKENDS:  # for their errors, of what was given here
+        check_etcd_keys(target.backend, conf)
+        read_options(conf)
+    return target
+
+
+def _is_endpoint(text: str) -> bool:
+    """Whether it is a host with a port, or several of them."""
+    for part in parts_of(text):
+        try:
+            named = split_endpoint(part) if os.sep not in part else ("", 0)
+        except ConfigError:
+            return False
+        if not named[1]:
+            return False
+    return True
+
+
+def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
+    """As the first event of each record tells it."""
+    run_id = backend = endpoint = ""
+    living = _living()
+    for path in records:
+        event = next(_events_of(path), None)
+        if event is None:
+            continue
+        run_id = event.run
+        settings = event.facts.get("settings")
+        if event.kind == "run.began" and isinstance(settings, dict):
+            backend = str(settings.get("rdzv_backend", ""))
+            # What an agent itself serves is gone with it.
+            served = event.facts.get("endpoint") if os.path.realpath(path) in living else ""
+            endpoint = str(served or settings.get("rdzv_endpoint", ""))
+            conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
+            if endpoint:
+                break
+    return Target(run_id, backend, endpoint, conf, records)
+
+
+# -- through the store -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reached(target: Target, chosen: argparse.Namespace) -> Iterator[tuple[Store, str]]:
+    """The store in which the job meets, and the job's id.
+
+    Raises:
+        StoreError: it is not there, or refuses. ConfigError: it cannot be asked as things are.
+        NoSuchRun: it holds no job, or several.
+    """
+    store = _open(target, chosen)
+    try:
+        yield store, target.run_id or _only_job(store, target)
+    finally:
+        with contextlib.suppress(StoreError):
+            store.close()
+
+
+def _open(target: Target, chosen: argparse.Namespace) -> Store:
+    if not target.endpoint:
+        raise StoreUnavailable("no agent lives here that served the store of this run")
+    if target.backend == "file":
+        if not Path(target.endpoint).is_dir():  # a store would make it
+            raise StoreUnavailable(f"there is no folder {target.endpoint}")
+        return FileStore(target.endpoint, timeout=chosen.timeout)
+    if target.backend in ETCD_BACKENDS:
+        return read_etcd_place(target.endpoint, target.conf).open(chosen.timeout)
+    if target.backend in TCP_BACKENDS:
+        path = chosen.secret_file or target.conf.get("secret_file")
+        named = "--secret-file" if chosen.secret_file else "secret_file of the run's --rdzv-conf"
+        return _open_tcp(target, read_secret(os.environ, path, named), chosen.timeout)
+    # Imported here: most stores are ours.
+    from .rendezvous_setup import open_to_look
+
+    config = LaunchConfig(
+        run_id=target.run_id or "none",
+        rdzv_backend=target.backend,
+        rdzv_endpoint=target.endpoint,
+        rdzv_configs=target.conf,
+    )
+    return open_to_look(config, chosen.timeout)
+
+
+def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
+    """A client of the first of its places that answers."""
+    error: StoreError = StoreUnavailable(f"{target.endpoint} means nothing here")
+    places = [split_endpoint(part, STORE_PORT) for part in parts_of(target.endpoint)]
+    found = [(address, port) for host, port in places for address in resolve(host, port)]
+    for address, port in found:
+        store = TcpStore(address, port, job=target.run_id, timeout=timeout, secret=secret)
+        try:
+            store.connect(timeout / len(found))
+        except StoreError as failed:
+            store.close()
+            error = failed
+            continue
+        return store
+    if not target.records and (isinstance(error, StoreTimeout) or NOT_OURS in str(error)):
+        hint = "is it the place of another --rdzv-backend? name it with --rdzv-backend"
+        raise type(error)(f"{error}; {hint}")
+    raise error
+
+
+def _only_job(store: Store, target: Target) -> str:
+    jobs, living = jobs_in(store)
+    found = living or jobs
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NoSuchRun(f"{target.endpoint} holds no job (yet)")
+    there = ", ".join(found)
+    raise NoSuchRun(f"{target.endpoint} holds these jobs: {there}; name one with --rdzv-id")
+
+
+# -- from what was written down --------------------------------------------------------------------
+
+
+def _events_of(path: Path) -> Iterator[Event]:
+    """The events of a file, but for lines that are none (the last may be cut short)."""
+    with contextlib.suppress(OSError):
+        yield from EventsFile(path)
+
+
+def recorded(target: Target) -> JobStatus | None:
+    """What the events on this machine tell; None if there are none."""
+    living = _living()
+    nodes, newest = [], 0.0
+    for path in target.records:
+        found = _recorded_node(path, os.path.realpath(path) in living)
+        if found is not None:
+            nodes.append(found[0])
+            newest = max(newest, found[1])
+    if not nodes:
+        return None
+    return status_of_records(target.run_id, nodes, age=max(0.0, wall() - newest))
+
+
+def _living() -> set[str]:
+    """The files of events of the agents that live here."""
+    return {os.path.realpath(one.events) for one in known_runs() if one.living}
+
+
+def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
+    """The node, and when it last wrote, in seconds since 1970."""
+    log = AgentLog(keep=False)
+    for event in _events_of(path):
+        log.fold(event)
+    if log.began is None:
+        return None
+    status = log.status
+    answer = Answer(0, status, log.seen - status.since, log.seen - status.began)
+    node = NodeEntry(
+        node=status.node,
+        host=status.host,
+        rank=status.node_rank,
+        slots=status.slots,
+        lives=lives and not status.state.over,
+        answer=answer,
+    )
+    return node, log.wall
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Ask the nodes of a run what they are doing; where they do not answer, tell what is "
+        "written down of it on this machine."
+    )
+    parser.epilog = _status_epilog()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    _add_target(parser, STATUS_TIMEOUT)
+    parser.add_argument("--watch", action="store_true", help="again and again, until it is over")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=EVERY_SECONDS,
+        metavar="SECONDS",
+        help=f"between looks with --watch (default {EVERY_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON document a look, each on a line"
+    )
+    parser.set_defaults(run=_status)
+
+
+def _status_epilog() -> str:
+    parts = [
+        "exit status:",
+        *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES.items()),
+        "  SIGINT ends --watch with 0; else its last look says. By ENDPOINT the end of a run may",
+        "  go unseen, as its store may end with it: --watch says 4 then, after "
+        f"{GONE_SECONDS:g} s in which nobody answered.",
+        "",
+        "--json:",
+        *(f"  {name}: {meaning}" for name, meaning in FIELDS.items()),
+        "",
+        "each of nodes:",
+        *(f"  {name}: {meaning}" for name, meaning in NODE_FIELDS.items()),
+    ]
+    return "\n".join(parts)
+
+
+def _status(chosen: argparse.Namespace) -> int:
+    if not 0 < chosen.every < threading.TIMEOUT_MAX:
+        sentence = f"--every is a positive number of seconds, got {chosen.every}"
+        return complain("status", sentence, 2)
+    try:
+        target = find_target(chosen)
+        with looking(target, chosen) as look:
+            if chosen.watch:
+                return _watch(look, chosen)
+            status = look()
+            if chosen.json:
+                _print_document(status)
+            else:
+                show(*_parts(status))
+            return exit_code(status)
+    except ConfigError as error:
+        return complain("status", error, 2)
+    except ElasticError as error:
+        return complain("status", error, NOBODY)
+    except KeyboardInterrupt:
+        return 0 if chosen.watch else 130
+
+
+@contextlib.contextmanager
+def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
+    """What looks at the run: at its nodes, or where they do not answer at what they wrote.
+
+    Raises what `reached` raises, where nothing was written on this machine.
+    """
+    told: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        try:
+            store, run_id = stack.enter_context(reached(target, chosen))
+        except ElasticError as failed:
+            told_how = chosen.secret_file or chosen.rdzv_conf
+            kept = any(event.possible for path in target.records for event in _events_of(path))
+            if not kept or (told_how and isinstance(failed, ConfigError)):
+                raise
+            error = failed
+            yield lambda: _from_events(recorded(target), error, told)
+            return
+        asker = stack.enter_context(Asker(store, run_id))
+
+        def look() -> JobStatus:
+            try:
+                status = status_of(asker.ask(What.STANDING, chosen.timeout))
+            except StoreError as error:
+                return _from_events(recorded(target), error, told)
+            return status or _not_in_store(target, run_id, told)
+
+        yield look
+
+
+def _not_in_store(target: Target, run_id: str, told: set[str]) -> JobStatus:
+    """An agent may take seconds from its first event until its node has joined."""
+    status = recorded(target)
+    if status is not None and status.starting:
+        return status
+    return _from_events(status, StoreError(f"no job {run_id!r} is there (yet)"), told)
+
+
+def _from_events(status: JobStatus | None, error: ElasticError, told: set[str]) -> JobStatus:
+    """What is recorded. told: what was said of why nobody answers, which is not said again."""
+    if status is None:
+        raise error
+    if str(error) not in told and not (status.state is not None and status.state.over):
+        told.add(str(error))
+        complain("status", error, NOBODY)
+    return status
+
+
+def _print_document(status: JobStatus) -> None:
+    print(json.dumps(as_document(status)), flush=True)
+
+
+def _parts(status: JobStatus) -> tuple[Part, ...]:
+    tables = (Table(*rows) for rows in (node_table(status), rank_table(status)))
+    return "\n".join(headline(status)), *tables
+
+
+def _watch(look: Look, chosen: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        put = None if chosen.json else stack.enter_context(shown_in_place())
+        pause, heard = threading.Event(), monotonic()
+        status = None
+        while True:
+            status, error = _looked(look, status)
+            if put is None:
+                _print_document(status)
+            else:
+                put(*_parts(status))
+            ended = status.state is not None and status.state.over
+            if ended or (status.age is not None and not any(n.lives for n in status.nodes)):
+                return exit_code(status)
+            if status.state is not None:
+                heard = monotonic()
+            elif monotonic() >= heard + GONE_SECONDS:
+                if error is not None:
+                    raise error
+                return exit_code(status)
+            pause.wait(chosen.every)
+
+
+def _looked(look: Look, last: JobStatus | None) -> tuple[JobStatus, StoreError | None]:
+    """What there is to see, and if that is nothing, after the first look, why."""
+    try:
+        return look(), None
+    except StoreError as error:
+        if last is None:
+            raise
+        return attrs.evolve(last, state=None, since=None, nodes=(), reason=str(error)), error
+
+
+# -- stacks ----------------------------------------------------------------------------------------
+
+
+def add_stacks(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "The Python stacks of all ranks of all nodes, now; those that are the same are shown once, "
+        "and those that the fewest share come first."
+    )
+    parser.epilog = (
+        "exit status: 0 if all nodes that live answered, 1 if some did not, 2 for a command line "
+        "that makes no sense, 4 if there is no such run, or nobody answers or can be asked; 130 "
+        "after Ctrl-C"
+    )
+    _add_target(parser, STACKS_TIMEOUT)
+    parser.add_argument(
+        "-r",
+        "--ranks",
+        type=typed(parse_ranks),
+        metavar="RANKS",
+        help="those of these ranks, as in 0,3-5",
+    )
+    parser.set_defaults(run=_stacks)
+
+
+def _stacks(chosen: argparse.Namespace) -> int:
+    try:
+        view = _asked(find_target(chosen), chosen)
+        print("\n".join(stacks_lines(view, chosen.ranks)))
+    except ConfigError as error:
+        return complain("stacks", error, 2)
+    except ElasticError as error:
+        return complain("stacks", error, NOBODY)
+    except KeyboardInterrupt:
+        return 130
+    if not view.answers:
+        return NOBODY
+    return int(len(view.answers) < len(view.live))
+
+
+def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
+    """What the nodes show.
+
+    Raises:
+        NoSuchRun: none of them lives. StoreError: they could not be asked.
+    """
+    try:
+        with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
+            view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
+    except StoreError as error:
+        last = recorded(target)
+        if last is None or last.state is None or not last.state.over:
+            raise
+        over = f"{target.run_id!r} is over ({last.state.value}): no worker of it is left"
+        raise NoSuchRun(over) from error
+    if not view.live:
+        raise NoSuchRun(f"no node of {run_id!r} lives")
+    return view
