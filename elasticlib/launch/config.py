@@ -224,12 +224,6 @@ def port_text(value: str | int | None) -> str | None:
     return str(value)
 
 
-def check_shutdown(seconds: float | None, name: str) -> None:
-    """Raises ConfigError for a time that workers cannot be given to end."""
-    if seconds is not None and not 0 <= seconds <= LONGEST:
-        raise ConfigError(f"{name} is seconds from 0 to {LONGEST:g}, got {seconds}")
-
-
 def read_port(text: str, name: str, host: str) -> tuple[str, int]:
     """Host and port of `[HOST:]PORT`; host: where none is given.
 
@@ -246,6 +240,12 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
         return split_endpoint(text)
     except ConfigError:
         raise ConfigError(f"{name} is [HOST:]PORT, a port up to 65535, got {text!r}") from None
+
+
+def check_shutdown(seconds: float | None, name: str) -> None:
+    """Raises ConfigError for a time that workers cannot be given to end."""
+    if seconds is not None and not 0 <= seconds <= LONGEST:
+        raise ConfigError(f"{name} is seconds from 0 to {LONGEST:g}, got {seconds}")
 
 
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
