@@ -29,7 +29,7 @@ from ..stores.interface import Entry, Store
 from ..threads import helper
 from ..visible import visible_line
 from .published import VERSION, beside, read_field, read_object
-from .status import spans
+from .wording import spans
 
 log = logging.getLogger("elasticlib.observe")
 
