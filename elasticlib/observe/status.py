@@ -22,7 +22,7 @@ from ..rendezvous.layout import decode as decode_record
 from ..stores.interface import Store
 from ..visible import visible_line
 from .history import JobState
-from .published import Published, read_statuses
+from .published import STANDS_SECONDS, Published, read_statuses
 from .story import NodeStatus, WorkerStatus, put_out
 from .wording import UNKNOWN, cell, duration, plural, rate, some, spans
 
@@ -87,6 +87,12 @@ class NodeEntry:
     def status(self) -> NodeStatus | None:
         return None if self.published is None else self.published.status
 
+    @property
+    def answers(self) -> bool:
+        """Whether it has published its status of late. Where all nodes of a job are gone, a folder
+        that is the store holds their statuses and leases until somebody has looked for long."""
+        return self.published is not None and (self.published.age or 0.0) <= STANDS_SECONDS
+
     def values(self, name: str) -> list[Any]:
         """The step or per_second of each of its workers; if none has any, as its events have it."""
         if self.status is None:
@@ -135,8 +141,8 @@ class JobStatus:
 
     @property
     def silent(self) -> tuple[NodeEntry, ...]:
-        """Those that live, and have published nothing."""
-        return tuple(node for node in self.nodes if node.lives and node.published is None)
+        """Those that live, and have published nothing of late."""
+        return tuple(node for node in self.nodes if node.lives and not node.answers)
 
     @property
     def starting(self) -> bool:
@@ -145,9 +151,9 @@ class JobStatus:
         return self.age is not None and on and not self.generation
 
     @property
-    def unpublished(self) -> bool:
-        """Whether there are nodes, and none of them has published anything."""
-        return bool(self.nodes) and not any(node.published for node in self.nodes)
+    def unanswered(self) -> bool:
+        """Whether there are nodes, and none of them has published anything of late."""
+        return bool(self.nodes) and not any(node.answers for node in self.nodes)
 
     @property
     def step(self) -> int | None:
@@ -405,7 +411,8 @@ NODE_FIELDS: Mapping[str, str] = {
     "host": "its name",
     "rank": "among the members; null for who joins or, as a spare, waits to be let in",
     "lives": "whether its lease in the store stands; where the source is events, its agent lives",
-    "answers": "whether it has published its status; false where the source is events",
+    "answers": "whether it has published its status within a minute; false where the source is "
+    "events",
     "age": "seconds since it wrote its status, by its wall clock and this machine's: up to 20 "
     "where nothing changes, 2 to 10 while its workers make steps; null if not read in a store",
     "state": "its own, in the same words; null without a status",
@@ -447,7 +454,7 @@ def exit_code(status: JobStatus) -> int:
         if status.starting:
             return 3
         # Files, or the store, say that it ran; no node says that it does.
-        heard = status.age is None and not status.unpublished
+        heard = status.age is None and not status.unanswered
         return NOBODY if not heard else 0 if running else 3
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state, 5)
 
@@ -469,7 +476,7 @@ def as_document(status: JobStatus) -> dict[str, Any]:
 def _source(status: JobStatus) -> str:
     if status.age is not None:
         return "events"
-    return "store" if status.unpublished else "nodes"
+    return "store" if status.unanswered else "nodes"
 
 
 def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
@@ -483,7 +490,7 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
     age = published.age or 0.0
     return {
         **found,
-        "answers": source != "events",
+        "answers": source != "events" and node.answers,
         "age": published.age,
         "state": status.state.value,
         "healthy": health.good,
@@ -523,7 +530,7 @@ def headline(status: JobStatus) -> list[str]:
         if status.starting:
             said = "it is starting, as its events tell"
         lines.append(f"  {said}, the last of {duration(status.age)} ago")
-    elif status.unpublished:
+    elif status.unanswered:
         lines.append("  none of its nodes answers, and its store tells this")
     lines += [f"  {line}" for line in _facts(status)]
     if status.reason:
@@ -551,7 +558,7 @@ def _facts(status: JobStatus) -> list[str]:
     known = [f"{name} {value}" for name, value in values.items() if value is not None]
     if known:
         lines.append(", ".join(known))
-    for name, found in (("spares", status.spares), ("without a status", status.silent)):
+    for name, found in (("spares", status.spares), ("not answering", status.silent)):
         if found and status.generation:
             lines.append(f"{name}: {some([node.host for node in found], MOST_NODES)}")
     return lines

@@ -130,7 +130,7 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
     assert "step 10, steps/s 4, checkpoint 8" in text
     assert "spares: h2" in text
-    assert "without a status: h2" in text
+    assert "not answering: h2" in text
 
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
@@ -165,6 +165,16 @@ def test_one_node_shows_the_same_document_of_itself() -> None:
     assert (document["state"], document["source"], document["step"]) == ("RUNNING", "nodes", 11)
     assert (node["healthy"], node["lives"], node["answers"]) == (False, True, True)
     assert node["health"] == "the agent's loop has not turned for 16.0 s"
+
+
+def test_old_statuses_say_what_was_and_not_that_anybody_is_there() -> None:
+    there = view(SETTLED, S.RUNNING, S.RUNNING)
+    old = {id: attrs.evolve(one, age=3600.0) for id, one in there.published.items()}
+    found = status_of(attrs.evolve(there, published=old))
+    assert found is not None
+    assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
+    assert [node["answers"] for node in as_document(found)["nodes"]] == [False, False]
+    assert [row[3] for row in node_table(found)[1]] == ["1 h", "1 h"]
 
 
 def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
