@@ -99,7 +99,7 @@ def test_what_is_not_whole_is_refused_and_nothing_else_happens(
 def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
     with pytest.raises(ValueError, match="a status is at most"):
         decode(b"[" * (LONGEST + 1), 0.0)
-    with pytest.raises(ValueError, match="is JSON"):
+    with pytest.raises(ValueError, match="is an object of JSON"):
         decode(b"[" * 70_000, 0.0)
     worker = WorkerStatus(0, 0, "pid " * 1000, step=7)
     status = NodeStatus("job", "n", reason="\0" * 10**6, workers=(worker,) * 10_000)
