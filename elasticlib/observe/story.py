@@ -435,19 +435,12 @@ class AgentLog:
     def _mark(self, event: Event, step: int | None) -> None:
         kind = event.kind
         if kind == "steps" and step is not None:
-            for of, at, loss in event.losses() if self._keep else ():
-                self.losses.add(Pace(at, self.node, event.generation, of, loss=loss))
-            pace = Pace(
-                at=event.at,
-                node=self.node,
-                generation=event.generation,
-                step=step,
-                per_second=event.seconds("per_second"),
-                loss=event.value("loss"),
-                samples_per_second=event.seconds("samples_per_second"),
-            )
-            self.pace = pace
-            self.paces.add(pace)
+            for of, at, value in event.losses() if self._keep else ():
+                self.losses.add(Pace(at, self.node, event.generation, of, loss=value))
+            rates = {name: event.seconds(name) for name in ("per_second", "samples_per_second")}
+            loss = event.value("loss")
+            self.pace = Pace(event.at, self.node, event.generation, step, loss=loss, **rates)
+            self.paces.add(self.pace)
             return
         words = event.text(_WORDS.get(kind, ""))
         if kind in ("saved", "snapshot") and step is not None:
