@@ -93,7 +93,7 @@ _HOMES = {
     "checkpoint.commit": ("Save",),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
-    "observe.read_events": ("read_history",),
+    "observe.reading": ("read_history",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -136,7 +136,7 @@ if TYPE_CHECKING:
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .observe.history import History as History
-    from .observe.read_events import read_history as read_history
+    from .observe.reading import read_history as read_history
     from .observe.report import Report as Report
     from .observe.report import report as report
     from .rendezvous.document import FailureKind as FailureKind

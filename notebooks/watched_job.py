@@ -18,14 +18,18 @@ from pathlib import Path
 
 from elasticlib.clock import Clock, monotonic
 from elasticlib.errors import ConfigError, ElasticError
-from elasticlib.observe.asking import Asker
 from elasticlib.observe.history import History
-from elasticlib.observe.question import What
-from elasticlib.observe.read_events import read_history
+from elasticlib.observe.reading import read_history
 from elasticlib.observe.report import Report
 from elasticlib.observe.runs import runs_folder
-from elasticlib.observe.status import JobStatus, status_of
-from elasticlib.observe.status_words import headline, lines, node_table
+from elasticlib.observe.status import (
+    JobStatus,
+    headline,
+    lines,
+    node_table,
+    read_job,
+    status_of,
+)
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
@@ -71,7 +75,6 @@ class WatchedJob:
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         host, _, port = self._store.address.rpartition(":")
         self._client = TcpStore(host, int(port), job="watched", timeout=ANSWER_SECONDS)
-        self._asker = Asker(self._client, "watched")
         closing = (self._nodes, self._client, self._store, self._room)
         self.close = weakref.finalize(self, _close, *closing)
 
@@ -86,8 +89,8 @@ class WatchedJob:
             )
 
     def status(self) -> JobStatus | None:
-        """What `elasticlib status` tells: the nodes are asked. None before there is a node."""
-        return status_of(self._asker.ask(What.STANDING, ANSWER_SECONDS))
+        """What `elasticlib status` shows. None before there is a node."""
+        return status_of(read_job(self._client, "watched"))
 
     def show(self) -> None:
         """Print the status as `elasticlib status` does, without its table of ranks."""

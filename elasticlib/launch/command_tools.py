@@ -35,7 +35,7 @@ T = TypeVar("T")
 _STYLES = {
     **dict.fromkeys(("RUNNING", "SUCCEEDED", "ok", "whole"), "green"),
     **dict.fromkeys(("FAILED", "BAD"), "bold red"),
-    **dict.fromkeys(("gone", "no answer"), "red"),
+    **dict.fromkeys(("gone", "no status"), "red"),
     **dict.fromkeys(("RENDEZVOUS", "WAITING", "RESTARTING", "RESIZING", "DRAINING"), "yellow"),
     **dict.fromkeys(("note", "PREEMPTED", "STOPPED"), "yellow"),
 }

@@ -27,23 +27,28 @@ from ..errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from ..observe.asking import Asker, jobs_in
 from ..observe.event import Event
-from ..observe.question import Answer, What
-from ..observe.read_events import EventsFile
+from ..observe.published import Published
+from ..observe.reading import EventsFile
 from ..observe.runs import find_runs, known_runs
-from ..observe.same_stacks import told as stacks_lines
-from ..observe.status import JobStatus, JobView, NodeEntry, status_of, status_of_records
-from ..observe.status_words import (
+from ..observe.stacks import Asker, JobStacks, stack_lines
+from ..observe.status import (
     EXIT_CODES,
     FIELDS,
     NOBODY,
     NODE_FIELDS,
+    JobStatus,
+    NodeEntry,
     as_document,
     exit_code,
     headline,
+    jobs_in,
     node_table,
     rank_table,
+    read_job,
+    recorded_entry,
+    status_of,
+    status_of_records,
 )
 from ..observe.story import AgentLog
 from ..stores.file import FileStore
@@ -291,17 +296,7 @@ def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
         log.fold(event)
     if log.began is None:
         return None
-    status = log.status
-    answer = Answer(0, status, log.seen - status.since, log.seen - status.began)
-    node = NodeEntry(
-        node=status.node,
-        host=status.host,
-        rank=status.node_rank,
-        slots=status.slots,
-        lives=lives and not status.state.over,
-        answer=answer,
-    )
-    return node, log.wall
+    return recorded_entry(Published.at(log.seen, log.status), lives=lives), log.wall
 
 
 # -- status ----------------------------------------------------------------------------------------
@@ -309,8 +304,8 @@ def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
 
 def add_status(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ask the nodes of a run what they are doing; where they do not answer, tell what is "
-        "written down of it on this machine."
+        "Show what the nodes of a run publish of themselves in its store; where that is not there, "
+        "what is written down of it on this machine."
     )
     parser.epilog = _status_epilog()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -387,11 +382,10 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             error = failed
             yield lambda: _from_events(recorded(target), error, told)
             return
-        asker = stack.enter_context(Asker(store, run_id))
 
         def look() -> JobStatus:
             try:
-                status = status_of(asker.ask(What.STANDING, chosen.timeout))
+                status = status_of(read_job(store, run_id))
             except StoreError as error:
                 return _from_events(recorded(target), error, told)
             return status or _not_in_store(target, run_id, told)
@@ -486,19 +480,19 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
 def _stacks(chosen: argparse.Namespace) -> int:
     try:
         view = _asked(find_target(chosen), chosen)
-        print("\n".join(stacks_lines(view, chosen.ranks)))
+        print("\n".join(stack_lines(view, chosen.ranks)))
     except ConfigError as error:
         return complain("stacks", error, 2)
     except ElasticError as error:
         return complain("stacks", error, NOBODY)
     except KeyboardInterrupt:
         return 130
-    if not view.answers:
+    if not view.stacks:
         return NOBODY
-    return int(len(view.answers) < len(view.live))
+    return int(len(view.stacks) < len(view.live))
 
 
-def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
+def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
     """What the nodes show.
 
     Raises:
@@ -506,7 +500,7 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobView:
     """
     try:
         with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
-            view = asker.ask(What.STACKS, chosen.timeout, chosen.ranks)
+            view = asker.ask(chosen.timeout, chosen.ranks)
     except StoreError as error:
         last = recorded(target)
         if last is None or last.state is None or not last.state.over:

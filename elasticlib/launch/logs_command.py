@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import ConfigError, ElasticError
-from ..observe.kept_logs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail
-from ..observe.runs import find_runs
+from ..observe.runs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail, find_runs
 from ..workers.output import parse_ranks
 from .command_tools import complain, on_terminal, typed
 

@@ -8,29 +8,26 @@ warning. A port is bound before the node takes part in anything; nothing waits f
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from .._version import versions
 from ..agent.loop import ElasticAgent
+from ..clock import monotonic
 from ..errors import ConfigError
-from ..observe.asking import Answerer
-from ..observe.exposed import Moment
-from ..observe.health import Health, judge
 from ..observe.journal import FILE, NodeJournal, View
+from ..observe.metrics import Exposition, Moment
 from ..observe.port import ObservePort, Page, plain
-from ..observe.prometheus import Exposition
-from ..observe.question import Stacks
-from ..observe.records import RunRecord, remove_old
+from ..observe.published import Published, Publisher
+from ..observe.runs import RunRecord, remove_old
+from ..observe.stacks import Answerer, Stacks
+from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
@@ -50,7 +47,6 @@ log = logging.getLogger("elasticlib.launch")
 
 POLL_SECONDS = 1.0
 """Between looks for a question where waiting is a poll of files."""
-STATUS_VERSION = 1
 HEALTH, STATUS, METRICS = "/healthz", "/status.json", "/metrics"
 _ALWAYS = (
     *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
@@ -136,26 +132,30 @@ def _conf(config: LaunchConfig) -> dict[str, str]:
     return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
 
 
-# -- what it answers through the store -------------------------------------------------------------
+# -- what others see of it through the store -------------------------------------------------------
 
 
-def answering(
-    meeting: Meeting, journal: NodeJournal, agent: ElasticAgent
-) -> AbstractContextManager[object]:
-    """Answers what `elasticlib status` and `stacks` ask, from `with` to its end; nothing where the
+@contextlib.contextmanager
+def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> Iterator[None]:
+    """Lets `elasticlib status` and `stacks` see this node, from `with` to its end; not where the
     nodes meet in a store that is not ours to speak to."""
     store, handler = meeting.store, meeting.handler
     if store is None:
-        return contextlib.nullcontext()
-    return Answerer(
-        store,
-        meeting.run_id,
-        meeting.me,
-        status=lambda: journal.status(agent.workers.beats()),
-        stacks=stacks_of(agent),
-        heard=handler.heard if isinstance(handler, DynamicRendezvousHandler) else lambda: None,
-        look_every=POLL_SECONDS if isinstance(store, FileStore) else 0.0,
-    )
+        yield
+        return
+
+    def look() -> Published:
+        heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
+        status = journal.status(agent.workers.beats())
+        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.silent())
+
+    poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
+    with (
+        Publisher(store, meeting.run_id, meeting.me, look) as publisher,
+        Answerer(store, meeting.run_id, meeting.me, stacks_of(agent), look_every=poll),
+    ):
+        journal.on_event = publisher.wake
+        yield
 
 
 def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
@@ -278,7 +278,8 @@ class _Pages:
         status = self._now()
         return Moment(
             status,
-            self._journal.story.counts,
+            self._journal.story.sums(),
+            self._journal.story.pace,
             alive=self._judged(status).good,
             silent=self._agent.silent(),
             events_lost=self._journal.lost,
@@ -290,21 +291,11 @@ class _Pages:
         return plain(200 if found.good else 503, found.sentence)
 
     def _status(self) -> Page:
-        status = self._now()
-        found = self._judged(status)
-        said = {
-            "version": STATUS_VERSION,
-            "healthy": found.good,
-            "health": found.sentence,
-            **attrs.asdict(status, value_serializer=_value),
-        }
+        now = Published.at(monotonic(), self._now(), loop_silent=self._agent.silent())
+        said = document_of_node(now)
         return Page(200, "application/json", json.dumps(said, indent=2).encode() + b"\n")
 
     def _metrics(self) -> Page:
         if isinstance(self._exposition, str):
             return plain(501, self._exposition)
         return Page(200, *self._exposition.text())
-
-
-def _value(_kind: Any, _field: Any, value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value

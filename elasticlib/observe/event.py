@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -55,7 +55,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "local_rank": "its place on the node",
         "code": "exit code; negative for a signal",
         "ok": "whether it succeeded",
-        "stopped": "whether it had been told to end",
+        "stopped": "whether this agent had asked it to end",
         "how": "in words",
         "error": "what it wrote of its failure, else how it ended; empty if it succeeded",
         "uptime": "seconds since its generation's start",
@@ -63,7 +63,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "failure": {
         "reason": "in words",
         "failure": "its kind: ordinary, killed, at start or hang",
-        "silent": "of a hang, seconds for which a worker here had told nothing; else null",
+        "silent": "of a hang, seconds for which a worker here had given no sign of life; else null",
     },
     "stopping": {
         "why": "in words, empty if the workers are not asked to save",
@@ -79,14 +79,16 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "after": "seconds from the start of the workers until then",
     },
     "training.began": {
-        "step": "the first that this node's workers told of in their generation, the smallest",
+        "step": "the first of this node's workers in their generation, the smallest",
         "seconds": "from the start of the workers to the end of that step, of the slowest",
     },
     "steps": {
-        "step": "the last that this node's workers told of, the smallest of them",
+        "step": "the last of this node's workers, the smallest of them",
         "per_second": "since the line before, or the first step; null if not known",
-        "silent": "seconds since the quietest worker told of one",
-        "loss": "as the lowest rank told it last, null if it does not; text where it is no number",
+        "silent": "seconds since the quietest worker made one",
+        "loss": "the lowest rank's last, null if it names none; text where it is no number",
+        "losses": "evenly chosen ones of this rank since the line before, each a list: step, "
+        "seconds before this line, and the loss; text where it is no number",
         "samples_per_second": "of this node's workers together, since the line before; null if "
         "not known",
     },
@@ -111,7 +113,7 @@ class Event:
     """One line; facts hold text, numbers, truth values, null, and lists and objects of these.
 
     Files may have been written by anybody, so a fact is read by its type: one that is missing, or
-    of another type than the schema has it, was not told.
+    of another type than the schema has it, is not known.
     """
 
     kind: str
@@ -131,18 +133,21 @@ class Event:
 
     def number(self, name: str) -> float | None:
         """A finite number, or None."""
-        value = self.facts.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None
-        return float(value) if -LARGEST < value < LARGEST else None
+        return _as_number(self.facts.get(name))
 
     def value(self, name: str) -> float | None:
         """A number of whatever size, or one that is none: JSON has no word for these, so they are
-        told as text. None where neither is told."""
-        told = self.facts.get(name)
-        if isinstance(told, float) or told in ("nan", "inf", "-inf"):
-            return float(told)
-        return self.number(name)
+        written as text. None where it is neither."""
+        return _as_value(self.facts.get(name))
+
+    def losses(self) -> Iterator[tuple[int, float, float]]:
+        """Of `steps`: step, time and value of each loss."""
+        listed = self.facts.get("losses")
+        for one in listed if isinstance(listed, list) else ():
+            if isinstance(one, list) and len(one) == 3:
+                step, before, value = _as_count(one[0]), _as_number(one[1]), _as_value(one[2])
+                if step is not None and before is not None and before >= 0 and value is not None:
+                    yield step, self.at - before, value
 
     def seconds(self, name: str) -> float | None:
         """A number that is not negative, or None."""
@@ -174,8 +179,20 @@ class Event:
         return None if first is None or last is None else (first, last)
 
     def says(self, name: str) -> bool:
-        """Whether this is told to be true."""
+        """Whether this is said to be true."""
         return self.facts.get(name) is True
+
+
+def _as_number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if -LARGEST < value < LARGEST else None
+
+
+def _as_value(value: object) -> float | None:
+    if isinstance(value, float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    return _as_number(value)
 
 
 def _as_count(value: object) -> int | None:
@@ -233,19 +250,19 @@ def decode(line: bytes | str) -> Event:
     if found.get("v") != VERSION:
         raise ValueError(f"events of version {VERSION} are read here, got {found.get('v')!r}")
     types = {"kind": str, "run": str, "node": str, "generation": int, "wall": float, "at": float}
-    told: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for name, wanted in types.items():
         value = found.get(name)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = _as_float(name, value)
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise ValueError(f"an event's {name} is a {wanted.__name__}, got {value!r}")
-        told[name] = value
+        common[name] = value
     rank = found.get("rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
         raise ValueError(f"an event's rank is a number, got {rank!r}")
     facts = {name: value for name, value in found.items() if name not in COMMON}
-    return Event(**told, rank=rank, facts=facts)
+    return Event(**common, rank=rank, facts=facts)
 
 
 def _as_float(name: str, value: int) -> float:

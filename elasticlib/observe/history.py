@@ -1,4 +1,4 @@
-"""A job as its events tell it: who was there when, what was lost and why, and what that cost.
+"""A job as its events show it: which nodes ran when, what was lost and why, and what that cost.
 
 All times here are job seconds: 0 is the first event of all, and nodes whose clocks differ are
 laid on one axis by the generations that they began together.
@@ -7,7 +7,7 @@ laid on one axis by the generations that they began together.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -47,7 +47,7 @@ class JobState(enum.Enum):
 
 @attrs.frozen
 class Cost:
-    """Seconds from a fault to training that goes on, by phase; None where nobody told of it. Steps
+    """Seconds from a fault to training that goes on, by phase; None where it is not known. Steps
     that are done after a notice are no part of it.
 
     detect: until an agent knew, where it can tell (the silence before a hang or a lost lease).
@@ -66,10 +66,17 @@ class Cost:
     redone_seconds: float = 0.0
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in order, of those that are known; `redone` is the last."""
+        names = ("detect", "stop", "rendezvous", "start", "restore")
+        known = {name: getattr(self, name) for name in names}
+        known["redone"] = self.redone_seconds if self.redone else None
+        return {name: max(0.0, value) for name, value in known.items() if value is not None}
+
+    @property
     def seconds(self) -> float:
         """All of it."""
-        phases = (self.detect, self.stop, self.rendezvous, self.start, self.restore)
-        return sum(phase for phase in phases if phase is not None) + self.redone_seconds
+        return sum(self.phases.values())
 
 
 @attrs.frozen
@@ -77,13 +84,13 @@ class NodeGeneration:
     """One generation as one node lived it, by the node's own times or on an axis of many nodes.
 
     began: its workers were started. sought: the rendezvous for it began, or None. why: it was
-    sought, None where that was not told.
+    sought, None where that is not known.
 
     trouble: the first sign that it would not last, None if it ended well. over: nobody works any
     more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
     seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
     node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
-    it was told; last_at: that of the last. saved, snapshot: how many steps were kept so.
+    it is known; last_at: that of the last. saved, snapshot: how many steps were kept so.
     """
 
     node: str
@@ -118,7 +125,7 @@ class NodeGeneration:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The pace of all of it; None where too little was told."""
+        """The pace of all of it; None where too little is known."""
         if self.trained is None or self.last_at is None:
             return None
         if self.first_step is None or self.last_step is None:
@@ -142,7 +149,7 @@ class Stay:
 @attrs.frozen
 class Generation:
     """cause: the sentence that stands in the log. trained: the first step's end, or None.
-    first_step and last_step: that were told of in it, or None. cost: what it took to get to it."""
+    first_step and last_step: the first and last that are known, or None. cost: of getting to it."""
 
     number: int
     why: Why
@@ -173,7 +180,8 @@ class Mark:
 
 @attrs.frozen
 class Pace:
-    """Where one node's workers were at one moment, as `steps` tells it; a loss may be no number."""
+    """Where one node's workers were at one moment: an event of `steps`, or one of its `losses`. A
+    loss may be no number."""
 
     at: float
     node: str
@@ -198,7 +206,7 @@ class NodeEnd:
 class NodeStory:
     """What is known of a node. began, seen: its first and last event. lost: whether it went
     without a word, as others tell. folder: of its logs, empty if none is kept. failures: how many
-    it told of, those too whose marks were left out."""
+    it reported, those too whose marks were left out."""
 
     node: str
     host: str
@@ -253,16 +261,199 @@ class History:
     @property
     def goodput(self) -> float | None:
         """The part of all time in which steps were made that count: neither waiting nor done
-        again. None where workers tell of no steps."""
+        again. None where workers report no steps."""
         trained = 0.0
         for generation in self.generations:
             if generation.trained is not None:
                 end = self.until if generation.ended is None else generation.ended
                 trained += max(0.0, end - generation.trained) - generation.cost.redone_seconds
-        told = any(generation.trained is not None for generation in self.generations)
-        return max(0.0, trained / self.until) if told and self.until > 0 else None
+        known = any(generation.trained is not None for generation in self.generations)
+        return max(0.0, trained / self.until) if known and self.until > 0 else None
 
     @property
     def lost(self) -> float | None:
-        """Seconds of all the other time; None where workers tell of no steps."""
+        """Seconds of all the other time; None where workers report no steps."""
         return None if self.goodput is None else self.until * max(0.0, 1.0 - self.goodput)
+
+
+# -- what each generation cost ---------------------------------------------------------------------
+#
+# Why it was sought and what it cost to get to it, from the lives that nodes had in it and in the
+# one before: times on one axis, phases that follow one another without gap or overlap.
+
+
+@attrs.frozen
+class _End:
+    """Of a generation: when it went wrong, or made its last step as it was to end; when that was
+    known; and when no worker was left."""
+
+    fault: float
+    known: float
+    gone: float
+
+
+class Ledger:
+    """Takes a job's generations in their order, and makes of each what a reader is to know."""
+
+    def __init__(self) -> None:
+        self._before: Sequence[NodeGeneration] = ()
+        self._end: _End | None = None
+        self._floor = 0.0
+        self._newest: int | None = None
+        self._pace: float | None = None
+
+    def add(
+        self,
+        number: int,
+        lives: Sequence[NodeGeneration],
+        *,
+        launched: float | None = None,
+        following: float | None = None,
+        until: float,
+    ) -> Generation:
+        """The generation that nodes had these lives in, one of them at least.
+
+        launched: when the job was begun that this is the first generation of; None if it is not.
+        following: when the next one began, None if it is the last. until: the last event of all.
+        """
+        if launched is not None:
+            self._before, self._end = (), None
+        # Of two that are in order no clock can say that they are not.
+        began = max(self._floor, min(life.began for life in lives))
+        end = _end_of(lives, began, following)
+        trained = _latest(life.trained for life in lives)
+        trained = None if trained is None else max(began, trained)
+        steps = _steps(lives)
+        pace = _middle(life.seconds_per_step for life in lives)
+        ended = max(began, until) if end is None else end.fault
+        cost = self._way_here(lives, began, trained, launched)
+        redone = self._redone(steps)
+        took = max(0, redone - 1) * (self._pace or pace or 0.0)
+        took = min(took, max(0.0, ended - trained)) if trained is not None else 0.0
+        generation = Generation(
+            number=number,
+            why=why_of(self._before, lives),
+            cause=next((life.cause for life in lives if life.cause), ""),
+            began=began,
+            ended=None if end is None else end.fault,
+            nodes=max(life.nodes for life in lives),
+            world=max(life.world for life in lives),
+            restarts=max(life.restarts for life in lives),
+            trained=None if trained is None else min(trained, ended),
+            first_step=steps[0],
+            last_step=steps[1],
+            cost=attrs.evolve(cost, redone=redone, redone_seconds=took),
+        )
+        self._before, self._end = lives, end
+        self._floor = began if end is None else end.fault
+        self._newest = max((s for s in (self._newest, steps[1]) if s is not None), default=None)
+        self._pace = pace or self._pace
+        return generation
+
+    def _way_here(
+        self,
+        lives: Sequence[NodeGeneration],
+        began: float,
+        trained: float | None,
+        launched: float | None,
+    ) -> Cost:
+        restore = _latest(life.restore_seconds for life in lives)
+        asked = _latest(
+            life.restored - (life.restore_seconds or 0.0)
+            for life in lives
+            if life.restored is not None
+        )
+        start = None
+        if trained is not None:
+            restore = None if restore is None else min(restore, trained - began)
+            start = trained - began - (restore or 0.0)
+        elif asked is not None:
+            start = max(0.0, asked - began)
+        end = self._end
+        if end is None:
+            sought = launched
+            if sought is None:
+                sought = min((x.sought for x in lives if x.sought is not None), default=None)
+            waited = None if sought is None else max(0.0, began - sought)
+            return Cost(rendezvous=waited, start=start, restore=restore)
+        known, gone = min(end.known, began), min(end.gone, began)
+        silent = any(life.silent is not None for life in self._before)
+        return Cost(
+            detect=known - min(end.fault, known) if silent else None,
+            stop=gone - known,
+            rendezvous=began - gone,
+            start=start,
+            restore=restore,
+        )
+
+    def _redone(self, steps: tuple[int | None, int | None]) -> int:
+        """How many of these were done before; a step n follows n - 1."""
+        first, last = steps
+        if first is None or last is None or self._newest is None:
+            return 0
+        return max(0, min(self._newest, last) - first + 1)
+
+
+def as_start(made: Generation, until: float) -> Generation:
+    """The same, of a job whose workers report steps: one that made none was a start in all."""
+    if made.trained is not None:
+        return made
+    lasted = max(0.0, (until if made.ended is None else made.ended) - made.began)
+    restore = None if made.cost.restore is None else min(made.cost.restore, lasted)
+    cost = attrs.evolve(made.cost, start=lasted - (restore or 0.0), restore=restore)
+    return attrs.evolve(made, cost=cost)
+
+
+def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) -> Why:
+    """Why it was sought, as the rendezvous said; where it did not, by what the nodes did in the one
+    before."""
+    said = next((life.why for life in lives if life.why is not None), None)
+    if said is Why.START and before:
+        return Why.LOSS  # begun anew, as what the store held is gone
+    if said is not None:
+        return said
+    charged = max(x.restarts for x in lives) > max((x.restarts for x in before), default=0)
+    if charged or any(life.failed for life in before):
+        return Why.FAILURE
+    if not before:
+        return Why.START
+    return Why.RESIZE if any(life.asked for life in before) else Why.LOSS
+
+
+def _end_of(lives: Sequence[NodeGeneration], began: float, following: float | None) -> _End | None:
+    """None while it stands."""
+    troubles = [life.trouble for life in lives if life.trouble is not None]
+    overs = [life.over for life in lives if life.over is not None]
+    if not troubles and following is None and len(overs) < len(lives):
+        return None
+    known = min(troubles) if troubles else max(overs, default=following or began)
+    # Of nodes that were lost nothing is known, and nothing is awaited.
+    gone = max((life.gone for life in lives if life.gone is not None), default=known)
+    if following is not None:
+        known, gone = min(known, following), min(gone, following)
+    known = max(began, known)
+    gone = max(known, gone)
+    fault = max(began, known - (_latest(life.silent for life in lives) or 0.0))
+    # Workers go on after a notice: what they did since then is lost only where it is repeated.
+    worked = _latest(life.last_at for life in lives if life.asked)
+    if worked is not None:
+        fault = max(fault, min(worked, gone))
+    return _End(fault=fault, known=max(known, fault), gone=gone)
+
+
+def _steps(lives: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:
+    firsts, lasts = [], []
+    for life in lives:
+        if life.first_step is not None and life.last_step is not None:
+            firsts.append(life.first_step)
+            lasts.append(max(life.first_step, life.last_step))
+    return min(firsts, default=None), max(lasts, default=None)
+
+
+def _latest(found: Iterable[float | None]) -> float | None:
+    return max((value for value in found if value is not None), default=None)
+
+
+def _middle(found: Iterable[float | None]) -> float | None:
+    values = sorted(value for value in found if value is not None)
+    return values[len(values) // 2] if values else None

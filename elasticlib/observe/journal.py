@@ -31,10 +31,10 @@ CLOSE_SECONDS = 2.0
 
 
 class Journal(abc.ABC):
-    """Is told what happens, while it happens, by the agent's loop.
+    """Takes what happens, while it happens, from the agent's loop.
 
-    What is told is never worth a stop of the training: a journal that raises is told no more, and
-    one that is not `prompt` is told in a thread of its own, in order.
+    Nothing of it is worth a stop of the training: a journal that raises is called no more, and one
+    that is not `prompt` is called in a thread of its own, in order.
     """
 
     prompt = False
@@ -61,8 +61,8 @@ class View(abc.ABC):
 
 
 class Guard:
-    """Makes calls of a part of which who makes them feels nothing; it is told of once if it raises,
-    and is called no more."""
+    """Calls a part whose failures must not be felt: one that raises is named once in the log, and
+    is called no more."""
 
     def __init__(self, part: object) -> None:
         self._name = type(part).__name__
@@ -103,6 +103,9 @@ class NodeJournal(Journal):
         found_by: what `elasticlib report` finds the file by.
         waiting: so many may wait to be written; more of them are lost, and counted.
         retry: seconds before another try where a disk takes nothing.
+
+    Attributes:
+        on_event: is called after each event has been folded, and must not wait.
     """
 
     prompt = True
@@ -120,6 +123,7 @@ class NodeJournal(Journal):
         clock: Clock = monotonic,
     ) -> None:
         self.story = Story()
+        self.on_event: Callable[[], object] = lambda: None
         self.path = "" if path is None else os.fspath(path)
         self.found_by = found_by
         self._run = run
@@ -144,17 +148,18 @@ class NodeJournal(Journal):
     ) -> None:
         event = Event(kind, self._run, self._node, generation, wall(), self._clock(), rank, facts)
         self._fold.call(partial(self.story.fold, event), prompt=True)
+        self.on_event()
         for view, guard in self._views:
             guard.call(partial(view.hear, event), prompt=view.prompt)
         if self.path and not self._file.call(partial(self._write, event)):
             self._dropped += 1
 
-    def status(self, beats: Mapping[int, Heartbeat]) -> NodeStatus:
-        """Where the node stands now, with what its workers tell, by local rank. For any thread."""
-        return seen(self.story.status, beats, self._clock())
+    def status(self, heartbeats: Mapping[int, Heartbeat]) -> NodeStatus:
+        """The node's status now; heartbeats: of its workers, by local rank. For any thread."""
+        return seen(self.story.status, heartbeats, self._clock())
 
     def close(self) -> None:
-        """Nothing more will be told; what was is put where it belongs, within some seconds."""
+        """Nothing more will happen; what did is put where it belongs, within some seconds."""
         for _, guard in self._views:
             guard.settle()
         if self._last is not None:

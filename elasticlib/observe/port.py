@@ -1,7 +1,7 @@
 """A small HTTP server for whoever asks how an agent is: it reads, and changes nothing.
 
-One thread collects what all clients say, and a handful answers those who have said it whole, so
-that no client, slow or many, is felt by the agent, or by others who ask.
+One thread serves all clients, and waits for none of them, so that no client, slow or many, is felt
+by the agent, or by others who ask.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import queue
 import selectors
 import socket
 import threading
@@ -25,14 +24,13 @@ from ..threads import helper
 
 log = logging.getLogger("elasticlib.observe")
 
-THREADS = 4
 SECONDS = 3.0
 """For a request to arrive, and again for its answer to be taken."""
 LONGEST_HEAD = 16 * 1024
 WAITING = 32
-"""Whole requests, before others are put off."""
+"""Clients that have connected, before others are put off."""
 MOST = 128
-"""Clients that have not said all; who has waited longest goes for the next."""
+"""Clients at a time; who has waited longest goes for the next."""
 
 
 @attrs.frozen
@@ -47,6 +45,25 @@ class Page:
 def plain(status: int, sentence: str) -> Page:
     """A line of text."""
     return Page(status, "text/plain; charset=utf-8", f"{sentence}\n".encode())
+
+
+Pages = Mapping[str, Callable[[], Page]]
+
+
+@attrs.define(eq=False)
+class _Client:
+    """What it has said so far, then what is left of its answer; and until when it may take."""
+
+    connection: socket.socket
+    peer: Any
+    until: float
+    head: bytes = b""
+    answer: memoryview | None = None
+
+    @property
+    def said_all(self) -> bool:
+        """But for a body, of which there is none that we would read."""
+        return b"\r\n\r\n" in self.head or b"\n\n" in self.head
 
 
 class ObservePort:
@@ -70,173 +87,132 @@ class ObservePort:
             dualstack_ipv6=both,
         )
         self.host, self.port = self._socket.getsockname()[:2]
-        self._pages: Mapping[str, Callable[[], Page]] = {}
-        self._threads: list[threading.Thread] = []
-        self._requests: queue.Queue[_Request | None] = queue.Queue(WAITING)
+        self._pages: Pages = {}
+        self._thread: threading.Thread | None = None
         self._over = False
         self._wake, self._waker = socket.socketpair()
+        # In the order in which their time is over.
+        self._clients: dict[Any, _Client] = {}
+        self._selector = selectors.DefaultSelector()
 
     @property
     def address(self) -> str:
         """`host:port` as it was bound."""
         return join_endpoint(self.host, self.port)
 
-    def begin(self, pages: Mapping[str, Callable[[], Page]]) -> None:
+    def begin(self, pages: Pages) -> None:
         """Answer from now on; who has connected already has waited."""
         self._pages = pages
         self._socket.setblocking(False)
-        runs = [("observe", self._collect)]
-        runs += [(f"observe-{number}", self._serve) for number in range(THREADS)]
-        for name, run in runs:
-            thread = helper(run, name)
-            thread.start()
-            self._threads.append(thread)
+        for own in (self._socket, self._wake):
+            self._selector.register(own, selectors.EVENT_READ)
+        self._thread = helper(self._run, "observe")
+        self._thread.start()
 
     def close(self) -> None:
         """Answer no more; an answer that is under way is not waited for."""
         self._over = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._waker.close()
+        if self._thread is None:
+            self._let_go()
+
+    def _run(self) -> None:
+        while not self._over:
+            self._turn()
+        for client in list(self._clients.values()):
+            self._drop(client)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._selector.close()
         self._socket.close()
-        self._waker.close()  # wakes who collects
-        if not self._threads:
-            self._wake.close()
+        self._wake.close()
 
-    def _collect(self) -> None:
-        heads = _Heads(self._hand_on)
-        with heads.selector, self._wake:
-            with contextlib.suppress(OSError, ValueError):  # closed already
-                heads.selector.register(self._socket, selectors.EVENT_READ)
-            heads.selector.register(self._wake, selectors.EVENT_READ)
-            while not self._over:
-                for found in heads.wait():
-                    if found is self._socket:
-                        self._accept(heads)
-                    elif found is not self._wake:
-                        heads.read(found)
-            heads.drop_all()
-        for _ in range(THREADS):
-            self._requests.put(None)
+    def _turn(self) -> None:
+        oldest = next(iter(self._clients.values()), None)
+        left = None if oldest is None else max(0.0, oldest.until - monotonic())
+        for key, _ in self._selector.select(left):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif (client := self._clients.get(key.fileobj)) is not None:
+                self._go_on(client)
+        now = monotonic()
+        for client in [one for one in self._clients.values() if one.until <= now]:
+            self._drop(client)
 
-    def _accept(self, heads: _Heads) -> None:
+    def _accept(self) -> None:
         try:
-            heads.add(*self._socket.accept())
+            connection, peer = self._socket.accept()
         except BlockingIOError:
             return
         except OSError:
             # Too many open files, or a client that left again: neither is for ever.
             if not self._over:
                 threading.Event().wait(0.1)
-
-    def _hand_on(self, request: _Request) -> None:
-        try:
-            self._requests.put_nowait(request)
-        except queue.Full:
-            request.connection.close()
-
-    def _serve(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                with request.connection:
-                    _Answer(request, self._pages)
-            except OSError as error:
-                log.debug("a client went away: %s", error)
-            except Exception:
-                log.exception("a request was not answered")
-
-
-@attrs.define(eq=False)
-class _Request:
-    """What a client has said so far, and until when it may go on."""
-
-    connection: socket.socket
-    peer: Any
-    until: float
-    head: bytes = b""
-
-    @property
-    def whole(self) -> bool:
-        """Without its body, of which there is none that we would read."""
-        return b"\r\n\r\n" in self.head or b"\n\n" in self.head
-
-
-class _Heads:
-    """What clients have begun to say; `whole` is called with each that is through."""
-
-    def __init__(self, whole: Callable[[_Request], None]) -> None:
-        self.selector = selectors.DefaultSelector()
-        self._whole = whole
-        # In the order in which they came, which is that in which their time is over.
-        self._begun: dict[Any, _Request] = {}
-
-    def wait(self) -> list[Any]:
-        """Sockets at which there is something, once there is; who is late by then is dropped."""
-        oldest = next(iter(self._begun.values()), None)
-        left = None if oldest is None else max(0.0, oldest.until - monotonic())
-        ready = self.selector.select(left)
-        for request in [one for one in self._begun.values() if one.until <= monotonic()]:
-            self._drop(request)
-        return [key.fileobj for key, _ in ready]
-
-    def add(self, connection: socket.socket, peer: Any) -> None:
-        connection.setblocking(False)
-        self._begun[connection] = _Request(connection, peer, monotonic() + SECONDS)
-        self.selector.register(connection, selectors.EVENT_READ)
-        if len(self._begun) > MOST:
-            self._drop(next(iter(self._begun.values())))
-
-    def read(self, connection: Any) -> None:
-        request = self._begun.get(connection)
-        if request is None:  # dropped meanwhile
             return
+        connection.setblocking(False)
+        self._clients[connection] = _Client(connection, peer, monotonic() + SECONDS)
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._clients) > MOST:
+            self._drop(next(iter(self._clients.values())))
+
+    def _go_on(self, client: _Client) -> None:
         try:
-            data = connection.recv(LONGEST_HEAD)
+            if client.answer is None:
+                self._read(client)
+            else:
+                self._write(client, client.answer)
         except BlockingIOError:
             return
-        except OSError:
-            self._drop(request)
-            return
-        request.head += data
-        if request.whole or not data:
-            self._forget(request)
-            self._whole(request)
-        elif len(request.head) > LONGEST_HEAD:
-            self._drop(request)
+        except OSError as error:
+            log.debug("a client went away: %s", error)
+            self._drop(client)
+        except Exception:
+            log.exception("a request was not answered")
+            self._drop(client)
 
-    def drop_all(self) -> None:
-        for request in list(self._begun.values()):
-            self._drop(request)
+    def _read(self, client: _Client) -> None:
+        data = client.connection.recv(LONGEST_HEAD)
+        client.head += data
+        if client.said_all or not data:
+            client.answer = memoryview(_Answer(client, self._pages).wfile.getvalue())
+            client.until = monotonic() + SECONDS
+            self._clients[client.connection] = self._clients.pop(client.connection)
+            self._selector.modify(client.connection, selectors.EVENT_WRITE)
+        elif len(client.head) > LONGEST_HEAD:
+            self._drop(client)
 
-    def _drop(self, request: _Request) -> None:
-        self._forget(request)
-        request.connection.close()
+    def _write(self, client: _Client, answer: memoryview) -> None:
+        client.answer = answer[client.connection.send(answer) :] if answer else answer
+        if not client.answer:
+            client.connection.shutdown(socket.SHUT_WR)
+            self._drop(client)
 
-    def _forget(self, request: _Request) -> None:
-        del self._begun[request.connection]
-        self.selector.unregister(request.connection)
+    def _drop(self, client: _Client) -> None:
+        del self._clients[client.connection]
+        self._selector.unregister(client.connection)
+        client.connection.close()
 
 
 class _Answer(BaseHTTPRequestHandler):
-    """To one request, with the time for the whole of it bounded; HTTP/1.0, so one a connection."""
+    """To one request; HTTP/1.0, so one a connection."""
 
     server_version = "elasticlib"
     sys_version = ""
 
-    def __init__(self, request: _Request, pages: Mapping[str, Callable[[], Page]]) -> None:
+    def __init__(self, client: _Client, pages: Pages) -> None:
         self._pages = pages
-        self._head = request.head
-        super().__init__(request.connection, request.peer, None)  # type: ignore[arg-type]
+        self._head = client.head
+        super().__init__(client.connection, client.peer, None)  # type: ignore[arg-type]
 
     def setup(self) -> None:
         self.rfile: Any = io.BytesIO(self._head)
         self.wfile: Any = io.BytesIO()
 
     def finish(self) -> None:
-        # For all of it, however small the pieces that are taken.
-        self.request.settimeout(SECONDS)
-        self.request.sendall(self.wfile.getvalue())
-        with contextlib.suppress(OSError):
-            self.request.shutdown(socket.SHUT_WR)
+        """What is in `wfile` is sent by the port."""
 
     def do_GET(self) -> None:
         self._answer()

@@ -1,37 +1,78 @@
-"""What a job is doing, put together from what its store holds and what its nodes say of themselves.
+"""What a job is doing, put together from what its store holds and what its nodes have published of
+themselves, or from what they wrote down: as one JSON document, as lines and tables for people, and
+as an exit code.
 
-Nobody's clock is compared with another's: all ages are as the node that tells them measured them.
+Ages are as the node that has them measured them, and what has passed since it wrote them is by the
+wall clocks of two machines; nothing is decided by these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import attrs
 
 from ..rendezvous.document import Document, Node, Note, Phase
+from ..rendezvous.layout import Keys, StoredJob
+from ..rendezvous.layout import decode as decode_record
+from ..stores.interface import Store
+from ..visible import visible_line
 from .history import JobState
-from .question import Answer, Stacks
-from .story import NodeStatus, put_out
+from .published import Published, read_statuses
+from .story import NodeStatus, WorkerStatus, put_out
 
 
 @attrs.frozen
 class JobView:
-    """What was read and heard of a job. answers, stacks: by node id."""
+    """What was read of a job in its store. published: by node id."""
 
     run: str
     document: Document | None
     live: tuple[Node, ...]
     note: Note
-    answers: Mapping[str, Answer]
-    stacks: Mapping[str, Stacks] = attrs.field(factory=dict)
+    published: Mapping[str, Published]
+
+
+_JOBS = re.compile(r"([^/?]+)/(?:head/document|node/.*)")
+
+
+def jobs_in(store: Store) -> tuple[list[str], list[str]]:
+    """The run ids of the jobs in a store, and of those in which a node lives."""
+    found: dict[str, bool] = {}
+    for entry in store.list("").entries:
+        named = _JOBS.fullmatch(entry.key)
+        if named is not None:
+            run_id = unquote(named.group(1))
+            found[run_id] = found.get(run_id, False) or "/node/" in entry.key
+    return sorted(found), sorted(run_id for run_id, lives in found.items() if lives)
+
+
+def read_job(store: Store, run_id: str) -> JobView:
+    """All that the store holds of a job and its nodes, however many they are, in three calls.
+
+    Raises:
+        StoreError: the store did not answer. RendezvousMismatch: another version's job.
+    """
+    keys = Keys(run_id)
+    read = StoredJob(keys, store.list(keys.job))
+    note = store.get(keys.note)
+    return JobView(
+        run=run_id,
+        document=read.document(None)[0],
+        live=read.live(set()),
+        note=Note() if note is None else decode_record(Note, note.value, "the note"),
+        published=read_statuses(store, run_id),
+    )
 
 
 @attrs.frozen
 class NodeEntry:
     """rank: among the members, None for one that waits or has left. lives: whether its lease
-    stands. answer: what it says of itself; None if it does not answer."""
+    stands. published: what is known of it; None if that is nothing."""
 
     node: str
     host: str
@@ -39,14 +80,14 @@ class NodeEntry:
     slots: int
     lives: bool
     draining: str = ""
-    answer: Answer | None = None
+    published: Published | None = None
 
     @property
     def status(self) -> NodeStatus | None:
-        return None if self.answer is None else self.answer.status
+        return None if self.published is None else self.published.status
 
-    def told(self, name: str) -> list[Any]:
-        """What its workers told of their step or per_second; if none did, what its events tell."""
+    def values(self, name: str) -> list[Any]:
+        """The step or per_second of each of its workers; if none has any, as its events have it."""
         if self.status is None:
             return []
         found = [getattr(worker, name) for worker in self.status.workers]
@@ -57,17 +98,17 @@ class NodeEntry:
     def state(self) -> str:
         """A word for it."""
         if self.status is None:
-            return "no answer" if self.lives else "gone"
-        # What it told last may be older than its end, where it had no time to tell of that.
-        told = self.status.state
-        return told.value if self.lives or told.over else "gone"
+            return "no status" if self.lives else "gone"
+        # Its last status may be older than its end, where it had no time to write another.
+        last = self.status.state
+        return last.value if self.lives or last.over else "gone"
 
 
 @attrs.frozen
 class JobStatus:
-    """state: None where nobody can tell any more. age: seconds since the newest of this was true,
-    where it was read from files; None where nodes told it just now. minimum, maximum: how many
-    nodes there may be. since: seconds for which the state has lasted."""
+    """state: None where it is not known any more. age: seconds since the newest of this was true,
+    where it was read from files; None where it was read in the job's store. minimum, maximum: how
+    many nodes there may be. since: seconds for which the state has lasted."""
 
     run: str
     state: JobState | None
@@ -93,48 +134,44 @@ class JobStatus:
 
     @property
     def silent(self) -> tuple[NodeEntry, ...]:
-        """Those that live, and do not answer."""
-        return tuple(node for node in self.nodes if node.lives and node.answer is None)
+        """Those that live, and have published nothing."""
+        return tuple(node for node in self.nodes if node.lives and node.published is None)
 
     @property
     def starting(self) -> bool:
-        """Whether its events alone tell of it: its agent lives, and no generation stood so far."""
+        """Whether only its events are known: its agent lives, and no generation stood so far."""
         on = self.state is not None and not self.state.over
         return self.age is not None and on and not self.generation
 
     @property
-    def unanswered(self) -> bool:
-        """Whether there are nodes, and none of them answered."""
-        return bool(self.nodes) and not any(node.answer for node in self.nodes)
+    def unpublished(self) -> bool:
+        """Whether there are nodes, and none of them has published anything."""
+        return bool(self.nodes) and not any(node.published for node in self.nodes)
 
     @property
     def step(self) -> int | None:
-        """The smallest that any worker told of last."""
-        return min(self._slowest("step"), default=None)
+        """The smallest of all workers' last steps."""
+        return min(self._values("step"), default=None)
 
     @property
     def per_second(self) -> float | None:
         """Steps of the slowest worker."""
-        return min(self._slowest("per_second"), default=None)
+        return min(self._values("per_second"), default=None)
 
     @property
     def saved(self) -> int | None:
-        """The step of the last checkpoint that any node told of."""
-        own = [s.saved for s in self._statuses() if s.saved is not None]
-        return max([*own, *self._told("saved")], default=None)
+        """The step of the last checkpoint that any node knows of."""
+        kept = [status.saved for status in self._statuses()]
+        kept += [worker.saved for status in self._statuses() for worker in status.workers]
+        return max((step for step in kept if step is not None), default=None)
 
     @property
     def snapshot(self) -> int | None:
         """The newest step that all nodes which keep snapshots have whole in their memory."""
         return min((s.snapshot for s in self._statuses() if s.snapshot is not None), default=None)
 
-    def _slowest(self, name: str) -> list[Any]:
-        """What the workers told, and of nodes whose workers did not, the nodes' events."""
-        return [value for node in self.nodes for value in node.told(name)]
-
-    def _told(self, name: str) -> list[int]:
-        found = (getattr(w, name) for s in self._statuses() for w in s.workers)
-        return [value for value in found if value is not None]
+    def _values(self, name: str) -> list[Any]:
+        return [value for node in self.nodes for value in node.values(name)]
 
     def _statuses(self) -> Iterable[NodeStatus]:
         return (node.status for node in self.nodes if node.status is not None)
@@ -146,12 +183,14 @@ def status_of(view: JobView) -> JobStatus | None:
     if document is None and not view.live:
         return None
     nodes = _nodes(view)
-    statuses = [node.status for node in nodes if node.rank is not None and node.status]
+    statuses = [
+        node.status for node in nodes if node.rank is not None and node.lives and node.status
+    ]
     state, reason = _state(view, statuses)
     ages = [
-        node.answer.state_seconds
+        node.published.state_seconds + (node.published.age or 0.0)
         for node in nodes
-        if node.rank is not None and node.answer and node.answer.status.state is state
+        if node.rank is not None and node.published and node.published.status.state is state
     ]
     if document is None:
         return JobStatus(view.run, state, reason, nodes=nodes)
@@ -178,9 +217,11 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     ids = {node.id for node in members}
     here = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
     here += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
-    answers = dict(view.answers)
+    published = dict(view.published)
     if members:
-        answers |= {id: _put_out(answer) for id, answer in answers.items() if id not in ids}
+        # Only members' steps count; of members that are gone only where nobody else is left.
+        counted = (ids & living.keys()) or ids
+        published |= {id: _put_out(it) for id, it in published.items() if id not in counted}
     return tuple(
         NodeEntry(
             node=node.id,
@@ -189,7 +230,7 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
             slots=node.slots,
             lives=node.id in living,
             draining=node.draining,
-            answer=answers.get(node.id),
+            published=published.get(node.id),
         )
         for rank, node in here
         # Of a generation that is over, those who have gone are none of the next one's.
@@ -197,8 +238,8 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     )
 
 
-def _put_out(answer: Answer) -> Answer:
-    return attrs.evolve(answer, status=put_out(answer.status))
+def _put_out(published: Published) -> Published:
+    return attrs.evolve(published, status=put_out(published.status))
 
 
 _PHASES = {
@@ -222,15 +263,15 @@ def _state(view: JobView, statuses: Iterable[NodeStatus]) -> tuple[JobState | No
         return None, f"no node lives any more; the last words were: {document.cause}"
     if document.phase is Phase.OPEN:
         return _opening(document, live), document.cause or view.note.reason
-    told = {status.state: status for status in statuses}
+    by_state = {status.state: status for status in statuses}
     for state in _FIRST:
-        if state in told:
-            return state, told[state].reason or document.cause
-    ends = [state for state in told if state.over]
-    if ends and len(ends) == len(told):
-        # All who answer are through; the document says so as soon as the others are.
+        if state in by_state:
+            return state, by_state[state].reason or document.cause
+    ends = [state for state in by_state if state.over]
+    if ends and len(ends) == len(by_state):
+        # All whose status is known are through; the document says so as soon as the others are.
         worst = max(ends, key=lambda state: (state is JobState.FAILED, state.value))
-        return worst, told[worst].reason
+        return worst, by_state[worst].reason
     return JobState.RUNNING, document.cause
 
 
@@ -244,19 +285,32 @@ def _opening(document: Document, live: tuple[Node, ...]) -> JobState:
     return JobState.RESIZING if document.planned else JobState.RENDEZVOUS
 
 
+def recorded_entry(published: Published, *, lives: bool) -> NodeEntry:
+    """A node as its own events have it. lives: its agent."""
+    status = published.status
+    return NodeEntry(
+        node=status.node,
+        host=status.host,
+        rank=status.node_rank,
+        slots=status.slots,
+        lives=lives and not status.state.over,
+        published=published,
+    )
+
+
 def status_of_records(run: str, nodes: Iterable[NodeEntry], age: float) -> JobStatus:
-    """Of what files tell of some of a run's nodes, the newest of it so many seconds ago."""
+    """Of what is in files of some of a run's nodes, the newest of it so many seconds ago."""
     found = _placed(nodes)
     statuses = [node.status for node in found if node.status is not None]
     newest = max(statuses, key=lambda status: status.generation)
-    # The members come first, and so their words.
     state = _recorded_state(found, newest.generation)
+    # The members come first, and so their reasons.
     same = [status for status in statuses if status.state is state]
-    teller = min(same, key=lambda one: one.expelled, default=newest)
+    source = min(same, key=lambda one: one.expelled, default=newest)
     return JobStatus(
         run,
         state,
-        teller.reason,
+        source.reason,
         age=age,
         generation=newest.generation,
         world=newest.world,
@@ -272,26 +326,361 @@ def _placed(nodes: Iterable[NodeEntry]) -> tuple[NodeEntry, ...]:
     newest = max(node.status.generation for node in nodes if node.status is not None)
     found = []
     for node in nodes:
-        if node.answer is not None and node.answer.status.generation < newest:
-            node = attrs.evolve(node, rank=None, answer=_put_out(node.answer))
+        if node.published is not None and node.published.status.generation < newest:
+            node = attrs.evolve(node, rank=None, published=_put_out(node.published))
         found.append(node)
     return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
 
 
 def _recorded_state(nodes: Iterable[NodeEntry], newest: int) -> JobState | None:
     """None where agents are gone that did not say how it ended."""
-    told = [(node.status, node.lives) for node in nodes if node.status is not None]
-    members = [status for status, _ in told if status.generation == newest]
+    found = [(node.status, node.lives) for node in nodes if node.status is not None]
+    members = [status for status, _ in found if status.generation == newest]
     states = {status.state for status in members}
     for final in (JobState.SUCCEEDED, JobState.FAILED):
-        # Each ends the job for all, but for the node that is told to leave it.
-        said = [one for one in members if one.state is final and not one.expelled]
-        if said:
+        # Each ends the job for all, but for the node that is expelled.
+        if any(one.state is final and not one.expelled for one in members):
             return final
-    running = [status.state for status, lives in told if lives]
+    running = [status.state for status, lives in found if lives]
     if running:
         return next((one for one in _FIRST if one in running), running[0])
     if not all(state.over for state in states):
         return None
     order = (JobState.FAILED, JobState.STOPPED, JobState.PREEMPTED)
     return next(one for one in order if one in states)
+
+
+# -- whether a node is well ------------------------------------------------------------------------
+
+PATIENCE = 15.0
+"""Seconds: longer than any one act of the loop takes, even the start of many workers."""
+
+
+@attrs.frozen
+class Health:
+    """The answer, and why, in a line."""
+
+    good: bool
+    sentence: str
+
+
+def judge(state: JobState, reason: str, silent: float, patience: float = PATIENCE) -> Health:
+    """Of a node in this state, whose agent's loop has been silent for so many seconds."""
+    if state is JobState.FAILED:
+        return Health(False, f"the node has failed: {reason}")
+    if silent > patience and not state.over:
+        return Health(False, f"the agent's loop has not turned for {silent:.1f} s")
+    return Health(True, state.value)
+
+
+# -- as one document, and as an exit code ----------------------------------------------------------
+
+VERSION = 2
+FIELDS: Mapping[str, str] = {
+    "v": "the version of this document: 2; what only adds to it leaves the number as it is",
+    "run": "the job's id",
+    "state": "WAITING, RENDEZVOUS, RUNNING, RESTARTING, RESIZING, DRAINING, SUCCEEDED, FAILED, "
+    "PREEMPTED or STOPPED; null where it is not known any more",
+    "reason": "why, in words",
+    "source": "nodes: what they publish of themselves; store: none of them has, and it is what the "
+    "job's store holds; events: it is what was written down on this machine",
+    "age": "seconds since the newest event, where the source is events; else null",
+    "since": "seconds for which the state has lasted, null if not known",
+    "generation": "the number of the settled membership, 0 before the first",
+    "minimum": "of nodes (--nnodes), null if not known",
+    "maximum": "of nodes, null if not known",
+    "world": "workers in the generation",
+    "restarts": "after failures, so far",
+    "max_restarts": "how many there may be, null if not known",
+    "step": "the smallest of all workers' last steps, null if they name none",
+    "per_second": "steps of the slowest worker or node, null if not known",
+    "saved": "step of the last checkpoint, null if none is known",
+    "snapshot": "the newest step that is whole in the memory of all nodes which keep it, or null",
+    "nodes": "one object each, members first, by rank, as below",
+    "exit_code": "that elasticlib status has for this",
+}
+NODE_FIELDS: Mapping[str, str] = {
+    "node": "its id",
+    "host": "its name",
+    "rank": "among the members; null for who joins or, as a spare, waits to be let in",
+    "lives": "whether its lease in the store stands; where the source is events, its agent lives",
+    "answers": "whether it has published its status; false where the source is events",
+    "age": "seconds since it wrote its status, by its wall clock and this machine's: up to 20 "
+    "where nothing changes, 2 to 10 while its workers make steps; null if not read in a store",
+    "state": "its own, in the same words; null without a status",
+    "healthy": "whether its /healthz answers 200; null without a status",
+    "health": "what /healthz says; the same",
+    "since": "seconds for which it has been in that state; until its last event, where the source "
+    "is events",
+    "up": "seconds since its agent began; the same",
+    "heard": "seconds for which the store had not heard from it then, null if not known",
+    "draining": "why it is about to leave, empty if it is not",
+    "slots": "workers that it can run",
+    "pid": "of its agent",
+    "workers": "one object each: rank, local_rank, name (such as pid 123), running, step, "
+    "per_second, silent (seconds since its last sign of life, then), saved; null if not known",
+}
+EXIT_CODES: Mapping[int, str] = {
+    0: "it runs, or has succeeded",
+    1: "it has failed",
+    2: "the command line makes no sense",
+    3: "it is between: WAITING, RENDEZVOUS, RESTARTING, RESIZING or DRAINING",
+    4: "there is no such run, or nothing says that it runs or how it ended",
+    5: "it ended before it was done: STOPPED by a signal, or PREEMPTED",
+}
+NOBODY = 4
+MOST_NODES = 24
+"""Lines for nodes, before they are folded."""
+MOST_RANKS = 32
+"""Workers that have a line each."""
+QUIETEST = 5
+
+
+def exit_code(status: JobStatus) -> int:
+    """For scripts: see EXIT_CODES."""
+    state = status.state
+    if state is None:
+        return NOBODY
+    if not state.over:
+        running = state is JobState.RUNNING
+        if status.starting:
+            return 3
+        # Files, or the store, say that it ran; no node says that it does.
+        heard = status.age is None and not status.unpublished
+        return NOBODY if not heard else 0 if running else 3
+    return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state, 5)
+
+
+def as_document(status: JobStatus) -> dict[str, Any]:
+    """With the keys of FIELDS."""
+    taken = ("run", "reason", "age", "since", "generation", "minimum", "maximum", "world")
+    more = ("restarts", "max_restarts", "step", "per_second", "saved", "snapshot")
+    return {
+        "v": VERSION,
+        "state": None if status.state is None else status.state.value,
+        "source": _source(status),
+        **{name: getattr(status, name) for name in (*taken, *more)},
+        "nodes": [_node_document(node, _source(status)) for node in status.nodes],
+        "exit_code": exit_code(status),
+    }
+
+
+def _source(status: JobStatus) -> str:
+    if status.age is not None:
+        return "events"
+    return "store" if status.unpublished else "nodes"
+
+
+def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
+    known = {name: getattr(node, name) for name in ("node", "host", "rank", "lives", "draining")}
+    found: dict[str, Any] = dict.fromkeys(NODE_FIELDS)
+    found |= {**known, "slots": node.slots, "answers": False, "workers": []}
+    if node.published is None:
+        return found
+    published, status = node.published, node.published.status
+    health = judge(status.state, status.reason, published.loop_silent)
+    age = published.age or 0.0
+    return {
+        **found,
+        "answers": source != "events",
+        "age": published.age,
+        "state": status.state.value,
+        "healthy": health.good,
+        "health": health.sentence,
+        "since": published.state_seconds + age,
+        "up": published.up_seconds + age,
+        "heard": published.heard,
+        "pid": status.pid,
+        "workers": [attrs.asdict(worker) for worker in status.workers],
+    }
+
+
+def document_of_node(published: Published) -> dict[str, Any]:
+    """The same document, of what one agent knows of its own node."""
+    entry = recorded_entry(published, lives=True)
+    return as_document(
+        attrs.evolve(status_of_records(published.status.run, [entry], 0.0), age=None)
+    )
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A head, and rows."""
+NODE_HEAD = ("node", "host", "state", "updated", "ranks", "step", "steps/s", "silent")
+RANK_HEAD = ("rank", "host", "process", "step", "steps/s", "silent", "saved")
+
+
+def headline(status: JobStatus) -> list[str]:
+    """What is to be said before the tables."""
+    state = "not answering, or no longer there" if status.state is None else status.state.value
+    lasted = "" if status.since is None else f" for {duration(status.since)}"
+    lines = [f"{status.run}: {state}{lasted}"]
+    if status.age is not None:
+        over = status.state is not None and status.state.over
+        said = "as its events tell" if over else "nobody answered, and its events tell this"
+        if status.starting:
+            said = "it is starting, as its events tell"
+        lines.append(f"  {said}, the last of {duration(status.age)} ago")
+    elif status.unpublished:
+        lines.append("  none of its nodes answers, and its store tells this")
+    lines += [f"  {line}" for line in _facts(status)]
+    if status.reason:
+        lines.append(f"  why: {status.reason}")
+    # Most of it is from peers, and from files that anybody may have written.
+    return [visible_line(line) for line in lines]
+
+
+def _facts(status: JobStatus) -> list[str]:
+    least = "" if status.minimum is None else f" (of {status.minimum} to {status.maximum})"
+    here = sum(node.lives for node in status.nodes)
+    counted = status.members if status.generation and status.members else status.nodes
+    nodes = f"{len(counted)} node{'s' * (len(counted) != 1)}{least}"
+    if status.state is JobState.WAITING:
+        nodes = f"{here} of at least {status.minimum or '?'} nodes are here"
+    budget = "" if status.max_restarts is None else f" of {status.max_restarts}"
+    first = [f"generation {status.generation}", nodes, f"{status.world} workers"]
+    lines = [", ".join([*first, f"{status.restarts}{budget} restarts"])]
+    values = {
+        "step": status.step,
+        "steps/s": None if status.per_second is None else number(status.per_second),
+        "checkpoint": status.saved,
+        "snapshot": status.snapshot,
+    }
+    known = [f"{name} {value}" for name, value in values.items() if value is not None]
+    if known:
+        lines.append(", ".join(known))
+    for name, found in (("spares", status.spares), ("without a status", status.silent)):
+        if found and status.generation:
+            lines.append(f"{name}: {_named(found)}")
+    return lines
+
+
+def _named(nodes: Sequence[NodeEntry]) -> str:
+    names = ", ".join(node.host for node in nodes[:MOST_NODES])
+    more = len(nodes) - MOST_NODES
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def node_table(status: JobStatus) -> Table:
+    """A line a node, or where they are many, one each for those that are unlike the others."""
+    nodes = status.nodes
+    unranked = "spare" if status.generation else "joining"
+    if len(nodes) <= MOST_NODES:
+        return NODE_HEAD, [_node_row((node,), unranked) for node in nodes]
+    common = Counter(node.state for node in nodes).most_common(1)[0][0]
+    odd = [node for node in nodes if node.state != common][: MOST_NODES - QUIETEST - 1]
+    same = [node for node in nodes if node.state == common]
+    quiet = sorted(same, key=lambda node: -(_silence(node) or 0.0))[:QUIETEST]
+    shown = {node.node for node in (*odd, *quiet)}
+    rows = [_node_row((node,), unranked) for node in (*odd, *quiet)]
+    for state in dict.fromkeys(node.state for node in nodes):
+        rest = [node for node in nodes if node.state == state and node.node not in shown]
+        if rest:
+            rows.append(_node_row(rest, unranked))
+    return NODE_HEAD, rows
+
+
+def rank_table(status: JobStatus) -> Table:
+    """A line a worker; none where they are many, or have all ended and tell nothing."""
+    statuses = [node.status for node in status.nodes if node.status is not None]
+    if not any(_is_worth_a_line(worker) for one in statuses for worker in one.workers):
+        return RANK_HEAD, []
+    rows = [
+        (
+            str(worker.rank),
+            visible_line(node.host),
+            visible_line(worker.name if worker.running else f"{worker.name} (ended)"),
+            _known(worker.step),
+            _known(worker.per_second, number),
+            _known(worker.silent, duration),
+            _known(worker.saved),
+        )
+        for node in status.nodes
+        if node.status is not None
+        for worker in node.status.workers
+    ]
+    return RANK_HEAD, rows if len(rows) <= MOST_RANKS else []
+
+
+def _is_worth_a_line(worker: WorkerStatus) -> bool:
+    values = (worker.step, worker.per_second, worker.silent, worker.saved)
+    return worker.running or any(value is not None for value in values)
+
+
+def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
+    """unranked: what one is that lives and has no rank."""
+    first = nodes[0]
+    workers = [w for node in nodes if node.status is not None for w in node.status.workers]
+    ranks = [node.rank for node in nodes if node.rank is not None]
+    place = spans(ranks) if ranks else unranked if first.lives else "-"
+    ages = [node.published.age for node in nodes if node.published is not None]
+    known = [age for age in ages if age is not None]
+    return (
+        place,
+        visible_line(first.host) if len(nodes) == 1 else f"{len(nodes)} others",
+        f"{first.state}, draining" if first.draining and len(nodes) == 1 else first.state,
+        _known(max(known, default=None), duration),
+        spans(worker.rank for worker in workers) or "-",
+        _range(nodes, "step", str),
+        _range(nodes, "per_second", number),
+        _known(max((w.silent for w in workers if w.silent is not None), default=None), duration),
+    )
+
+
+def _silence(node: NodeEntry) -> float | None:
+    workers = () if node.status is None else node.status.workers
+    return max((w.silent for w in workers if w.silent is not None), default=None)
+
+
+def _range(nodes: Iterable[NodeEntry], name: str, shown: Callable[[Any], str]) -> str:
+    found = [value for node in nodes for value in node.values(name)]
+    if not found:
+        return "-"
+    least, most = shown(min(found)), shown(max(found))
+    return least if least == most else f"{least} to {most}"
+
+
+def _known(value: Any, shown: Callable[[Any], str] = str) -> str:
+    return "-" if value is None else shown(value)
+
+
+def lines(table: Table) -> list[str]:
+    """A table as text; nothing where there is no row."""
+    head, rows = table
+    if not rows:
+        return []
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+
+
+def number(value: float) -> str:
+    """With three digits that count."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """For people: 0.3 s, 42 s, 3 min 12 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    for big, small, unit, rest in ((60, 1, "min", "s"), (3600, 60, "h", "min")):
+        if whole < big * (60 if unit == "min" else 48):
+            return f"{whole // big} {unit} {whole % big // small} {rest}"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers as people write them: 0-3, 7."""
+    found: list[list[int]] = []
+    for one in sorted(set(numbers)):
+        if found and one == found[-1][1] + 1:
+            found[-1][1] = one
+        else:
+            found.append([one, one])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)

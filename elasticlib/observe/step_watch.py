@@ -1,4 +1,4 @@
-"""What is told of the workers' steps: found in what they say of themselves at two looks. Pure."""
+"""Which events the workers' steps are worth: found in their heartbeats at two looks. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import attrs
 from ..workers.interface import NOTHING, SOURCES, Heartbeat
 
 EVERY_SECONDS = 10.0
-"""Between lines on how far the workers are."""
+"""Between lines on how far the workers are, at most; as many as training has lasted until then."""
 SOON_SECONDS = 1.0
-"""Between looks until training has begun."""
+"""At least; and between looks until training has begun."""
 
 Told = list[tuple[str, dict[str, Any]]]
 """Kinds and facts."""
@@ -23,7 +23,7 @@ class Look:
     """All workers of a node at one moment.
 
     at, began: seconds by the node's clock, now and when these workers were started. final: whether
-    they tell nothing more, as they have ended.
+    nothing more is to come, as they have ended.
     """
 
     at: float
@@ -33,17 +33,17 @@ class Look:
 
     @property
     def stepping(self) -> list[Heartbeat]:
-        """Of those that tell of steps."""
+        """Of those that report steps."""
         return [beat for beat in self.beats.values() if beat.steps]
 
     @property
     def step(self) -> int:
-        """The last that all workers which tell of steps have told of; NOTHING if none does."""
+        """The last that all workers which report steps have done; NOTHING if none does."""
         return min((beat.step for beat in self.stepping), default=NOTHING)
 
     @property
     def reached(self) -> float:
-        """When the last of them told of that one."""
+        """When the last of them had done that one."""
         return max(beat.at for beat in self.stepping if beat.step == self.step)
 
     @property
@@ -57,18 +57,18 @@ class Look:
 
 @attrs.frozen
 class StepWatch:
-    """Of one generation's workers: what was told of their steps. Each look makes the next watch.
+    """Of one generation's workers: what their events have said. Each look makes the next watch.
 
-    began: its workers were started; due: the next look is; told: a line on how far they are last
-    was, or could have been. restores: so many times has each worker taken up a state. trained:
-    whether training has begun. steps: the look that was told of last.
+    began: its workers were started; due: the next look is; line: an event on how far they are
+    last was, or could have been. restores: so many times has each worker taken up a state. trained:
+    when it was seen that training has begun. steps: the look that the last of these was made of.
     """
 
     began: float
     due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
-    told: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
+    line: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
     restores: int = 0
-    trained: bool = False
+    trained: float | None = None
     steps: Look | None = None
     saved: int = NOTHING
     snapshot: int = NOTHING
@@ -76,16 +76,23 @@ class StepWatch:
     def look(
         self, now: float, beats: Mapping[int, Heartbeat], *, final: bool = False
     ) -> tuple[StepWatch, Told]:
-        """What is to be told now: how far the workers are only now and then, and at the end.
+        """The events of now: how far the workers are only now and then, and at the end.
         Seconds are between the moments that the workers name, and not between looks."""
         look = Look(now, dict(beats), began=self.began, final=final)
         watch, found = self._beginnings(look)
-        if final or now >= self.told + EVERY_SECONDS:
-            watch, more = attrs.evolve(watch, told=now)._progress(look)
+        if final or now >= self.line + self._pause:
+            watch, more = attrs.evolve(watch, line=now)._progress(look)
             found += more
-        pause = max(0.0, watch.told + EVERY_SECONDS - now)
-        due = now + (pause if watch.trained else min(SOON_SECONDS, pause))
+        pause = max(0.0, watch.line + watch._pause - now)
+        due = now + (pause if watch.trained is not None else min(SOON_SECONDS, pause))
         return attrs.evolve(watch, due=due), found
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between lines: few at first, so that none of the losses that a worker keeps is
+        missed, however quick its steps are."""
+        lasted = EVERY_SECONDS if self.trained is None else self.line - self.trained
+        return min(EVERY_SECONDS, max(SOON_SECONDS, lasted))
 
     def _beginnings(self, now: Look) -> tuple[StepWatch, Told]:
         """How the workers came to train, once that is over for all of them."""
@@ -95,8 +102,8 @@ class StepWatch:
         if restores > watch.restores:
             watch = attrs.evolve(watch, restores=restores)
             found.append(("restored", _restored(now)))
-        if trains and not watch.trained:
-            watch = attrs.evolve(watch, trained=True)
+        if trains and watch.trained is None:
+            watch = attrs.evolve(watch, trained=now.at, line=now.at)
             if now.first is not None:
                 step, at = now.first
                 facts = {"step": step, "seconds": round(at - now.began, 6)}
@@ -124,8 +131,8 @@ class StepWatch:
 
 
 def _all_train(now: Look) -> bool:
-    """Whether nobody's first step is still to come: who has made none while another makes its
-    second leaves it to others to tell of steps."""
+    """Whether nobody's first step is still to come: a worker that has made none while another
+    makes its second does not report steps."""
     return len(now.stepping) == len(now.beats) or max(beat.steps for beat in now.stepping) > 1
 
 
@@ -133,8 +140,8 @@ def _restores(now: Look, *, whole: bool) -> int:
     """How often the workers have taken up a state; whole: each of them that is there."""
     # A source that a newer worker knows of is passed over.
     counts = [beat.restores if beat.restored else 0 for beat in now.beats.values()]
-    told = [count for count in counts if count]
-    return 0 if whole and len(told) < len(counts) else min(told, default=0)
+    known = [count for count in counts if count]
+    return 0 if whole and len(known) < len(counts) else min(known, default=0)
 
 
 def _restored(now: Look) -> dict[str, Any]:
@@ -151,14 +158,25 @@ def _restored(now: Look) -> dict[str, Any]:
 
 def _steps(before: Look | None, now: Look) -> dict[str, Any]:
     since = now.first if before is None else (before.step, before.reached)
-    told_loss = {local: beat.loss for local, beat in now.beats.items() if beat.loss is not None}
+    losses = {local: beat.loss for local, beat in now.beats.items() if beat.loss is not None}
     return {
         "step": now.step,
         "per_second": None if since is None else _rate(now.step - since[0], now.reached - since[1]),
         "silent": round(max(0.0, now.at - min(beat.alive for beat in now.stepping)), 3),
-        "loss": told_loss[min(told_loss)] if told_loss else None,
+        "loss": losses[min(losses)] if losses else None,
+        "losses": _losses(before, now, min(losses, default=NOTHING)),
         "samples_per_second": _throughput(before, now),
     }
+
+
+def _losses(before: Look | None, now: Look, local: int) -> list[list[float]]:
+    """Of this local rank; those of evenly chosen steps since the look before."""
+    found = now.beats[local].losses if local in now.beats else None
+    if found is None:
+        return []
+    then = None if before is None or local not in before.beats else before.beats[local].losses
+    new = found.since(0 if then is None else then.count)
+    return [[step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in new]
 
 
 def _throughput(before: Look | None, now: Look) -> float | None:

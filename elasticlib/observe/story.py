@@ -1,4 +1,4 @@
-"""What one agent's events tell, folded as they come: the one fold, of which all else are views.
+"""What one agent's events come to, folded as they come: the one fold, of which all else are views.
 
 The fold is of one node, live in its agent or read back from a file, and bounded however long the
 run is, but for one entry a generation, which who folds may take away. All times are those of the
@@ -8,15 +8,14 @@ events, by the node's own monotonic clock; nothing here compares nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from ..workers.interface import NOTHING, Heartbeat
-from .costs import Ledger, as_start
-from .counts import Counts, counted
 from .event import Event
-from .history import Cost, Generation, JobState, Mark, NodeGeneration, Pace, Why
+from .history import Cost, Generation, JobState, Ledger, Mark, NodeGeneration, Pace, Why, as_start
 
 _ENDS = {
     "succeeded": JobState.SUCCEEDED,
@@ -33,8 +32,8 @@ def end_state(word: str) -> JobState:
 
 @attrs.frozen
 class WorkerStatus:
-    """name: such as `pid 123`. step, saved: the last that it told of. silent: seconds since it
-    last gave a sign of life. per_second: its steps. None where it does not tell."""
+    """name: such as `pid 123`. step, saved: its last. silent: seconds since it last gave a sign of
+    life. per_second: its steps. None where it is not known."""
 
     rank: int
     local_rank: int
@@ -49,7 +48,7 @@ class WorkerStatus:
 @attrs.frozen
 class NodeStatus:
     """since: when this state began, by the node's monotonic clock, as `at` of an event. step,
-    per_second: as its events tell of its slowest worker; the workers' own are newer. expelled: it
+    per_second: of its slowest worker, by its events; the workers' own are newer. expelled: it
     has ended, and the job goes on without it."""
 
     run: str
@@ -87,8 +86,8 @@ def after(status: NodeStatus, event: Event) -> NodeStatus:
         return _with(now, *(attrs.evolve(worker, running=False) for worker in gone))
     step = event.count("step")
     if event.kind in ("saved", "snapshot") and step is not None:
-        told: dict[str, Any] = {event.kind: step}
-        return attrs.evolve(now, **told)
+        kept: dict[str, Any] = {event.kind: step}
+        return attrs.evolve(now, **kept)
     if event.kind in ("training.began", "steps"):
         return attrs.evolve(now, step=step, per_second=event.seconds("per_second"))
     state = _state(status.state, event)
@@ -154,33 +153,33 @@ def _with(status: NodeStatus, *workers: WorkerStatus) -> NodeStatus:
 
 
 def put_out(status: NodeStatus) -> NodeStatus:
-    """Of a node that is no member any more: where its workers were is told as nobody's place now,
-    and the checkpoints that they wrote are there still."""
-    told = (status.saved, *(worker.saved for worker in status.workers))
-    saved = max((step for step in told if step is not None), default=None)
+    """Of a node that is no member any more: how far its workers were counts no longer, and the
+    checkpoints that they wrote are there still."""
+    steps = (status.saved, *(worker.saved for worker in status.workers))
+    saved = max((step for step in steps if step is not None), default=None)
     return attrs.evolve(status, saved=saved, workers=(), step=None, per_second=None, snapshot=None)
 
 
-def seen(status: NodeStatus, beats: Mapping[int, Heartbeat], now: float) -> NodeStatus:
-    """The same with what its workers tell, by local rank; now: by this machine's clock."""
+def seen(status: NodeStatus, heartbeats: Mapping[int, Heartbeat], now: float) -> NodeStatus:
+    """The same with its workers' heartbeats, by local rank; now: by this machine's clock."""
     found, kept = [], []
     for worker in status.workers:
-        beat = beats.get(worker.local_rank)
-        if beat is not None and beat.snapshot != NOTHING:
-            kept.append(beat.snapshot)
-        if beat is None or not beat.attached:
+        heartbeat = heartbeats.get(worker.local_rank)
+        if heartbeat is not None and heartbeat.snapshot != NOTHING:
+            kept.append(heartbeat.snapshot)
+        if heartbeat is None or not heartbeat.attached:
             found.append(worker)
             continue
-        durations = sorted(beat.durations)
+        durations = sorted(heartbeat.durations)
         middle = durations[len(durations) // 2] if durations else 0.0
-        told = attrs.evolve(
+        worker = attrs.evolve(
             worker,
-            step=None if beat.step == NOTHING else beat.step,
+            step=None if heartbeat.step == NOTHING else heartbeat.step,
             per_second=1 / middle if middle > 0 else None,
-            silent=max(0.0, now - beat.alive) if beat.alive else None,
-            saved=None if beat.saved == NOTHING else beat.saved,
+            silent=max(0.0, now - heartbeat.alive) if heartbeat.alive else None,
+            saved=None if heartbeat.saved == NOTHING else heartbeat.saved,
         )
-        found.append(told)
+        found.append(worker)
     # Of a state in parts each worker keeps its own, and it is whole once the last of them has.
     snapshot = min(kept, default=status.snapshot)
     return attrs.evolve(status, workers=tuple(found), snapshot=snapshot)
@@ -203,7 +202,7 @@ _IN_STATE = (
     *("run.began", "rendezvous.began", "generation.began", "failure"),
     *("stopping", "drain.asked", "run.ended"),
 )
-_IN_NO_LIFE = ("run.began", "generation.began", "saved", "snapshot", "lost")
+_IN_NO_GENERATION = ("run.began", "generation.began", "saved", "snapshot", "lost")
 _WORDS: Mapping[str, str] = {"failure": "reason", "worker.ended": "how", "drain.asked": "why"}
 
 
@@ -227,74 +226,74 @@ def begun(event: Event, sought: float | None) -> NodeGeneration:
     )
 
 
-def lived(life: NodeGeneration, event: Event) -> NodeGeneration:
+def amended(generation: NodeGeneration, event: Event) -> NodeGeneration:
     """The same once this has happened in it; a kind that says nothing of it changes nothing."""
     at = event.at
     if event.kind in ("saved", "snapshot"):
-        return attrs.evolve(life, **{event.kind: getattr(life, event.kind) + 1})
+        return attrs.evolve(generation, **{event.kind: getattr(generation, event.kind) + 1})
     silent = event.seconds("silent")
     if event.kind in ("training.began", "steps"):
-        return _worked(life, event, at, silent or 0.0)
+        return _worked(generation, event, at, silent or 0.0)
     if event.kind == "restored":
         took, after = (event.seconds(name) for name in ("seconds", "after"))
         if took is not None and after is not None:
-            at = min(at, life.began + after + took)
+            at = min(at, generation.began + after + took)
         step = event.count("step")
-        return attrs.evolve(life, restored=at, restore_seconds=took, restored_step=step)
+        return attrs.evolve(generation, restored=at, restore_seconds=took, restored_step=step)
     if event.kind in ("failure", "stopping", "rendezvous.began") and silent is not None:
-        life = attrs.evolve(life, silent=max(silent, life.silent or 0.0))
+        generation = attrs.evolve(generation, silent=max(silent, generation.silent or 0.0))
     if event.kind == "failure":
-        return attrs.evolve(_troubled(life, at), failed=True)
+        return attrs.evolve(_troubled(generation, at), failed=True)
     if event.kind == "stopping":
-        asked = life.asked or bool(event.text("why"))
-        return attrs.evolve(_troubled(life, at), asked=asked)
+        asked = generation.asked or bool(event.text("why"))
+        return attrs.evolve(_troubled(generation, at), asked=asked)
     if event.kind == "drain.asked":
-        return attrs.evolve(_troubled(life, at), asked=True)
+        return attrs.evolve(_troubled(generation, at), asked=True)
     if event.kind == "worker.ended":
-        told_to = event.says("stopped")
-        life = attrs.evolve(life, left=at)
-        return life if event.says("ok") or told_to else _troubled(life, at)
+        as_it_should = event.says("ok") or event.says("stopped")
+        generation = attrs.evolve(generation, left=at)
+        return generation if as_it_should else _troubled(generation, at)
     if event.kind == "stopped":
-        return attrs.evolve(life, over=life.over or at, gone=at)
+        return attrs.evolve(generation, over=generation.over or at, gone=at)
     if event.kind == "rendezvous.began":
-        asked = life.asked or event.says("planned")
-        return _ended(attrs.evolve(_troubled(life, at), asked=asked), at)
+        asked = generation.asked or event.says("planned")
+        return _ended(attrs.evolve(_troubled(generation, at), asked=asked), at)
     if event.kind == "run.ended":
-        return _ended(life, at if life.left is None else life.left)
-    return life
+        return _ended(generation, at if generation.left is None else generation.left)
+    return generation
 
 
-def _troubled(life: NodeGeneration, at: float) -> NodeGeneration:
-    return life if life.trouble is not None else attrs.evolve(life, trouble=at)
+def _troubled(generation: NodeGeneration, at: float) -> NodeGeneration:
+    return generation if generation.trouble is not None else attrs.evolve(generation, trouble=at)
 
 
-def _ended(life: NodeGeneration, at: float) -> NodeGeneration:
-    gone = at if life.gone is None else life.gone
-    return attrs.evolve(life, over=life.over or at, gone=gone)
+def _ended(generation: NodeGeneration, at: float) -> NodeGeneration:
+    gone = at if generation.gone is None else generation.gone
+    return attrs.evolve(generation, over=generation.over or at, gone=gone)
 
 
-def _worked(life: NodeGeneration, event: Event, at: float, silent: float) -> NodeGeneration:
-    """A step was told: the first of the generation, or the last before now."""
+def _worked(generation: NodeGeneration, event: Event, at: float, silent: float) -> NodeGeneration:
+    """A step was made: the first of the generation, or the last before now."""
     step = event.count("step")
     if step is None:
-        return life
+        return generation
     if event.kind == "training.began":
         took = event.seconds("seconds")
-        done = at if took is None else min(at, life.began + took)
-        life = attrs.evolve(life, trained=done, first_step=step)
+        done = at if took is None else min(at, generation.began + took)
+        generation = attrs.evolve(generation, trained=done, first_step=step)
     else:
         # Who was silent for long before the look had made its step by then.
-        done = max(life.began, at - silent)
-    if life.trained is None:
-        life = attrs.evolve(life, trained=done, first_step=_first(life, step))
-    if life.last_step is not None and step < life.last_step:
-        return life
-    return attrs.evolve(life, last_step=step, last_at=max(done, life.trained or done))
+        done = max(generation.began, at - silent)
+    if generation.trained is None:
+        generation = attrs.evolve(generation, trained=done, first_step=_first(generation, step))
+    if generation.last_step is not None and step < generation.last_step:
+        return generation
+    return attrs.evolve(generation, last_step=step, last_at=max(done, generation.trained or done))
 
 
-def _first(life: NodeGeneration, step: int) -> int:
-    """Where nobody told of the first step itself, it follows the one that was restored."""
-    return step if life.restored_step is None else min(step, life.restored_step + 1)
+def _first(generation: NodeGeneration, step: int) -> int:
+    """Where the first step itself is not known, it follows the one that was restored."""
+    return step if generation.restored_step is None else min(step, generation.restored_step + 1)
 
 
 class Thinned(Generic[Item]):
@@ -352,6 +351,8 @@ class AgentLog:
         self.saved: tuple[float, int] | None = None
         self.snapshot: tuple[float, int] | None = None
         self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
+        self.pace: Pace | None = None
+        self.losses: Thinned[Pace] = Thinned(PACES)
         self.failures = 0
         self._keep = keep
         self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
@@ -361,9 +362,9 @@ class AgentLog:
 
     @property
     def clock(self) -> float:
-        """Wall clock minus monotonic clock, in the middle of what was told."""
-        told = sorted(self._clocks.items)
-        return told[len(told) // 2] if told else 0.0
+        """Wall clock minus monotonic clock: the median of all events."""
+        clocks = sorted(self._clocks.items)
+        return clocks[len(clocks) // 2] if clocks else 0.0
 
     @property
     def marks(self) -> list[Mark]:
@@ -373,7 +374,8 @@ class AgentLog:
     @property
     def left_out(self) -> int:
         """Marks and paces that there were too many of."""
-        return self.paces.left_out + sum(marks.left_out for marks in self._marks.values())
+        many: list[Thinned[Any]] = [self.paces, self.losses, *self._marks.values()]
+        return sum(kept.left_out for kept in many)
 
     def thinned(self, kind: str) -> bool:
         """Whether there were too many of this kind for all to be in `marks`."""
@@ -400,8 +402,8 @@ class AgentLog:
         step = event.count("step")
         if event.kind in ("saved", "snapshot") and step is not None:
             setattr(self, event.kind, (event.at, step))
-        if event.kind not in _IN_NO_LIFE or self._kept_anew(event.kind, step):
-            self._live(event)
+        if event.kind not in _IN_NO_GENERATION or self._kept_anew(event.kind, step):
+            self._amend(event)
         self._mark(event, step)
 
     def _kept_anew(self, kind: str, step: int | None) -> bool:
@@ -421,23 +423,25 @@ class AgentLog:
 
     def _enter(self, event: Event) -> None:
         if self.lives and self.lives[-1].over is None:
-            # It was not told how that one ended; it has, by now.
+            # No event says how that one ended; it has, by now.
             last = self.lives[-1]
             ended = Event("rendezvous.began", event.run, event.node, last.number, 0.0, event.at)
-            self.lives[-1] = lived(last, ended)
+            self.lives[-1] = amended(last, ended)
         self.lives.append(begun(event, self._sought))
         self._sought = None
 
-    def _live(self, event: Event) -> None:
+    def _amend(self, event: Event) -> None:
         """What looks at workers may tell of a generation when the next has begun."""
         for index in range(len(self.lives) - 1, max(-1, len(self.lives) - 3), -1):
             if self.lives[index].number == event.generation:
-                self.lives[index] = lived(self.lives[index], event)
+                self.lives[index] = amended(self.lives[index], event)
                 return
 
     def _mark(self, event: Event, step: int | None) -> None:
         kind = event.kind
         if kind == "steps" and step is not None:
+            for of, at, loss in event.losses() if self._keep else ():
+                self.losses.add(Pace(at, self.node, event.generation, of, loss=loss))
             pace = Pace(
                 at=event.at,
                 node=self.node,
@@ -447,6 +451,7 @@ class AgentLog:
                 loss=event.value("loss"),
                 samples_per_second=event.seconds("samples_per_second"),
             )
+            self.pace = pace
             self.paces.add(pace)
             return
         words = event.text(_WORDS.get(kind, ""))
@@ -469,14 +474,35 @@ class AgentLog:
             self._marks.setdefault((kind, place % WORKERS), Thinned(limit)).add(mark)
 
 
+BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Seconds of a recovery, at most."""
+
+
+@attrs.frozen
+class Durations:
+    """How many there were, their sum in seconds, and how many of at most each of `BUCKETS`."""
+
+    count: int = 0
+    seconds: float = 0.0
+    within: tuple[int, ...] = (0,) * len(BUCKETS)
+
+    def plus(self, seconds: float) -> Durations:
+        within = (n + (seconds <= most) for n, most in zip(self.within, BUCKETS, strict=True))
+        return Durations(self.count + 1, self.seconds + seconds, tuple(within))
+
+
 @attrs.frozen
 class Sums:
-    """Of one node. seconds: from its first event to the last. trained: of these in steps that
-    count; None where none was told. first_step: seconds until the first one's end.
+    """What one node's events add up to, as far as they have come.
 
-    lost: phase by phase, of all generations but a first one that made steps; None where nobody
-    told of it. dearest: those after the first that cost most, in order of time; all of them, where
-    they are few.
+    seconds: from its first event to the last. trained: of these in steps that count; None where no
+    step is known. first_step: seconds until the first one's end. counts: of generations.
+
+    lost: phase by phase, of all generations but a first one that made steps; None where it is not
+    known. launch: of that first one. dearest: those after the first that cost most, in order of
+    time; all of them, where they are few. restarts: after failures, those too that were earned
+    back. failures: by kind. started, resumed: recoveries, from the first sign of what ended a
+    generation until the next one's workers were started, and until they had all made a step.
     """
 
     seconds: float = 0.0
@@ -484,13 +510,23 @@ class Sums:
     first_step: float | None = None
     counts: Mapping[Why, int] = attrs.field(factory=dict)
     lost: Cost = attrs.field(factory=Cost)
+    launch: Cost = attrs.field(factory=Cost)
     dearest: Sequence[Generation] = ()
+    restarts: int = 0
+    failures: Mapping[str, int] = attrs.field(factory=dict)
+    started: Durations = attrs.field(factory=Durations)
+    resumed: Durations = attrs.field(factory=Durations)
     saved: int | None = None
     snapshot: int | None = None
 
     @property
     def generations(self) -> int:
         return sum(self.counts.values())
+
+    @property
+    def cost(self) -> Cost:
+        """All seconds without a step that counts, the launch's too."""
+        return _sum(self.launch, self.lost)
 
     @property
     def goodput(self) -> float | None:
@@ -501,93 +537,158 @@ class Sums:
 
 
 class Story:
-    """One node's events while they are told: where it stands, what they add up to, what they cost.
+    """One node's events as they come: its status, and what they add up to.
 
-    What is told of it never waits for who looks: status and counts are values, replaced as a whole.
+    Who folds never waits for who looks, from whatever thread: what these see is replaced as a
+    whole.
     """
 
     def __init__(self) -> None:
-        self.counts = Counts()
         self._log = AgentLog(keep=False)
-        self._ledger = Ledger()
-        self._generations: dict[Why, int] = {}
-        # If workers never tell of steps, and if they do, which may be told by the last generation.
-        self._stepless, self._stepping = _Lost(), _Lost()
-        self._trained: float | None = None
-        self._first: float | None = None
+        self._failures: Mapping[str, int] = {}
+        self._totals = _Totals()
+        self._seen: tuple[_Totals, Sequence[NodeGeneration]] = (self._totals, ())
 
     @property
     def status(self) -> NodeStatus:
-        """Where the node and its workers stand, as far as they were told of."""
+        """That of the node and its workers, as far as events have it."""
         return self._log.status
+
+    @property
+    def pace(self) -> Pace | None:
+        """How far the workers were when an event last said so."""
+        return self._log.pace
 
     def fold(self, event: Event) -> None:
         """Once this has happened, too."""
-        self.counts = counted(self.counts, event)
-        self._log.fold(event)
-        # The last two may still be told of.
-        while len(self._log.lives) > 2:
-            self._settle()
+        log = self._log
+        log.fold(event)
+        if event.kind == "failure":
+            kind = event.text("failure") or "ordinary"
+            self._failures = {**self._failures, kind: self._failures.get(kind, 0) + 1}
+        totals = attrs.evolve(self._totals, began=log.began or 0.0, seen=log.seen)
+        # Events of the last two may still come.
+        while len(log.lives) > 2:
+            totals = totals.plus(log.lives.pop(0), log.lives[0].began)
+        self._totals = totals
+        self._seen = (totals, tuple(log.lives))
 
     def sums(self) -> Sums:
-        """All of it; nothing is told any more."""
-        while self._log.lives:
-            self._settle()
-        log = self._log
-        lost = self._stepless if self._trained is None else self._stepping
-        return Sums(
-            seconds=log.seen - (log.began or 0.0),
-            trained=self._trained,
-            first_step=self._first,
-            counts=self._generations,
-            lost=lost.cost,
-            dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
-            saved=None if log.saved is None else log.saved[1],
-            snapshot=None if log.snapshot is None else log.snapshot[1],
+        """All of it, at any time."""
+        totals, lives = self._seen
+        for index, one in enumerate(lives):
+            totals = totals.plus(one, None if one is lives[-1] else lives[index + 1].began)
+        status = self.status
+        return attrs.evolve(
+            totals.sums(), failures=self._failures, saved=status.saved, snapshot=status.snapshot
         )
 
-    def _settle(self) -> None:
-        lives, began, seen = self._log.lives, self._log.began or 0.0, self._log.seen
-        life = lives.pop(0)
-        made = self._ledger.add(
-            life.number,
-            [life],
-            launched=None if self._generations else began,
-            following=lives[0].began if lives else None,
-            until=seen,
-        )
-        if made.trained is not None:
-            ended = seen if made.ended is None else made.ended
-            self._trained = (self._trained or 0.0) + max(0.0, ended - made.trained)
-            self._trained -= made.cost.redone_seconds
-            self._first = made.trained - began if self._first is None else self._first
-        whole = as_start(made, seen)
-        if self._generations:
-            self._stepless.add(made)
-            self._stepping.add(whole)
-        elif made.trained is None:
-            self._stepping.cost = whole.cost
-        self._generations[made.why] = self._generations.get(made.why, 0) + 1
 
-
+@attrs.frozen
 class _Lost:
     """What some generations cost, and the dearest of them."""
 
-    def __init__(self) -> None:
-        self.cost = Cost()
-        self.dearest: list[Generation] = []
+    cost: Cost = attrs.field(factory=Cost)
+    dearest: Sequence[Generation] = ()
 
-    def add(self, made: Generation) -> None:
-        self.cost = _sum(self.cost, made.cost)
-        self.dearest.append(made)
-        self.dearest.sort(key=lambda generation: -generation.cost.seconds)
-        del self.dearest[DEAREST:]
+    def plus(self, made: Generation) -> _Lost:
+        dearest = sorted((*self.dearest, made), key=lambda one: -one.cost.seconds)
+        return _Lost(_sum(self.cost, made.cost), tuple(dearest[:DEAREST]))
+
+
+@attrs.frozen
+class _Totals:
+    """Of the generations that have been added. began, seen: the node's first and last event.
+
+    stepless, stepping: what is lost if workers never name a step, and if they do, which may first
+    be known of the last generation. charged: the job's restarts, by the last of them.
+    """
+
+    began: float = 0.0
+    seen: float = 0.0
+    ledger: Ledger = attrs.field(factory=Ledger)
+    counts: Mapping[Why, int] = attrs.field(factory=dict)
+    first: Generation | None = None
+    stepless: _Lost = _Lost()
+    stepping: _Lost = _Lost()
+    trained: float | None = None
+    first_step: float | None = None
+    restarts: int = 0
+    charged: int = 0
+    started: Durations = Durations()
+    resumed: Durations = Durations()
+
+    def plus(self, generation: NodeGeneration, following: float | None) -> _Totals:
+        """With the next generation. following: when the one after it began."""
+        ledger = copy(self.ledger)
+        is_first = self.first is None
+        made = ledger.add(
+            generation.number,
+            [generation],
+            launched=self.began if is_first else None,
+            following=following,
+            until=self.seen,
+        )
+        # Of one that goes on it is not known whether it will have been a start alone.
+        whole = made if made.ended is None else as_start(made, self.seen)
+        if not is_first:
+            stepless, stepping = self.stepless.plus(made), self.stepping.plus(whole)
+        else:
+            stepless, stepping = _Lost(), _Lost(Cost() if made.trained is not None else whole.cost)
+        started, resumed = self._recoveries(made)
+        return attrs.evolve(
+            self._with_steps(made),
+            ledger=ledger,
+            counts={**self.counts, made.why: self.counts.get(made.why, 0) + 1},
+            first=made if is_first else self.first,
+            stepless=stepless,
+            stepping=stepping,
+            restarts=self.restarts + max(0, generation.restarts - self.charged),
+            charged=generation.restarts,
+            started=started,
+            resumed=resumed,
+        )
+
+    def _with_steps(self, made: Generation) -> _Totals:
+        if made.trained is None:
+            return self
+        ended = self.seen if made.ended is None else made.ended
+        worked = max(0.0, ended - made.trained) - made.cost.redone_seconds
+        first = made.trained - self.began if self.first_step is None else self.first_step
+        return attrs.evolve(self, trained=(self.trained or 0.0) + worked, first_step=first)
+
+    def _recoveries(self, made: Generation) -> tuple[Durations, Durations]:
+        if made.cost.stop is None or made.cost.rendezvous is None:
+            return self.started, self.resumed
+        seconds = made.cost.stop + made.cost.rendezvous
+        started = self.started.plus(seconds)
+        if made.trained is None:
+            return started, self.resumed
+        return started, self.resumed.plus(seconds + made.trained - made.began)
+
+    def sums(self) -> Sums:
+        stepless = self.trained is None
+        lost = self.stepless if stepless else self.stepping
+        first = self.first
+        apart = first is not None and (stepless or first.trained is not None)
+        return Sums(
+            seconds=self.seen - self.began,
+            trained=self.trained,
+            first_step=self.first_step,
+            counts=self.counts,
+            lost=lost.cost,
+            launch=first.cost if first is not None and apart else Cost(),
+            dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
+            restarts=self.restarts,
+            started=self.started,
+            resumed=self.resumed,
+        )
 
 
 def _sum(one: Cost, other: Cost) -> Cost:
     def both(name: str) -> float | None:
-        told = [value for cost in (one, other) if (value := getattr(cost, name)) is not None]
-        return sum(told) if told else None
+        known = [value for cost in (one, other) if (value := getattr(cost, name)) is not None]
+        return sum(known) if known else None
 
     return Cost(
         detect=both("detect"),

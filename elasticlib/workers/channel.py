@@ -13,7 +13,19 @@ import sys
 import threading
 
 from ..clock import Clock, monotonic
-from .interface import NOTHING, REASONS, SOURCES, Heartbeat, Notice, TakenUp
+from .interface import (
+    NOTHING,
+    POINT,
+    POINTS,
+    REASONS,
+    SOURCES,
+    Heartbeat,
+    Losses,
+    Notice,
+    TakenUp,
+    is_kept,
+    kept_before,
+)
 
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names it, in a worker's environment."""
@@ -35,8 +47,11 @@ _STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = ran
 # which does not know of them, leaves them.
 _FIRST_STEP, _FIRST_AT, _SNAPSHOT, _SNAPSHOTS, _LOSS, _LOSSES, _SAMPLES = range(16, 23)
 _RESTORED_STEP, _SOURCE, _RESTORE_BEGAN, _RESTORE_ENDED, _RESTORES = range(23, 28)
-_DUMPS_TO = 28
+_DUMPS_TO, _COUNT = 28, 29  # _COUNT: of losses
 _DURATIONS = 64
+_POINTS = 96
+_FARTHEST = 2**31
+"""Steps from the first one on for which a point has no room."""
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
 
@@ -147,9 +162,6 @@ class Channel:
     ) -> None:
         """samples: besides those of earlier steps."""
         words, seconds = self._words, self._seconds
-        if loss is not None:
-            seconds[_LOSS] = loss
-            words[_LOSSES] = 1
         if samples is not None:
             seconds[_SAMPLES] += samples
         count = words[_STEPS]
@@ -161,6 +173,19 @@ class Channel:
         words[_STEP] = step
         seconds[_STEPPED_AT] = seconds[_ALIVE_AT] = now
         words[_STEPS] = count + 1
+        if loss is not None:
+            self._tell_loss(step, now, loss)
+
+    def _tell_loss(self, step: int, now: float, loss: float) -> None:
+        words, seconds = self._words, self._seconds
+        seconds[_LOSS] = loss
+        words[_LOSSES] = 1
+        count = words[_COUNT]
+        if is_kept(count):
+            at = 8 * _POINTS + kept_before(count) % POINTS * POINT.size
+            steps = min(max(step - words[_FIRST_STEP], -_FARTHEST), _FARTHEST - 1)
+            POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
+        words[_COUNT] = count + 1
 
     def tell_saved(self, step: int, now: float = 0.0) -> None:
         self._words[_SAVED] = step
@@ -253,8 +278,18 @@ class Channel:
             restores=words[_RESTORES],
             snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NOTHING,
             loss=seconds[_LOSS] if words[_LOSSES] else None,
+            losses=self._losses(),
             samples=seconds[_SAMPLES],
         )
+
+    def _losses(self) -> Losses | None:
+        count = self._words[_COUNT]
+        if not count:
+            return None
+        at = 8 * _POINTS
+        points = bytes(self._view[at : at + POINTS * POINT.size])
+        first_step, first_at = self._words[_FIRST_STEP], self._seconds[_FIRST_AT]
+        return Losses(count, self._words[_COUNT], points, first_step, first_at)
 
     def _restored(self) -> TakenUp | None:
         words, seconds = self._words, self._seconds

@@ -8,7 +8,8 @@ each other meanwhile are values: a heartbeat and a notice.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -38,6 +39,48 @@ class TakenUp:
     ended: float
 
 
+POINTS = 208
+"""Losses that are kept for the agent's next look, at most."""
+POINT = struct.Struct("=dfi")
+"""A loss; when, in seconds after the first step; and the step, from the first on."""
+
+
+def is_kept(count: int) -> bool:
+    """Whether a worker's loss is kept that it told after so many others: each of the first POINTS,
+    and half as many of the following whenever their number has doubled. So the last POINTS that
+    were kept are those of the last two doublings, however many there were."""
+    return not count & ((1 << (count // POINTS).bit_length()) - 1)
+
+
+def kept_before(count: int) -> int:
+    """How many of the first so many are kept."""
+    halved = ((count - 1) // POINTS).bit_length() if count else 0
+    return POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
+
+
+@attrs.frozen
+class Losses:
+    """Those that a worker told, as its agent found them in one look: see `is_kept`.
+
+    count, later: how many there were before the look, and after it. points: the last POINTS that
+    were kept of them, each in its place, as one may be written just now.
+    """
+
+    count: int
+    later: int
+    points: bytes = attrs.field(repr=False)
+    first_step: int
+    first_at: float
+
+    def since(self, count: int) -> Iterator[tuple[int, float, float]]:
+        """Step, time and loss of those that were kept after the worker's first so many."""
+        # The place of the one before these may hold a newer one by now.
+        oldest = kept_before(max(self.count, self.later)) - POINTS + 1
+        for place in range(max(0, oldest, kept_before(count)), kept_before(self.count)):
+            loss, after, steps = POINT.unpack_from(self.points, place % POINTS * POINT.size)
+            yield self.first_step + steps, self.first_at + after, loss
+
+
 @attrs.frozen
 class Heartbeat:
     """What a worker has reported of its steps.
@@ -48,7 +91,8 @@ class Heartbeat:
     dumps: whether it writes its stacks where it is asked to. attached: whether it has asked for
     its context at all. first_step, first_at: the first step that it reported, and when; NOTHING
     and 0.0 before. restored: the state that it took up last; restores: how many it did. snapshot:
-    the step of the last one kept, or NOTHING. loss: the last reported; samples: all of them.
+    the step of the last one kept, or NOTHING. loss: the last reported, and losses those before it;
+    samples: all of them.
     """
 
     step: int = NOTHING
@@ -66,6 +110,7 @@ class Heartbeat:
     restores: int = 0
     snapshot: int = NOTHING
     loss: float | None = None
+    losses: Losses | None = None
     samples: float = 0.0
 
 

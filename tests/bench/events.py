@@ -10,9 +10,9 @@
   FIFO that nobody reads) and a full device. More are told than may wait, so the last
   of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
   some microseconds means that another thread had its turn at the interpreter.
-- rest: a job with two workers that tell a step ten times a second and otherwise sleep, with events
-  and with `--no-events`, side by side. Its agent's CPU, and of it that of the thread that writes
-  events, as the kernel counts it.
+- rest: a job with two workers that tell a step and its loss ten times a second and otherwise sleep,
+  with events and with `--no-events`, side by side. Its agent's CPU, and of it that of the thread
+  that writes events, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pathlib import Path
 from elasticlib import context
 folder, step = Path(sys.argv[1]), 0
 while not (folder / "finish").exists():
-    context().step(step)
+    context().step(step, loss=1 / (step + 1))
     (folder / f"stepped-{os.environ['RANK']}").touch()
     step += 1
     time.sleep(0.1)

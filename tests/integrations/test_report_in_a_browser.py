@@ -199,7 +199,7 @@ def test_a_page_of_500_nodes_and_200_generations_stays_light(
     said = browser.value("document.body.innerText")
     assert "485 nodes share one row" in said
     assert "The 16 longest are drawn; the other 184 took" in said
-    assert "500 nodes; the 40 with the most to tell are listed" in said
+    assert "500 nodes; the 40 most eventful are listed" in said
 
 
 def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jobs import WITHOUT_TORCH, Job
 
 from elasticlib.observe.history import Why
-from elasticlib.observe.read_events import read_history
+from elasticlib.observe.reading import read_history
 
 pytestmark = pytest.mark.faults
 

@@ -11,8 +11,7 @@ import pytest
 
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.observed import open_journal
-from elasticlib.observe.records import NEW
-from elasticlib.observe.runs import runs_folder
+from elasticlib.observe.runs import NEW, runs_folder
 
 
 def test_a_launch_clears_up_what_an_earlier_one_left_unfinished(

@@ -1,4 +1,4 @@
-"""What a node says when it is asked where it stands, and for its workers' stacks."""
+"""What a node publishes of itself, and what it says when it is asked for its workers' stacks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+from jobs import until
+
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
 from elasticlib.launch.rendezvous_setup import open_meeting
-from elasticlib.observe.asking import Asker
 from elasticlib.observe.journal import NodeJournal
-from elasticlib.observe.question import What
+from elasticlib.observe.published import read_statuses
 from elasticlib.workers.interface import Heartbeat
 
 
@@ -37,7 +38,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
 
 
 def test_a_node_says_since_when_the_store_has_its_word() -> None:
-    agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict))
+    agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict), silent=lambda: 0.0)
     with contextlib.ExitStack() as stack:
         meeting = open_meeting(LaunchConfig())
         stack.callback(meeting.close)
@@ -46,6 +47,7 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
         stack.callback(meeting.handler.shutdown)
         stack.enter_context(answering(meeting, journal, agent))
         assert meeting.store is not None
-        asker = stack.enter_context(Asker(meeting.store, meeting.run_id))
-        (answer,) = asker.ask(What.STANDING, 20.0).answers.values()
-    assert answer.heard is not None
+        store, run_id = meeting.store, meeting.run_id
+        until("its status", lambda: read_statuses(store, run_id))
+        (published,) = read_statuses(store, run_id).values()
+    assert published.heard is not None

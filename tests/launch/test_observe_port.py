@@ -26,6 +26,7 @@ from elasticlib.launch.arguments import parse
 from elasticlib.launch.config import health_port
 from elasticlib.launch.looks import look_at_ports
 from elasticlib.launch.observed import Observed
+from elasticlib.observe.status import FIELDS
 
 pytestmark = pytest.mark.faults
 TALKER = str(PROGRAMS / "talking_worker.py")
@@ -88,10 +89,12 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
         return dict(json.loads(text))
 
     # Workers are told of one by one, once their generation has begun.
-    until("both workers", lambda: [w["rank"] for w in status()["workers"]] == [0, 1])
+    until("both workers", lambda: [w["rank"] for w in status()["nodes"][0]["workers"]] == [0, 1])
     said = status()
-    assert (said["version"], said["healthy"], said["state"]) == (1, True, "RUNNING")
-    assert said["pid"] == agent.pid
+    assert said.keys() == FIELDS.keys()
+    assert (said["v"], said["state"]) == (2, "RUNNING")
+    (node,) = said["nodes"]
+    assert (node["healthy"], node["health"], node["pid"]) == (True, "RUNNING", agent.pid)
     job.finish()
     assert agent.exit_code() == 0
 

@@ -21,10 +21,9 @@ from elasticlib.launch.commands import main
 from elasticlib.launch.live_commands import _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
-from elasticlib.observe.question import LONGEST_QUESTION, Question, What, encode_question
-from elasticlib.observe.records import RunRecord
-from elasticlib.observe.status import JobStatus, NodeEntry
-from elasticlib.observe.status_words import EXIT_CODES, FIELDS, NODE_FIELDS
+from elasticlib.observe.runs import RunRecord
+from elasticlib.observe.stacks import LONGEST_QUESTION, Question, encode_question
+from elasticlib.observe.status import EXIT_CODES, FIELDS, NODE_FIELDS, JobStatus, NodeEntry
 from elasticlib.observe.story import AgentLog
 from elasticlib.workers.output import MOST_RANKS, parse_ranks
 
@@ -323,7 +322,7 @@ def test_ranks_that_make_no_sense_are_refused(
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
     ranks = parse_ranks("90000-99999")
     assert len(ranks) == MOST_RANKS
-    assert len(encode_question(Question(What.STACKS, 10**9, ranks))) <= LONGEST_QUESTION
+    assert len(encode_question(Question(10**9, ranks))) <= LONGEST_QUESTION
 
 
 def test_the_help_describes_every_exit_code_and_every_key(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in, until
 
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.history import JobState
+from elasticlib.observe.report import report
 from elasticlib.observe.runs import find_runs, runs_folder
 from elasticlib.observe.story import NodeStatus, after
 
@@ -123,3 +125,29 @@ def test_a_run_whose_events_cannot_be_kept_is_run_all_the_same(job: Job) -> None
     assert agent.exit_code() == 0
     assert "is no folder of this user's own" in agent.text
     assert not left_in(job.temporary)
+
+
+QUICK = """
+import sys, time, elasticlib
+context, pause = elasticlib.context(), float(sys.argv[2])
+for step in range(800):
+    context.step(step, loss=1 / (step + 1))
+    time.sleep(pause)
+"""
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.004])
+def test_a_report_of_800_quick_steps_has_200_points_of_loss(job: Job, pause: float) -> None:
+    program = job.folder / "quick.py"
+    program.write_text(QUICK)
+    command = job.agent("--standalone", program=str(program), worker=(str(pause),))
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+    assert agent.exit_code() == 0, agent.text
+    made = report(find_runs("", folder=job.temporary / runs_folder().name))
+    told = {pace.step: pace.loss for pace in made.history.paces if pace.loss is not None}
+    assert len(told) >= 200
+    assert all(loss == pytest.approx(1 / (step + 1), rel=1e-5) for step, loss in told.items())
+    assert told.keys() >= {799}
+    figure = made.html().split("Loss over steps")[1]
+    (line, *_) = re.findall(r'd="(M[^"]*)"', figure)
+    assert line.count("L") >= 199

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
-from elasticlib.observe.counts import Counts, Durations
-from elasticlib.observe.exposed import FAMILIES, Moment, Shape
-from elasticlib.observe.history import JobState
-from elasticlib.observe.story import NodeStatus, WorkerStatus
+from elasticlib.observe.history import Cost, JobState, Pace, Why
+from elasticlib.observe.metrics import FAMILIES, Exposition, Moment, Shape
+from elasticlib.observe.story import Durations, NodeStatus, Sums, WorkerStatus
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 FULL = Moment(
@@ -36,17 +36,14 @@ FULL = Moment(
             WorkerStatus(1, 1, "pid 2"),
         ),
     ),
-    Counts(
+    Sums(
         failures={"killed": 1},
         restarts=1,
-        generations=2,
-        lost={"stop": 1.5},
-        redone=3,
+        counts={Why.START: 1, Why.FAILURE: 1},
+        lost=Cost(stop=1.5, redone=3),
         started=Durations().plus(0.7).plus(3.0),
-        per_second=9.0,
-        loss=0.25,
-        samples_per_second=300.0,
     ),
+    Pace(1.0, "n1", 2, 52, per_second=9.0, loss=0.25, samples_per_second=300.0),
     silent=0.5,
     events_lost=2,
     versions={"elasticlib": "1", "torch": "2", "python": "3"},
@@ -57,8 +54,6 @@ def shown(moment: Moment) -> dict[str, dict[tuple[str, ...], float]]:
     """Values by the names and the further labels of their samples."""
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
-
-    from elasticlib.observe.prometheus import Exposition
 
     kind, text = Exposition(lambda: moment).text()
     assert kind.startswith("text/plain")
@@ -100,16 +95,26 @@ def test_every_family_is_shown_where_all_is_known() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    found = shown(Moment(NodeStatus("job", "n1"), Counts()))
+    found = shown(Moment(NodeStatus("job", "n1"), Sums()))
     for name in ("last_checkpoint_step", "loss", "restarts_left", "worker_step"):
         assert f"elasticlib_{name}" not in found
     assert found["elasticlib_restarts_total"] == {(): 0}
 
 
+def test_a_counter_does_not_fall_where_a_later_event_says_that_less_was_lost() -> None:
+    pytest.importorskip("prometheus_client")
+    moments = iter([FULL, attrs.evolve(FULL, sums=Sums(lost=Cost(stop=1.0)), silent=0.1)])
+    exposition = Exposition(lambda: next(moments))
+    for silent in ("0.5", "0.1"):
+        text = exposition.text()[1].decode()
+        assert re.search(r'lost_seconds_total\{.*phase="stop".*\} 1.5', text)
+        assert re.search(rf"loop_silent_seconds\{{.*\}} {silent}", text)
+
+
 def test_where_prometheus_client_is_absent_the_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
-        "from elasticlib.observe.prometheus import Exposition\n"
+        "from elasticlib.observe.metrics import Exposition\n"
         "try: Exposition(None)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )

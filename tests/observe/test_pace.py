@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from elasticlib import Context
-from elasticlib.observe.event import KINDS
+from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
 from elasticlib.workers.channel import Channel
 from elasticlib.workers.interface import Heartbeat
@@ -42,7 +45,7 @@ def steps(
     loss: float | None = None,
     samples_per_second: float | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    facts = {"step": step, "per_second": per_second, "silent": silent, "loss": loss}
+    facts = {"step": step, "per_second": per_second, "silent": silent, "loss": loss, "losses": []}
     return "steps", {**facts, "samples_per_second": samples_per_second}
 
 
@@ -164,7 +167,7 @@ def test_what_one_worker_takes_up_for_all_is_told_when_they_train() -> None:
     assert [kind for kind, _ in told] == ["restored", "training.began", "steps"]
 
 
-def test_that_training_has_begun_is_looked_for_soon_and_how_far_it_is_now_and_then() -> None:
+def test_that_training_has_begun_is_looked_for_soon_and_how_far_it_is_ever_less_often() -> None:
     watch, now, lines, looks = StepWatch(100.0), 100.0, [], 0
     beats: Beats = {0: QUIET}
     while now < 150.0:
@@ -174,9 +177,92 @@ def test_that_training_has_begun_is_looked_for_soon_and_how_far_it_is_now_and_th
         watch, told = watch.look(now, beats)
         lines += [(kind, now) for kind, _ in told]
     assert lines[0] == ("training.began", 103.0)
-    assert [at for kind, at in lines if kind == "steps"] == [110.0, 120.0, 130.0, 140.0, 150.0]
-    assert looks == 4 + 5, "once a second until then, and every ten seconds from then on"
+    told_at = [at for kind, at in lines if kind == "steps"]
+    assert told_at == [104.0, 105.0, 107.0, 111.0, 119.0, 129.0, 139.0, 149.0, 159.0]
+    assert looks == 4 + len(told_at), "once a second until then, and only for lines from then on"
     assert (SOON_SECONDS, EVERY_SECONDS) == (1.0, 10.0)
+
+
+def losses_of(told: Told) -> list[tuple[float, float, float]]:
+    """Step, seconds before the line, and loss."""
+    lines = [facts["losses"] for kind, facts in told if kind == "steps"]
+    return [(step, before, loss) for line in lines for step, before, loss in line]
+
+
+@pytest.mark.parametrize("count", [1, 200, 208, 209, 800, 5000, 1_000_000])
+def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) -> None:
+    channel = Channel.made()
+    for step in range(count):
+        channel.tell_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
+    end = 100.0 + count / 1000
+    _, told = StepWatch(99.0).look(end, {0: channel.beat()}, final=True)
+    found = losses_of(told)
+    assert min(count, 200) <= len(found) <= 208
+    assert [step for step, _, _ in found] == sorted({step for step, _, _ in found})
+    # The newest at most a hundredth of all steps before the end, and evenly apart from there on.
+    assert found[-1][0] - 6 >= count * 0.99
+    for step, before, loss in found:
+        assert loss == pytest.approx(1 / (step - 6), rel=1e-5)
+        assert before == pytest.approx(end - 100.0 - (step - 7) / 1000, abs=0.01)
+    channel.close()
+
+
+@pytest.mark.parametrize("per_second", [40, 1000])
+def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second: int) -> None:
+    channel, watch, found = Channel.made(), StepWatch(0.0), []
+    lines = 0
+    for step in range(60 * per_second):
+        now = step / per_second
+        channel.tell_step(step, now, 1.0)
+        if now >= watch.due:
+            watch, told = watch.look(now, {0: channel.beat()})
+            found += [of for of, _, _ in losses_of(told)]
+            lines += len(told)
+    assert found == sorted(set(found))
+    gaps = [b - a for a, b in itertools.pairwise(found)]
+    # What comes later is as dense, for its time, as what came before.
+    assert all(gap <= at / 50 for at, gap in zip(found, gaps, strict=False) if at > 1000)
+    assert 200 <= len(found) <= 1200
+    assert lines < 15
+    channel.close()
+
+
+def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> None:
+    channels = [Channel.made() for _ in range(3)]
+    channels[0].tell_step(5, 1.0)
+    for loss in (2.0, math.nan, 1e300):
+        channels[1].tell_step(5, 1.5, loss)
+        channels[2].tell_step(5, 1.5, 7.0)
+    beats = {local: channel.beat() for local, channel in enumerate(channels)}
+    _, told = StepWatch(0.0).look(2.0, beats, final=True)
+    facts = next(facts for kind, facts in told if kind == "steps")
+    event = decode(encode(Event("steps", "job", "n", 1, 0.0, 2.0, None, facts)))
+    assert [repr(one) for one in event.losses()] == [
+        *("(5, 1.5, 2.0)", "(5, 1.5, nan)", "(5, 1.5, 1e+300)")
+    ]
+    for channel in channels:
+        channel.close()
+
+
+def test_a_place_that_is_written_just_now_is_not_read() -> None:
+    channel = Channel.made()
+    for step in range(1000):
+        channel.tell_step(step, float(step), float(step))
+    losses = channel.beat().losses
+    assert losses is not None
+    assert all(step == loss for step, _, loss in losses.since(0))
+    # The worker went on, and has written over the first of these meanwhile.
+    later = attrs.evolve(losses, later=1000 + 8 * 5)
+    assert len(list(later.since(0))) == len(list(losses.since(0))) - 5
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [None, 5, "x", [5], [[1, 2]], [[1, -1, 2]], [[-1, 0, 2]], [[1, None, 2]], [[1, 0, "x"]]],
+)
+def test_what_is_no_loss_is_not_read_as_one(losses: Any) -> None:
+    assert list(Event("steps", "job", "n", 1, 0.0, 2.0, None, {"losses": losses}).losses()) == []
 
 
 def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
@@ -195,6 +281,10 @@ def test_a_worker_of_an_older_version_tells_what_it_knows() -> None:
     agent = Channel.made()
     # Its words: the step, how many, and when.
     agent._words[8], agent._words[9], agent._seconds[10] = 5, 3, 7.0
+    # Or, of a version between, its last loss.
+    agent._words[21] = 1
+    assert (agent.beat().loss, agent.beat().losses) == (0.0, None)
+    agent._words[21] = 0
     beat = agent.beat()
     assert (beat.step, beat.steps, beat.at) == (5, 3, 7.0)
     assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.observe import port as port_module
@@ -25,9 +26,9 @@ def port() -> Iterator[ObservePort]:
     port.begin({"/good": lambda: plain(200, "well"), "/broken": broken})
     yield port
     port.close()
-    for thread in port._threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    assert port._thread is not None
+    port._thread.join(10)
+    assert not port._thread.is_alive()
 
 
 def asked(port: ObservePort, method: str, path: str) -> tuple[int, bytes]:
@@ -130,8 +131,8 @@ def test_a_port_can_be_had_again_once_it_is_closed() -> None:
         ObservePort("127.0.0.1", first.port)
     first.begin({})
     first.close()
-    for thread in first._threads:
-        thread.join(10)
+    assert first._thread is not None
+    first._thread.join(10)
     ObservePort("127.0.0.1", first.port).close()
 
 
@@ -140,4 +141,19 @@ def test_it_serves_over_version_6_of_the_protocol() -> None:
     port.begin({"/": lambda: plain(200, "six")})
     assert port.address.startswith("[::1]:")
     assert asked(port, "GET", "/") == (200, b"six\n")
+    port.close()
+
+
+def test_an_answer_that_nobody_takes_holds_up_nobody_and_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(port_module, "SECONDS", 0.5)
+    port = ObservePort("127.0.0.1", 0)
+    large = Page(200, "text/plain", b"x" * (64 * 1024 * 1024))
+    port.begin({"/large": lambda: large, "/good": lambda: plain(200, "well")})
+    with socket.create_connection((port.host, port.port), 20) as client:
+        client.sendall(b"GET /large HTTP/1.0\r\n\r\n")
+        assert asked(port, "GET", "/good") == (200, b"well\n")
+        until("it to be dropped", lambda: not port._clients)
+    assert asked(port, "GET", "/large") == (200, large.content)
     port.close()

@@ -10,9 +10,9 @@ from told_runs import WALL, Agent, files
 
 from elasticlib.observe.event import decode, encode
 from elasticlib.observe.history import History, JobState, Why
-from elasticlib.observe.page.page import fragment
-from elasticlib.observe.page.rows import rows
 from elasticlib.observe.reading import history_of
+from elasticlib.observe.report.page import fragment
+from elasticlib.observe.report.timeline import rows
 
 
 def near(value: float) -> object:
@@ -368,7 +368,7 @@ def test_many_marks_of_one_kind_leave_out_none_of_another_and_are_counted() -> N
     assert {m.rank for m in history.marks if m.kind == "worker.ended"} == {0, 1}
     words = fragment(history)
     assert "Checkpoints: 301" in words
-    assert "2,002 failures, those alike but for numbers together; of so many, 1,002 " in words
+    assert "counted together. Of so many, 1,002 evenly spread ones are counted." in words
 
 
 @pytest.mark.parametrize("numbers", [0, 2])
@@ -380,8 +380,7 @@ def test_a_loss_that_is_no_number_any_more_is_told_of(odd: str, numbers: int) ->
         one.tell(10.0 * step, "steps", step=step, per_second=1.0, silent=0.0, loss=loss)
     words = fragment(history_of({"0": [decode(encode(event)) for event in one.events]}))
     assert (
-        f"{4 - numbers} values that are no finite number left out; the first is {odd} at step "
-        in words
+        f"{4 - numbers} values are not finite, and left out; the first is {odd} at step " in words
     )
 
 

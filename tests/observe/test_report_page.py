@@ -25,13 +25,12 @@ from elasticlib.observe.history import (
     Stay,
     Why,
 )
-from elasticlib.observe.page.curves import loss, sample_rate
-from elasticlib.observe.page.page import fragment, page
-from elasticlib.observe.page.recoveries import recoveries
-from elasticlib.observe.page.scale import Axis
-from elasticlib.observe.page.strokes import curve
-from elasticlib.observe.page.style import DARK, LIGHT, ROOT
-from elasticlib.observe.page.tables import failures
+from elasticlib.observe.report.curves import gaps, loss, sample_rate, step_rate
+from elasticlib.observe.report.drawing import Axis, curve
+from elasticlib.observe.report.page import fragment, page
+from elasticlib.observe.report.style import DARK, LIGHT, ROOT
+from elasticlib.observe.report.tables import failures
+from elasticlib.observe.wording import duration, plural
 
 KNOWN = frozenset(
     (
@@ -218,12 +217,14 @@ def test_what_a_page_says_of_an_eventful_run() -> None:
 def test_a_page_of_many_folds_them_and_says_so() -> None:
     history = histories.vast(nodes=120, generations=70)
     text = told(history)
-    assert "96 nodes share one row: those with the most to tell have their own." in text
+    assert "96 nodes share one row; the most eventful have their own." in text
     assert "The 16 longest are drawn; the other 54 took" in text
-    assert "120 nodes; the 40 with the most to tell are listed" in text
-    assert re.search(r"\d+ failures, those alike but for numbers together", text)
+    assert "120 nodes; the 40 most eventful are listed. Of the others, " in text
+    assert re.search(
+        r"\d+ failures; those whose reasons differ only in numbers are counted together", text
+    )
     left_out = attrs.evolve(history, left_out=12345, unread=2)
-    assert "12,345 marks or steps' lines were left out" in told(left_out)
+    assert "12,345 events are left out: of so many, evenly spread ones are drawn." in told(left_out)
     assert "2 lines of its files could not be read" in told(left_out)
 
 
@@ -236,9 +237,9 @@ def test_a_loss_that_is_no_number_is_left_out_and_told() -> None:
     spoilt = sum(one.loss is not None and math.isnan(one.loss) for one in broken)
     assert spoilt
     history = attrs.evolve(history, paces=tuple(broken))
-    assert loss(history).left_out == spoilt
+    assert len(loss(history).left_out) == spoilt
     step = next(one.step for one in broken if one.loss is not None and math.isnan(one.loss))
-    assert f"left out; the first is nan at step {step}" in told(history)
+    assert f"not finite, and left out; the first is nan at step {step}" in told(history)
 
 
 def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
@@ -256,7 +257,45 @@ def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
         Stay("a", 2, 0, (0, 0), 26.0),
     )
     history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, paces=tuple(paces))
-    assert sample_rate(history).lines == ([(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)])
+    assert sample_rate(history).lines == [[(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)]]
+
+
+def test_where_a_curve_has_a_gap_a_band_and_a_sentence_say_why() -> None:
+    history = histories.eventful()
+    found = gaps(history)
+    assert [gap.generation.number for gap in found] == list(range(2, 13))
+    third = found[1]
+    before, after = history.generations[1:3]
+    assert third.time == (before.ended, after.trained)
+    assert third.steps == (after.first_step, (after.first_step or 0) + after.cost.redone - 1)
+    words = told(history)
+    cause = "6.8 s without a step, 99 steps repeated: rank 5 on gpu-b failed: ValueError"
+    assert words.count(f"Generation 3 after a failure, {cause}") == 4, "the title of each band"
+    assert words.count(f"3 at 9 min 8 s, {cause}") == 1
+    assert "Each has the number of the generation that begins there: 2 at 4 min 2 s" in words
+    bands = re.findall(r'class="gap gap-(\w+)"', page(history))
+    assert bands.count("loss") == 4
+    assert set(bands) == {"failure", "loss", "resize"}
+
+
+def test_of_many_restarts_the_longest_gaps_are_shaded_and_told() -> None:
+    history = histories.vast(nodes=120, generations=70)
+    assert page(history).count('class="gap ') == 4 * 12
+    assert "begins there; the 12 longest of 69:" in told(history)
+
+
+@pytest.mark.parametrize(("speed", "shown"), [(None, 3), (0.5, 30)])
+def test_the_speed_of_a_short_run_is_read_off_the_times_of_its_losses(
+    speed: float | None, shown: int
+) -> None:
+    """It told its rate thrice, and perhaps of 200 losses."""
+    paces = [Pace(at, "a", 1, int(10 * at), 10.0) for at in (1.0, 2.0, 4.0)]
+    if speed is not None:
+        paces += [Pace(at / 50, "a", 1, at, None, 1.0) for at in range(1, 200)]
+    history = History("job", 0.0, 4.0, JobState.RUNNING, paces=tuple(paces))
+    (line,) = step_rate(history).lines
+    assert len(line) >= shown
+    assert all(rate == pytest.approx(10.0 if speed is None else 50.0) for _, rate in line)
 
 
 def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:
@@ -270,10 +309,13 @@ def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:
 
 def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     history = histories.eventful()
-    found = recoveries(history)
-    assert [one.generation.number for one in found] == list(range(1, 13))
-    for one in found:
-        assert one.total == pytest.approx(one.generation.cost.seconds)
+    words = told(history)
+    for made in history.generations:
+        cost = duration(made.cost.seconds)
+        assert f"Generation {made.number}, {made.why.words} {made.cause} {cost}" in words
+        for name, seconds in made.cost.phases.items():
+            redone = f"{plural(made.cost.redone, 'step')}, " if name == "redone" else ""
+            assert f"{name} {redone}{duration(seconds)}" in words
 
 
 def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
@@ -281,8 +323,8 @@ def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recov
     history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
     words = told(history)
     assert "Time lost 1 min 20 s" in words
-    assert "1 min 20 s were not spent on steps that count: 1 start and 0 recoveries; " in words
-    assert "; 1 min 12 s of that belong to neither." in words
+    assert "1 min 20 s did not go into steps that count: 1 start and 0 recoveries; " in words
+    assert "; 1 min 12 s of it belongs to neither." in words
 
 
 def test_a_failure_has_the_generation_and_the_ranks_that_others_tell_of() -> None:

@@ -1,15 +1,13 @@
-"""Where things stand in a drawing that has no width of its own, and how its numbers are written."""
+"""Where things stand in a drawing that has no width of its own."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticlib.observe.page.markup import element
-from elasticlib.observe.page.scale import (
+from elasticlib.observe.report.drawing import (
     WIDTHS,
     Axis,
     Label,
@@ -20,7 +18,7 @@ from elasticlib.observe.page.scale import (
     time_ticks,
     value_ticks,
 )
-from elasticlib.observe.page.wording import part_text, rate_text, seconds_text, spans_text
+from elasticlib.observe.report.markup import element
 from elasticlib.visible import visible
 
 labels = st.lists(
@@ -98,43 +96,6 @@ def test_every_value_has_a_place_within_the_drawing(
 
 def test_words_stand_in_a_bar_from_the_width_on_where_they_fit() -> None:
     assert [inside(share, "rendezvous") for share in (40, 20, 10, 5)] == ["w0", "w1", "w2", None]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 s"),
-        (0.001, "under 0.01 s"),
-        (0.344, "0.34 s"),
-        (0.996, "1.0 s"),
-        (9.94, "9.9 s"),
-        (9.96, "10 s"),
-        (59.6, "1 min"),
-        (125, "2 min 5 s"),
-        (3599.7, "1 h"),
-        (11520, "3 h 12 min"),
-        (86399.9, "1 d"),
-        (190800, "2 d 5 h"),
-        (8e7, "925 d 22 h"),
-        (float("nan"), "unknown"),
-        (float("inf"), "unknown"),
-    ],
-)
-def test_seconds_are_written_in_two_units_at_most(seconds: float, words: str) -> None:
-    assert seconds_text(seconds).replace("\u00a0", " ") == words
-
-
-def test_a_whole_is_only_what_misses_nothing() -> None:
-    said = [part_text(part).replace("\u00a0", " ") for part in (1.0, 0.99999, 0.5, 0.0, None)]
-    assert said == ["100 %", "99.9 %", "50 %", "0 %", "unknown"]
-
-
-def test_numbers_are_short() -> None:
-    assert [rate_text(v) for v in (0.0, 0.00012, 2.0456, 123.4, 1234567.0, 2.5e9)] == [
-        *("0", "1.20e-04", "2.05", "123", "1,234,567", "2.50e+09")
-    ]
-    assert spans_text([3, 1, 2, 9]) == "1\u20133, 9"
-    assert spans_text(range(0, 40, 2)) == "20 from 0 to 38"
 
 
 def test_text_of_others_is_never_markup_and_hides_nothing() -> None:

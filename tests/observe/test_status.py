@@ -9,28 +9,30 @@ import attrs
 import pytest
 
 from elasticlib.observe.history import JobState
-from elasticlib.observe.question import Answer, Stacks
-from elasticlib.observe.same_stacks import grouped, told
+from elasticlib.observe.published import Published
+from elasticlib.observe.stacks import JobStacks, Stacks, grouped, stack_lines
 from elasticlib.observe.status import (
-    JobStatus,
-    JobView,
-    NodeEntry,
-    status_of,
-    status_of_records,
-)
-from elasticlib.observe.status_words import (
     EXIT_CODES,
     FIELDS,
     MOST_NODES,
     NODE_FIELDS,
+    PATIENCE,
+    JobStatus,
+    JobView,
+    NodeEntry,
     as_document,
+    document_of_node,
     duration,
     exit_code,
     headline,
+    judge,
     lines,
     node_table,
     rank_table,
+    recorded_entry,
     spans,
+    status_of,
+    status_of_records,
 )
 from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.rendezvous.document import (
@@ -50,21 +52,22 @@ SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, nonce="m")
 S = JobState
 
 
-def answer(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> Answer:
+def published(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> Published:
     rank = NODES.index(node)
     workers = (
         WorkerStatus(2 * rank, 0, "pid 1", step=10 + rank, per_second=4.0, silent=0.5, saved=8),
         WorkerStatus(2 * rank + 1, 1, "pid 2", step=11 + rank, per_second=5.0, silent=0.25),
     )
-    return Answer(1, NodeStatus("job", node.id, state=state, workers=workers), seconds, 9.0)
+    status = NodeStatus("job", node.id, state=state, workers=workers)
+    return Published(status, seconds, 9.0, age=0.5)
 
 
 def view(document: Document | None, *states: JobState, live: int = 2) -> JobView:
-    answers = {
-        node.id: answer(node, state, 1.0 + n)
+    found = {
+        node.id: published(node, state, 1.0 + n)
         for n, (node, state) in enumerate(zip(NODES, states, strict=False))
     }
-    return JobView("job", document, NODES[:live], Note("1 of 2 nodes are here"), answers)
+    return JobView("job", document, NODES[:live], Note("1 of 2 nodes are here"), found)
 
 
 def state(document: Document | None, *states: JobState, live: int = 2) -> JobState | None:
@@ -107,7 +110,7 @@ def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
     assert "no node lives any more" in found.reason
 
 
-def test_where_no_node_answers_it_is_the_store_that_tells_and_the_code_is_4() -> None:
+def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4() -> None:
     found = status_of(view(SETTLED))
     assert found is not None
     assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
@@ -121,15 +124,15 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
     assert found is not None
     assert (found.step, found.per_second, found.saved, found.snapshot) == (10, 4.0, 8, None)
-    assert (found.generation, found.world, found.max_restarts, found.since) == (1, 4, 4, 1.0)
+    assert (found.generation, found.world, found.max_restarts, found.since) == (1, 4, 4, 1.5)
     assert [node.host for node in found.spares] == ["h2"]
     assert [node.host for node in found.silent] == ["h2"]
     text = "\n".join(headline(found))
-    assert "job: RUNNING for 1.0 s" in text
+    assert "job: RUNNING for 1.5 s" in text
     assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
     assert "step 10, steps/s 4, checkpoint 8" in text
     assert "spares: h2" in text
-    assert "not answering: h2" in text
+    assert "without a status: h2" in text
 
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
@@ -150,6 +153,41 @@ def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
     assert all(set(node) == set(NODE_FIELDS) for node in document["nodes"])
     assert [node["answers"] for node in document["nodes"]] == [True, True, False]
     assert document["nodes"][1]["workers"][0]["step"] == 11
+    assert [node["age"] for node in document["nodes"]] == [0.5, 0.5, None]
+    assert [node["since"] for node in document["nodes"]] == [1.5, 2.5, None]
+    assert [node["healthy"] for node in document["nodes"]] == [True, True, None]
+
+
+def test_one_node_shows_the_same_document_of_itself() -> None:
+    one = attrs.evolve(published(NODES[1]), loop_silent=PATIENCE + 1, age=None)
+    document = json.loads(json.dumps(document_of_node(one)))
+    assert set(document) == set(FIELDS)
+    (node,) = document["nodes"]
+    assert set(node) == set(NODE_FIELDS)
+    assert (document["state"], document["source"], document["step"]) == ("RUNNING", "nodes", 11)
+    assert (node["healthy"], node["lives"], node["answers"]) == (False, True, True)
+    assert node["health"] == "the agent's loop has not turned for 16.0 s"
+
+
+def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
+    there = view(SETTLED, S.RUNNING, S.RESTARTING, live=1)
+    found = status_of(there)
+    assert found is not None
+    assert (found.state, found.step, found.saved) == (S.RUNNING, 10, 8)
+    gone = status_of(attrs.evolve(there, live=NODES[1:2]))
+    assert gone is not None
+    assert (gone.state, gone.step) == (S.RESTARTING, 11)
+
+
+def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> None:
+    still = attrs.evolve(published(NODES[0]), age=40.0)
+    for live, state in ((2, "RUNNING"), (0, "gone")):
+        there = view(SETTLED, S.RUNNING, S.RUNNING, live=live)
+        found = status_of(attrs.evolve(there, published={**there.published, "id0": still}))
+        assert found is not None
+        assert [node.state for node in found.nodes] == [state] * 2
+        assert [row[3] for row in node_table(found)[1]] == ["40 s", "0.5 s"]
+        assert (found.step, as_document(found)["nodes"][0]["age"]) == (10, 40.0)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +217,8 @@ def thousand() -> JobStatus:
         silent = 30.0 if n == 500 else 0.1
         worker = WorkerStatus(n, 0, "pid 1", step=100 + n % 2, silent=silent)
         status = NodeStatus("job", f"n{n}", state=S.RUNNING, workers=(worker,))
-        answers = n not in (7, 8)
-        said = Answer(1, status, 1.0, 1.0) if answers else None
-        return NodeEntry(f"n{n}", f"h{n}", n, 1, lives=True, answer=said)
+        found = None if n in (7, 8) else Published(status, 1.0, 1.0, age=0.5)
+        return NodeEntry(f"n{n}", f"h{n}", n, 1, lives=True, published=found)
 
     return JobStatus("job", S.RUNNING, nodes=tuple(node(n) for n in range(1000)))
 
@@ -189,7 +226,7 @@ def thousand() -> JobStatus:
 def test_a_thousand_nodes_fit_on_a_screen_and_the_odd_ones_are_seen() -> None:
     shown = lines(node_table(thousand()))
     assert len(shown) <= MOST_NODES + 2
-    assert shown[1].split()[:4] == ["7", "h7", "no", "answer"]
+    assert shown[1].split()[:4] == ["7", "h7", "no", "status"]
     assert any(line.split()[:2] == ["500", "h500"] and "30 s" in line for line in shown)
     assert shown[-1].startswith("4-6, 9-499, 501-999  993 others  RUNNING")
     assert "100 to 101" in shown[-1]
@@ -213,45 +250,41 @@ def test_stacks_that_differ_in_addresses_alone_are_shown_once_and_rare_ones_firs
 
 
 def test_who_does_not_show_its_stacks_is_named() -> None:
-    asked = view(SETTLED, S.RUNNING)
     one = Stacks({0: SLEEPS.format("1")}, silent=(1,), mute={4: "pid 9"})
-    said = "\n".join(told(attrs.evolve(asked, stacks={"id0": one}), frozenset({0, 1, 6})))
+    said = "\n".join(stack_lines(JobStacks(NODES[:2], {"id0": one}), frozenset({0, 1, 6})))
     assert "h0: rank 1 wrote nothing within a second" in said
     assert "h0: rank 4 (pid 9) is no Python program that elasticlib started" in said
     assert "h1 does not answer" in said
     assert "no node that answered has a worker of rank 6" in said
 
 
-def status(node: str, generation: int, rank: int | None, state: JobState, **more: Any) -> Answer:
-    told = NodeStatus("job", node, state=state, generation=generation, node_rank=rank)
-    return Answer(1, attrs.evolve(told, **more), 60.0, 90.0)
+def status(node: str, generation: int, rank: int | None, state: JobState, **more: Any) -> Published:
+    known = NodeStatus("job", node, "h", state=state, generation=generation, node_rank=rank)
+    return Published(attrs.evolve(known, **more), 60.0, 90.0)
 
 
-def told_by(*answers: Answer, lives: bool = False) -> JobStatus:
-    nodes = [
-        NodeEntry(one.status.node, "h", one.status.node_rank, 1, lives=lives, answer=one)
-        for one in answers
-    ]
-    return status_of_records("job", nodes, age=9.0)
+def written_by(*nodes: Published, lives: bool = False) -> JobStatus:
+    found = [recorded_entry(one, lives=lives) for one in nodes]
+    return status_of_records("job", found, age=9.0)
 
 
 def test_of_a_job_only_its_members_steps_count() -> None:
     worker = WorkerStatus(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
     more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
     spare = status("id2", 1, 1, S.RESTARTING, **more)
-    asked = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
-    found = status_of(attrs.evolve(asked, answers={**asked.answers, "id2": spare}))
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
+    found = status_of(attrs.evolve(there, published={**there.published, "id2": spare}))
     assert found is not None
     assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)
     assert found.nodes[2].rank is None
     assert [row[0] for row in rank_table(found)[1]] == ["0", "1", "2", "3"]
-    written = told_by(attrs.evolve(spare), status("id0", 2, 0, S.RUNNING, step=5000))
+    written = written_by(attrs.evolve(spare), status("id0", 2, 0, S.RUNNING, step=5000))
     assert (written.step, written.snapshot, written.saved) == (5000, None, 90)
     assert [(node.node, node.rank) for node in written.nodes] == [("id0", 0), ("id2", None)]
 
 
 @pytest.mark.parametrize(
-    ("told", "want"),
+    ("nodes", "want"),
     [
         ([(1, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
         ([(2, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
@@ -262,22 +295,36 @@ def test_of_a_job_only_its_members_steps_count() -> None:
     ],
 )
 def test_one_members_end_is_the_jobs_where_files_alone_tell(
-    told: list[tuple[int, JobState]], want: JobState | None
+    nodes: list[tuple[int, JobState]], want: JobState | None
 ) -> None:
-    answers = [status(f"id{n}", generation, n, state) for n, (generation, state) in enumerate(told)]
-    assert told_by(*answers).state is want
+    found = [status(f"id{n}", generation, n, state) for n, (generation, state) in enumerate(nodes)]
+    assert written_by(*found).state is want
 
 
-def test_a_node_that_was_sent_away_says_nothing_of_the_jobs_end() -> None:
+def test_a_node_that_was_expelled_says_nothing_of_the_jobs_end() -> None:
     away = status("id0", 2, 0, S.FAILED, reason="rank 0 raised", expelled=True)
-    assert told_by(away, status("id1", 2, 1, S.RUNNING)).state is None
-    ended = told_by(away, status("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
+    assert written_by(away, status("id1", 2, 1, S.RUNNING)).state is None
+    ended = written_by(away, status("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
     assert (ended.state, ended.reason) == (S.FAILED, "rank 1 raised")
-    assert told_by(away).state is S.FAILED
+    assert written_by(away).state is S.FAILED
 
 
 def test_a_node_that_has_gone_without_a_word_is_not_shown_in_the_state_it_told_last() -> None:
-    nodes = told_by(status("id0", 2, 0, S.PREEMPTED), status("id1", 1, 1, S.RUNNING)).nodes
+    nodes = written_by(status("id0", 2, 0, S.PREEMPTED), status("id1", 1, 1, S.RUNNING)).nodes
     assert [node.state for node in nodes] == ["PREEMPTED", "gone"]
-    (here,) = told_by(status("id0", 1, 0, S.RUNNING), lives=True).nodes
+    (here,) = written_by(status("id0", 1, 0, S.RUNNING), lives=True).nodes
     assert here.state == "RUNNING"
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_only_a_failed_node_and_a_stuck_one_are_not_well(state: JobState) -> None:
+    good = judge(state, "rank 0 raised", 0.0)
+    assert good.good is (state is not JobState.FAILED)
+    assert good.good or "rank 0 raised" in good.sentence
+    stuck = judge(state, "", PATIENCE + 1)
+    assert stuck.good is (state.over and state is not JobState.FAILED)
+
+
+def test_how_long_the_loop_has_stood_still_is_told() -> None:
+    found = judge(JobState.RUNNING, "", PATIENCE + 1)
+    assert found.sentence == "the agent's loop has not turned for 16.0 s"

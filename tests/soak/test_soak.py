@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.observe.event import Event
-from elasticlib.observe.records import RunRecord
-from elasticlib.observe.runs import runs_folder
+from elasticlib.observe.runs import RunRecord, runs_folder
 from soak.campaign import (
     FIRST_NODES,
     KINDS,

@@ -1,7 +1,7 @@
 """How a report looks: colours of two schemes, and rules that touch nothing outside of it.
 
 Each rule begins with the class of the report's root, as the same markup stands in notebooks. Widths
-are those of the root, not of the window. Colours tell nothing that a shape or a word does not.
+are those of the root, not of the window. Colours say nothing that a shape or a word does not.
 """
 
 from __future__ import annotations
@@ -122,6 +122,9 @@ _RULES = """
 & svg .curve.alone { stroke-width: 5px }
 & svg .curve, & svg .edge { vector-effect: non-scaling-stroke }
 & svg .edge { fill: none; stroke: var(--curve); stroke-width: 1.6px }
+& svg .gap { fill: var(--leave); opacity: .22 }
+& svg .gap-failure { fill: var(--bad) }
+& svg .gap-loss { fill: var(--gone) }
 & svg .hover { fill: transparent }
 & svg .ink { fill: var(--ink) }
 & svg .good { fill: var(--good) }
@@ -145,6 +148,9 @@ _RULES = """
 @container (min-width: 640px) { & dl.figures { grid-template-columns: repeat(4, 1fr) } }
 @container (min-width: 980px) { & dl.figures { grid-template-columns: repeat(5, 1fr) } }
 & .timeline p.soft { margin-top: 8px }
+& .charts figure { container-type: inline-size }
+& .charts ul { list-style: none; margin: 0; padding: 0; font-size: 13px }
+& .charts li { margin: 0 0 3px }
 & .charts { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0 32px }
 @container (min-width: 760px) { & .charts.two { grid-template-columns: repeat(2, minmax(0, 1fr)) } }
 & ol.recoveries { list-style: none; margin: 14px 0 0; padding: 0 }

@@ -5,16 +5,19 @@ It is one text without scripts that fetches nothing, and the same part of it sta
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 from ...clock import date_of
 from ..history import History, JobState
-from .curves import charts
-from .markup import Markup, cut, element, joined
+from ..wording import count, percentage, plural
+from .curves import curve_section
+from .drawing import picture
+from .markup import Markup, cut, element, joined, seconds_text, unbroken
 from .recoveries import lost_seconds, recoveries, recovery_section
-from .signs import SIGNS, picture
 from .style import ROOT, page_style, style
 from .tables import failure_section, node_section, settings_section
 from .timeline import timeline
-from .wording import count_text, part_text, plural, seconds_text
 
 LAW = "default-src 'none'; style-src 'unsafe-inline'"
 """What the page may load: nothing, whatever a bug would let into it."""
@@ -22,6 +25,8 @@ GENERATOR = "elasticlib report"
 """What tells a report from another page."""
 DOCTYPE = Markup("<!DOCTYPE html>\n")
 REASON = 600
+UNKNOWN = ("\u2013", "not reported")
+"""A key figure, and what is said below it."""
 LONG = 12
 """Characters of a key figure, above which it is written smaller."""
 
@@ -44,17 +49,11 @@ def page(history: History) -> str:
 
 def fragment(history: History) -> str:
     """The report alone, with its style: for a page that holds more."""
-    drawn = charts(history)
-    curves = Markup("")
-    if drawn:
-        heads = element("h2", "Loss and speed")
-        two = "charts two" if len(drawn) > 1 else "charts"
-        curves = element("section", heads, element("div", *drawn, class_=two))
     inner = element(
         "div",
         _header(history),
         element("section", element("h2", "Timeline"), timeline(history)),
-        curves,
+        curve_section(history),
         recovery_section(history),
         failure_section(history),
         node_section(history),
@@ -70,54 +69,47 @@ def _word(state: JobState) -> str:
 
 
 def _header(history: History) -> Markup:
-    sign = picture(history.state.value) if history.state.value in SIGNS else Markup("")
-    state = element("span", sign, _word(history.state), class_="state")
+    state = element("span", picture(history.state.value), _word(history.state), class_="state")
     lead = [state, element("span", seconds_text(history.until))]
     if history.goodput is not None:
-        lead.append(element("span", f"goodput {part_text(history.goodput)}"))
-    lead.append(element("span", _date(history.wall), class_="soft"))
+        lead.append(element("span", f"goodput {unbroken(percentage(history.goodput))}"))
+    with contextlib.suppress(OverflowError, OSError, ValueError):  # files may hold any time
+        lead.append(element("span", f"began {date_of(history.wall)}", class_="soft"))
     parts = [
         element("h1", history.run or "a run without an id"),
         element("p", *lead, class_="lead"),
     ]
     if history.reason:
         parts.append(element("p", cut(history.reason, REASON), class_="reason"))
-    cause = history.cause
-    if cause:
-        words = ", ".join(f"{name} {value}" for name, value in cause.items() if value is not None)
+    if history.cause:
+        named = history.cause.items()
+        words = ", ".join(f"{name} {value}" for name, value in named if value is not None)
         parts.append(element("p", f"First cause: {cut(words, REASON)}", class_="reason"))
     return element("header", *parts, _figures(history))
-
-
-def _date(wall: float) -> str:
-    try:
-        return f"began {date_of(wall)}"
-    except (OverflowError, OSError, ValueError):
-        return ""
 
 
 def _figures(history: History) -> Markup:
     made = history.generations
     redone = sum(generation.cost.redone for generation in made)
     ways = recoveries(history)
-    lost = seconds_text(lost_seconds(history)) if ways else "not told"
+    lost = (seconds_text(lost_seconds(history)), "starts and recoveries") if ways else UNKNOWN
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
-    sizes = list(dict.fromkeys(worlds))
-    budget = "" if history.max_restarts is None else f"of {count_text(history.max_restarts)}"
-    told = [
-        ("Generations", count_text(len(made)), ""),
-        ("Restarts", count_text(history.restarts), budget),
-        ("Failures", count_text(history.failures), "told by nodes"),
-        ("Nodes", count_text(len(history.nodes)), _span(history)),
-        ("Workers", _sizes(worlds), plural(len(sizes), "size") if len(sizes) > 4 else ""),
-        ("Last step", count_text(max(steps)) if steps else "not told", ""),
-        ("Last checkpoint", _step(history.saved), ""),
-        ("Last snapshot", _step(history.snapshot), ""),
-        ("Steps redone", count_text(redone), ""),
-        ("Time lost", lost, "starts and recoveries" if ways else ""),
+    sizes = len(set(worlds))
+    budget = "" if history.max_restarts is None else f"of {count(history.max_restarts)}"
+    figures = [
+        ("Generations", count(len(made)), ""),
+        ("Restarts", count(history.restarts), budget),
+        ("Failures", count(history.failures), "reported by nodes"),
+        ("Nodes", count(len(history.nodes)), _span(history)),
+        ("Workers", _sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
+        ("Last step", *((count(max(steps)), "") if steps else UNKNOWN)),
+        ("Last checkpoint", *_step(history.saved)),
+        ("Last snapshot", *_step(history.snapshot)),
+        ("Steps redone", count(redone), ""),
+        ("Time lost", *lost),
     ]
-    return element("dl", *(_figure(*one) for one in told), class_="figures")
+    return element("dl", *(_figure(*one) for one in figures), class_="figures")
 
 
 def _figure(name: str, value: str, more: str) -> Markup:
@@ -126,8 +118,8 @@ def _figure(name: str, value: str, more: str) -> Markup:
     return element("div", element("dt", name), element("dd", words, class_=wide))
 
 
-def _step(step: int | None) -> str:
-    return "none told" if step is None else f"step {count_text(step)}"
+def _step(step: int | None) -> tuple[str, str]:
+    return UNKNOWN if step is None else (f"step {count(step)}", "")
 
 
 def _span(history: History) -> str:
@@ -141,13 +133,10 @@ def _span(history: History) -> str:
 
 def _sizes(worlds: list[int]) -> str:
     """The sizes that the job had, in order, where these are few."""
-    found: list[int] = []
-    for world in worlds:
-        if not found or found[-1] != world:
-            found.append(world)
+    found = [world for world, _ in itertools.groupby(worlds)]
     if len(found) > 6:
-        return f"{count_text(min(found))} to {count_text(max(found))}"
-    return " \u2192 ".join(map(count_text, found)) or "none"
+        return f"{count(min(found))} to {count(max(found))}"
+    return " \u2192 ".join(map(count, found)) or "none"
 
 
 def _footer(history: History) -> Markup:
@@ -157,7 +146,6 @@ def _footer(history: History) -> Markup:
     return element(
         "footer",
         unread,
-        "Times count from the first event of the run. Goodput is the part of all time in which "
-        "steps were made that count: neither waiting nor done again. Pointing at a band or a sign "
-        "tells more.",
+        "Times count from the run's first event. Goodput is the share of all time in which steps "
+        "were made that count: neither waiting nor repeating. Point at a band or a sign for more.",
     )

@@ -1,24 +1,36 @@
-"""Questions through a job's store: who lives answers, who does not is named, and nobody is
-disturbed."""
+"""Stacks that are asked for through a job's store: who lives answers, who does not is named, and
+nobody is disturbed; what others wrote is read back as it was, and nothing else is read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRefused
-from elasticlib.observe.asking import Answerer, Asker, QuestionKeys, jobs_in
-from elasticlib.observe.history import JobState
-from elasticlib.observe.question import Stacks, What
-from elasticlib.observe.status import status_of
-from elasticlib.observe.story import NodeStatus, WorkerStatus
+from elasticlib.observe.stacks import (
+    LONGEST_STACKS,
+    LONGEST_TEXTS,
+    Answerer,
+    Asker,
+    Question,
+    QuestionKeys,
+    Stacks,
+    decode_question,
+    decode_stacks,
+    encode_question,
+    encode_stacks,
+)
+from elasticlib.observe.status import jobs_in
 from elasticlib.rendezvous.document import Document, Limits, Node, settle
 from elasticlib.rendezvous.layout import Keys, encode, encode_shard, encode_state
 from elasticlib.rendezvous.ranks import deal_shards
@@ -44,26 +56,14 @@ def settled(store: Store) -> None:
 
 @contextlib.contextmanager
 def answering(store: Store, *nodes: Node, look_every: float = 0.0) -> Iterator[list[Answerer]]:
+    def stacks(ranks: frozenset[int] | None) -> Stacks:
+        return TOLD if ranks is None else Stacks({})
+
     with contextlib.ExitStack() as stack:
-        began = monotonic()
-
-        def one(node: Node) -> Answerer:
-            worker = WorkerStatus(0, 0, "pid 1", step=7)
-            status = NodeStatus(
-                "job", node.id, node.host, state=JobState.RUNNING, began=began, workers=(worker,)
-            )
-            answerer = Answerer(
-                store,
-                "job",
-                node.id,
-                status=lambda: status,
-                stacks=lambda ranks: TOLD if ranks is None else Stacks({}),
-                heard=lambda: 0.25,
-                look_every=look_every,
-            )
-            return stack.enter_context(answerer)
-
-        yield [one(node) for node in nodes]
+        yield [
+            stack.enter_context(Answerer(store, "job", node.id, stacks, look_every=look_every))
+            for node in nodes
+        ]
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -84,16 +84,13 @@ def test_all_who_live_answer_at_once_and_again(stores: tuple[Store, Store]) -> N
     theirs, ours = stores
     settled(theirs)
     with answering(theirs, *NODES, look_every=0.05 if isinstance(ours, FileStore) else 0.0):
-        asker, began = Asker(ours, "job"), monotonic()
-        for _ in range(3):
-            view = asker.ask(What.STANDING, 20.0)
-            assert {*view.answers} == {"id0", "id1", "id2"}
-            assert [one.heard for one in view.answers.values()] == [0.25] * 3
-        assert monotonic() - began < 10.0
-        status = status_of(view)
-        assert status is not None
-        assert (status.state, status.step, status.world) == (JobState.RUNNING, 7, 3)
-        asker.close()
+        with Asker(ours, "job") as asker:
+            began = monotonic()
+            for _ in range(3):
+                view = asker.ask(20.0)
+                assert view.stacks == {node.id: TOLD for node in NODES}
+                assert [node.id for node in view.live] == ["id0", "id1", "id2"]
+            assert monotonic() - began < 10.0
         # The answers go with the question.
         until("no answer", lambda: not ours.list("?").entries, 10.0)
 
@@ -107,9 +104,8 @@ def test_who_does_not_answer_is_named_and_not_waited_for_longer(
         asker = Asker(ours, "job")
 
         def silent() -> list[str]:
-            status = status_of(asker.ask(What.STANDING, 0.5))
-            assert status is not None
-            return [node.host for node in status.silent]
+            view = asker.ask(0.5)
+            return [node.host for node in view.live if node.id not in view.stacks]
 
         # A busy machine may need more than one question.
         until("all others to answer", lambda: silent() == ["h2"])
@@ -133,23 +129,22 @@ def test_who_dies_while_it_is_asked_is_waited_for_no_more(
         ending = threading.Timer(0.2, store.delete, (KEYS.node("id2"),))
         ending.start()
         began = monotonic()
-        assert len(Asker(store, "job").ask(What.STANDING, 30.0).answers) == 2
+        assert len(Asker(store, "job").ask(30.0).stacks) == 2
         assert monotonic() - began < 15.0
         ending.join()
 
 
-def test_stacks_come_with_the_answer(served: tuple[TcpStoreServer, TcpStore]) -> None:
+def test_those_of_some_ranks_can_be_asked_for(served: tuple[TcpStoreServer, TcpStore]) -> None:
     _, store = served
     settled(store)
     with answering(store, *NODES):
         asker = Asker(store, "job")
-        assert asker.ask(What.STACKS, 20.0).stacks == {node.id: TOLD for node in NODES}
-        some = asker.ask(What.STACKS, 20.0, frozenset({5}))
+        some = asker.ask(20.0, frozenset({5}))
         assert some.stacks == {node.id: Stacks({}) for node in NODES}
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"{", b"[]", b'{"v":1,"what":"exit","number":1}', b"x" * 70_000]
+    "value", [b"", b"{", b"[]", b'{"v":1,"what":"standing","number":1}', b"x" * 70_000]
 )
 def test_what_is_no_question_is_passed_over(
     value: bytes, served: tuple[TcpStoreServer, TcpStore]
@@ -158,8 +153,8 @@ def test_what_is_no_question_is_passed_over(
     settled(store)
     with answering(store, *NODES):
         store.set(f"{ASKED.questions}wrong", value)
-        store.set(f"{ASKED.questions}{'long' * 99}", b'{"v":1,"what":"standing","number":1}')
-        assert len(Asker(store, "job").ask(What.STANDING, 20.0).answers) == 3
+        store.set(f"{ASKED.questions}{'long' * 99}", b'{"v":1,"what":"stacks","number":1}')
+        assert len(Asker(store, "job").ask(20.0).stacks) == 3
         assert not store.list(f"{ASKED.answers}wrong").entries
         assert not store.list(f"{ASKED.answers}long").entries
 
@@ -169,14 +164,11 @@ def test_a_wrong_answer_is_none(served: tuple[TcpStoreServer, TcpStore]) -> None
     settled(store)
     with answering(store, *NODES[:2]):
         asker = Asker(store, "job")
-        asker.ask(What.STANDING, 0.3)
+        asker.ask(0.3)
         (question,) = store.list(ASKED.questions).entries
         asked = question.key.removeprefix(ASKED.questions)
         store.set(f"{ASKED.answers}{asked}/id2", json.dumps({"v": 1}).encode())
-        until(
-            "the others' answers alone",
-            lambda: {*asker.ask(What.STANDING, 0.3).answers} == {"id0", "id1"},
-        )
+        until("the others' answers alone", lambda: {*asker.ask(0.3).stacks} == {"id0", "id1"})
 
 
 def test_the_node_that_leads_is_not_woken_by_what_people_ask(
@@ -186,7 +178,7 @@ def test_the_node_that_leads_is_not_woken_by_what_people_ask(
     settled(store)
     version = store.list(KEYS.job).version
     with answering(store, *NODES):
-        Asker(store, "job").ask(What.STACKS, 20.0)
+        Asker(store, "job").ask(20.0)
     assert not store.wait(KEYS.job, after=version, timeout=0.0)
 
 
@@ -199,7 +191,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(
             TcpStore(server.host, server.port, secret=secret) as store,
             pytest.raises(StoreRefused, match="secret"),
         ):
-            Asker(store, "job").ask(What.STANDING, 1.0)
+            Asker(store, "job").ask(1.0)
 
 
 def test_the_jobs_of_a_store_are_found_without_their_names(
@@ -209,7 +201,7 @@ def test_the_jobs_of_a_store_are_found_without_their_names(
     settled(store)
     other = Keys("an/other job")
     store.set(other.state, encode_state(Document(Limits(1, 1))))
-    Asker(store, "job").ask(What.STANDING, 0.1)
+    Asker(store, "job").ask(0.1)
     with TcpStore(server.host, server.port, secret=b"known to both sides") as nameless:
         assert jobs_in(nameless) == (["an/other job", "job"], ["job"])
 
@@ -219,7 +211,7 @@ def test_an_answerer_lives_through_a_store_that_goes_away() -> None:
         port = server.port
         with TcpStore("127.0.0.1", port, connect_timeout=20.0) as store, answering(store, *NODES):
             settled(store)
-            assert len(Asker(store, "job").ask(What.STANDING, 20.0).answers) == 3
+            assert len(Asker(store, "job").ask(20.0).stacks) == 3
             server.close()
             # Asked through a client of its own: a write of the answerers' client that is on its
             # way as the server goes is refused, for nobody knows whether it was done.
@@ -228,5 +220,61 @@ def test_an_answerer_lives_through_a_store_that_goes_away() -> None:
                 TcpStore("127.0.0.1", again.port) as fresh,
             ):
                 settled(fresh)
-                assert len(Asker(fresh, "job").ask(What.STANDING, 20.0).answers) == 3
+                assert len(Asker(fresh, "job").ask(20.0).stacks) == 3
                 store.close()
+
+
+COUNTS = st.integers(0, 10**6)
+QUESTIONS = st.builds(Question, COUNTS, st.none() | st.frozensets(COUNTS))
+TEXTS = st.dictionaries(COUNTS, st.text(max_size=50), max_size=4)
+STACKS = st.builds(Stacks, TEXTS, st.lists(COUNTS, max_size=3).map(tuple), TEXTS)
+
+
+@given(QUESTIONS)
+def test_a_question_is_read_as_it_was_asked(question: Question) -> None:
+    assert decode_question(encode_question(question)) == question
+
+
+@given(STACKS)
+def test_stacks_are_read_as_they_were_written(stacks: Stacks) -> None:
+    assert decode_stacks(encode_stacks(stacks)) == stacks
+
+
+WRONG = st.sampled_from(
+    [None, True, -1, 3, 1e400, "", "x", [], ["x"], [{}], {}, {"1": 2}, {"x": ""}, [[[]]]]
+)
+
+
+@given(STACKS, QUESTIONS, st.data())
+def test_what_is_not_whole_is_refused_and_nothing_else_happens(
+    stacks: Stacks, question: Question, data: st.DataObject
+) -> None:
+    kinds = (
+        (decode_question, encode_question(question), False),
+        (decode_stacks, zlib.decompress(encode_stacks(stacks)), True),
+    )
+    for decode, whole, pack in kinds:
+        said = json.loads(whole)
+        said[data.draw(st.sampled_from(sorted(said)))] = data.draw(WRONG)
+        changed = json.dumps(said).encode()
+        for wrong in (data.draw(st.binary(max_size=40)), changed, whole[:-1]):
+            with contextlib.suppress(ValueError):
+                decode(zlib.compress(wrong) if pack else wrong)
+
+
+def test_what_would_fill_the_memory_is_refused_before_it_does() -> None:
+    with pytest.raises(ValueError, match="cut short, or more than"):
+        decode_stacks(zlib.compress(b" " * (64 * 1024 * 1024 + 1)))
+    with pytest.raises(ValueError, match="a question is at most"):
+        decode_question(b"[" * 70_000)
+
+
+def test_long_stacks_are_cut_and_many_are_cut_more() -> None:
+    (text,) = decode_stacks(encode_stacks(Stacks({0: "x" * 2 * LONGEST_STACKS}))).texts.values()
+    assert len(text) == LONGEST_STACKS + len("...\n")
+    # Text that hardly packs, of more ranks than there is room for.
+    pieces = [f"{zlib.crc32(str(n).encode()):08x}" for n in range(8192)]
+    noise = {
+        rank: "".join(pieces[rank:] + pieces[:rank])[:: 1 + rank % 3] * 3 for rank in range(64)
+    }
+    assert len(encode_stacks(Stacks(noise))) <= LONGEST_TEXTS

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..history import History, Mark, NodeStory
-from .markup import Markup, cut, element, joined
-from .rows import ENDS, Row, rows
-from .signs import picture
-from .wording import count_text, plural, seconds_text, some_text, spans_text
+from ..wording import count, plural, some, spans
+from .drawing import picture
+from .markup import Markup, cut, element, joined, seconds_text
+from .timeline import ENDS, MOST_SPANS, Row, rows
 
 SINGLE = 20
-"""Failures that are told one by one; more are told by reason."""
+"""Failures that are listed one by one; more are counted by reason."""
 REASONS = 40
 NODES = 40
 REASON = 600
@@ -34,32 +34,37 @@ class Failure:
 
     @property
     def ranks(self) -> str:
-        return spans_text(self.workers)
+        return spans(self.workers, MOST_SPANS)
 
 
 def failures(history: History) -> list[Failure]:
+    """An agent reports a failure without a rank, after its workers' ends."""
     names = {story.node: story.host or story.node for story in history.nodes}
     stays: dict[str, list[tuple[float, int | None]]] = {}
     for stay in history.stays:
         stays.setdefault(stay.node, []).append((stay.began, stay.generation))
-    found = []
-    ended: dict[str, list[Mark]] = {}
+    found, ended = [], dict[str, list[Mark]]()
     for mark in history.marks:
         if mark.kind == "worker.ended":
             ended.setdefault(mark.node, []).append(mark)
-        if mark.kind == "failure":
+        elif mark.kind == "failure":
             before = [stay for stay in stays.get(mark.node, ()) if stay[0] <= mark.at]
             began, number = max(before, default=(0.0, None))
             workers = {one.rank for one in ended.get(mark.node, ()) if one.at >= began}
-            ranks = {mark.rank} if mark.rank is not None else workers
+            ranks = workers if mark.rank is None else {mark.rank}
             known = tuple(sorted(rank for rank in ranks if rank is not None))
             found.append(Failure(mark, number, names.get(mark.node, mark.node), known))
     return found
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> Markup:
-    """Rows of (class, content); where there is no room, each cell has its head beside it."""
-    head = element("thead", element("tr", *(element("th", words) for words in heads)))
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], kind: str = "cards"
+) -> Markup:
+    """Rows of (class, content); the first says of which class the heads are. Where there is no room
+    for `cards`, each cell has its head beside it."""
+    rows = list(rows)
+    classes = [name for name, _ in rows[0]] if rows else [""] * len(heads)
+    head = (element("th", words, class_=name) for words, name in zip(heads, classes, strict=True))
     body = [
         element(
             "tr",
@@ -70,7 +75,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> Ma
         )
         for row in rows
     ]
-    return element("table", head, element("tbody", *body), class_="cards")
+    return element(
+        "table", element("thead", element("tr", *head)), element("tbody", *body), class_=kind
+    )
 
 
 def failure_section(history: History) -> Markup:
@@ -79,46 +86,46 @@ def failure_section(history: History) -> Markup:
         return Markup("")
     head = element("h2", "Failures")
     if len(found) <= SINGLE:
-        told = [
-            (
-                ("when", seconds_text(one.mark.at)),
-                ("when", "" if one.generation is None else str(one.generation)),
-                ("name", one.name),
-                ("when", one.ranks),
-                ("reason", cut(one.mark.words, REASON)),
-            )
-            for one in found
-        ]
-        shown = table(("When", "Generation", "Node", "Rank", "Reason"), told)
+        shown = table(("When", "Generation", "Node", "Rank", "Reason"), map(_single, found))
         return element("section", head, shown)
     groups: dict[str, list[Failure]] = {}
     for one in found:
         groups.setdefault(_DIGITS.sub("#", one.mark.words), []).append(one)
     most = sorted(groups.values(), key=lambda group: -len(group))
-    said = f"{plural(history.failures, 'failure')}, those alike but for numbers together"
+    said = f"{plural(history.failures, 'failure')}; those whose reasons differ only in numbers are "
+    said += "counted together."
     if history.failures > len(found):
-        said += f"; of so many, {count_text(len(found))} evenly spread ones are counted here"
+        said += f" Of so many, {count(len(found))} evenly spread ones are counted."
     if len(most) > REASONS:
-        rest = sum(map(len, most[REASONS:]))
-        said += f"; {plural(rest, 'failure')} for {len(most) - REASONS} rarer reasons not shown"
+        rest = plural(sum(map(len, most[REASONS:])), "failure")
+        said += f" {rest} with {len(most) - REASONS} rarer reasons are not listed."
     shown = table(
         ("Times", "First, last", "Generations", "Nodes", "Ranks", "First reason"),
         map(_grouped, most[:REASONS]),
     )
-    return element("section", head, element("p", f"{said}.", class_="soft"), shown)
+    return element("section", head, element("p", said, class_="soft"), shown)
+
+
+def _single(one: Failure) -> list[tuple[str, str]]:
+    return [
+        ("when", seconds_text(one.mark.at)),
+        ("when", "" if one.generation is None else str(one.generation)),
+        ("name", one.name),
+        ("when", one.ranks),
+        ("reason", cut(one.mark.words, REASON)),
+    ]
 
 
 def _grouped(group: Sequence[Failure]) -> list[tuple[str, str]]:
     first, last = seconds_text(group[0].mark.at), seconds_text(group[-1].mark.at)
     names = list(dict.fromkeys(one.name for one in group))
-    generations = spans_text(one.generation for one in group if one.generation is not None)
-    ranks = spans_text(rank for one in group for rank in one.workers)
+    generations = (one.generation for one in group if one.generation is not None)
     return [
-        ("when", count_text(len(group))),
+        ("when", count(len(group))),
         ("", first if len(group) == 1 else f"{first}, {last}"),
-        ("", generations),
-        ("name", some_text(names)),
-        ("", ranks),
+        ("", spans(generations, MOST_SPANS)),
+        ("name", some(names)),
+        ("", spans((rank for one in group for rank in one.workers), MOST_SPANS)),
         ("reason", cut(group[0].mark.words, REASON)),
     ]
 
@@ -126,26 +133,23 @@ def _grouped(group: Sequence[Failure]) -> list[tuple[str, str]]:
 def node_section(history: History) -> Markup:
     shown, folded = rows(history)
     every = sorted([*shown, *folded], key=lambda row: -row.weight)
-    chosen = {row.story.node for row in every[:NODES]}
-    order = [story.node for story in history.nodes if story.node in chosen]
-    by_node = {row.story.node: row for row in every}
+    listed = {row.story.node: row for row in every[:NODES]}
     said = []
     if len(every) > NODES:
         said.append(
-            f"{count_text(len(every))} nodes; the {NODES} with the most to tell are listed, of the "
-            f"others {_ends(every[NODES:])}."
+            f"{count(len(every))} nodes; the {NODES} most eventful are listed. Of the others, "
+            f"{_ends(every[NODES:])}."
         )
     lost = sum(story.events_lost for story in history.nodes)
     if lost:
-        said.append(
-            f"{plural(lost, 'event')} could not be written: what is told of those nodes has gaps."
-        )
+        said.append(f"{plural(lost, 'event')} could not be written: what is shown has gaps.")
     heads = ("Node", "Workers", "From", "Until", "How it ended", "Logs")
+    order = [story.node for story in history.nodes if story.node in listed]
     return element(
         "section",
         element("h2", "Nodes"),
         *(element("p", words, class_="soft") for words in said),
-        table(heads, (_node(by_node[node]) for node in order)),
+        table(heads, (_node(listed[node]) for node in order)),
     )
 
 
@@ -153,71 +157,66 @@ def _ends(others: Iterable[Row]) -> str:
     counts: dict[str, int] = {}
     for row in others:
         end = row.story.end
-        word = "told of no end" if end is None else ENDS.get(end.state, end.state.value)
+        word = "ended in a way that is not known" if end is None else ENDS.get(end.state, "ended")
         word = "were lost" if row.gone is not None else word
         counts[word] = counts.get(word, 0) + 1
-    return ", ".join(f"{count_text(many)} {word}" for word, many in counts.items())
+    return ", ".join(f"{count(many)} {word}" for word, many in counts.items())
 
 
 def _node(row: Row) -> list[tuple[str, str]]:
     story = row.story
     until = row.gone if story.end is None else story.end.at
-    logs = element("code", story.folder) if story.folder else Markup("")
     agent = story.node if story.pid is None else f"{story.node}, process {story.pid}"
-    name = joined(story.host or story.node, element("div", agent, class_="soft"))
     return [
-        ("name", name),
-        ("when", count_text(story.slots)),
+        ("name", joined(story.host or story.node, element("div", agent, class_="soft"))),
+        ("when", count(story.slots)),
         ("when", seconds_text(story.began)),
         ("when", "" if until is None else seconds_text(until)),
         ("reason", _how(row)),
-        ("name", logs),
+        ("name", element("code", story.folder) if story.folder else ""),
     ]
 
 
 def _how(row: Row) -> Markup:
     end, lost = row.story.end, row.story.events_lost
     if row.gone is not None:
-        words = joined(picture("vanished"), "lost: it was not heard of again")
+        words = joined(picture("vanished"), "lost: never heard from again")
     elif end is None:
-        words = joined("not told")
+        words = joined("not known")
     else:
-        told = f"{end.reason or ENDS.get(end.state, '')} (exit code {end.exit_code})"
-        words = joined(picture(end.state.value), cut(told, REASON))
-    return joined(words, f"; {plural(lost, 'event')} of it not written") if lost else words
+        said = f"{end.reason or ENDS.get(end.state, '')} (exit code {end.exit_code})"
+        words = joined(picture(end.state.value), cut(said, REASON))
+    return joined(words, f"; {plural(lost, 'event')} not written") if lost else words
 
 
 def settings_section(history: History) -> Markup:
     parts = []
-    for title, what in (
+    for title, values in (
         ("Settings", [(story, story.settings) for story in history.nodes]),
         ("Versions", [(story, story.versions) for story in history.nodes]),
     ):
-        told = _agreed(what)
-        if told:
-            rows = [(("", name), ("", element("code", value))) for name, value in told]
-            parts.append(
-                element("div", element("h3", title), table(("Name", "Value"), rows), class_="whole")
-            )
+        rows = [
+            [("", name), ("", element("code", value))] for name, value in _agreed(values).items()
+        ]
+        if rows:
+            shown = table(("Name", "Value"), rows)
+            parts.append(element("div", element("h3", title), shown, class_="whole"))
     if not parts:
         return Markup("")
     head = element("h2", "Settings and versions")
     return element("section", head, element("div", *parts, class_="charts two"))
 
 
-def _agreed(told: Iterable[tuple[NodeStory, Mapping[str, str]]]) -> list[tuple[str, str]]:
-    """Name and value; where nodes differ, each value with those that have it."""
+def _agreed(every: Iterable[tuple[NodeStory, Mapping[str, str]]]) -> dict[str, str]:
+    """Value by name; where nodes differ, each value with those that have it."""
     found: dict[str, dict[str, list[str]]] = {}
-    for story, values in told:
+    for story, values in every:
         for name, value in values.items():
             hosts = found.setdefault(name, {}).setdefault(str(value), [])
             hosts.append(story.host or story.node)
-    return [
-        (
-            name,
-            next(iter(values))
-            if len(values) == 1
-            else "; ".join(f"{value} on {some_text(hosts)}" for value, hosts in values.items()),
-        )
+    return {
+        name: next(iter(values))
+        if len(values) == 1
+        else "; ".join(f"{value} on {some(hosts)}" for value, hosts in values.items())
         for name, values in found.items()
-    ]
+    }

@@ -17,8 +17,16 @@ from elasticlib.errors import NoSuchRun
 from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.journal import NodeJournal
-from elasticlib.observe.records import NEW, NEW_SECONDS, RunRecord, remove_old
-from elasticlib.observe.runs import EVENTS, find_runs, is_living, known_runs
+from elasticlib.observe.runs import (
+    EVENTS,
+    NEW,
+    NEW_SECONDS,
+    RunRecord,
+    find_runs,
+    is_living,
+    known_runs,
+    remove_old,
+)
 
 
 def recorded(
@@ -134,7 +142,7 @@ def test_what_a_record_links_to_stays_when_it_goes(tmp_path: Path) -> None:
 AGENT = """
 import os, sys
 from pathlib import Path
-from elasticlib.observe.records import RunRecord
+from elasticlib.observe.runs import RunRecord
 record = RunRecord("job", folder=Path(sys.argv[1]))
 if os.fork() == 0:
     os.execlp("sleep", "sleep", "300")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import attrs
 
-from ..errors import ConfigError
-from .history import History
-from .page.page import GENERATOR, fragment, page
-from .read_events import read_files
-from .runs import find_runs
+from ...errors import ConfigError
+from ..history import History
+from ..reading import read_files
+from ..runs import find_runs
+from .page import GENERATOR, fragment, page
 
 Name = str | os.PathLike[str]
 HEAD = 512
-"""So many bytes of a report tell that it is one."""
+"""So many bytes of a report show that it is one."""
 
 
 @attrs.frozen
@@ -38,14 +38,14 @@ class Report:
             ConfigError: a file is there that is no report; it stays as it is.
             OSError: it cannot be written.
         """
-        told, wanted = Path(path), Path(os.path.realpath(path))
+        given, wanted = Path(path), Path(os.path.realpath(path))
         text = self.html().encode()
         if wanted.exists() and not wanted.is_file():
             with open(wanted, "wb") as there:  # a pipe or a terminal
                 there.write(text)
-            return told
+            return given
         if wanted.is_file() and not _is_report(wanted):
-            raise ConfigError(f"{told} is there, and is no report: it is not overwritten")
+            raise ConfigError(f"{given} is there, and is no report: it is not overwritten")
         # Nobody can guess the name, and what is there is not opened, be it a file or a link.
         aside = wanted.with_name(f".{wanted.name[:200]}.{secrets.token_hex(8)}")
         try:
@@ -54,7 +54,7 @@ class Report:
             os.replace(aside, wanted)
         finally:
             aside.unlink(missing_ok=True)
-        return told
+        return given
 
     def _repr_html_(self) -> str:
         return fragment(self.history)
@@ -67,7 +67,7 @@ def _is_report(path: Path) -> bool:
 
 
 def report(run: Name | Iterable[Name] = "") -> Report:
-    """The report of a run, over or not, as its agents' events tell it.
+    """The report of a run, over or not, from its agents' events.
 
     Args:
         run: its id, the folder of its logs, or a file of events; several, such as the files that

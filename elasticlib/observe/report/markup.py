@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 
 from ...visible import visible
+from ..wording import duration
 
 VOID = frozenset({"meta"})
 SHAPES = frozenset({"circle", "line", "path", "rect"})
@@ -37,6 +38,15 @@ def escaped(value: str) -> Markup:
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(visible(value), quote=True))
+
+
+def unbroken(words: str) -> str:
+    """The same words, never parted at a line's end."""
+    return words.replace(" ", "\u00a0")
+
+
+def seconds_text(seconds: float) -> str:
+    return unbroken(duration(seconds))
 
 
 def joined(*parts: str) -> Markup:

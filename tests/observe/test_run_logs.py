@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elasticlib.launch.commands import main
 from elasticlib.observe.event import Event, encode
-from elasticlib.observe.kept_logs import Neighbours, NodeLogs, Tail
+from elasticlib.observe.runs import Neighbours, NodeLogs, Tail
 
 
 def test_lines_come_once_whole_and_the_rest_at_the_end(tmp_path: Path) -> None:

@@ -1,19 +1,21 @@
 """What /metrics shows: every metric by name, with its meaning, and its values of one moment.
 
-A value that is not known is left out, and not told as 0; names and units are as Prometheus has
+A value that is not known is left out, and not shown as 0; names and units are as Prometheus has
 them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 
-from .counts import BUCKETS, PHASES, Counts, Durations
-from .history import JobState
-from .story import NodeStatus
+from ..errors import ConfigError
+from .history import JobState, Pace
+from .story import BUCKETS, Durations, NodeStatus, Sums
 
 
 class Shape(enum.Enum):
@@ -47,7 +49,8 @@ class Moment:
     loop has not turned; events_lost: that could not be written to the file of events."""
 
     status: NodeStatus
-    counts: Counts
+    sums: Sums
+    pace: Pace | None = None
     alive: bool = True
     silent: float = 0.0
     events_lost: int = 0
@@ -71,12 +74,12 @@ FAMILIES: Mapping[str, Family] = {
         Family("elasticlib_restarts_left", _G, "until a failure ends the job"),
         Family("elasticlib_failures_total", _C, "that this node reported", ("kind",)),
         Family("elasticlib_worker_up", _G, "1 while the worker runs", ("rank",)),
-        Family("elasticlib_worker_step", _G, "the last that it told of", ("rank",)),
+        Family("elasticlib_worker_step", _G, "its last", ("rank",)),
         Family("elasticlib_worker_steps_per_second", _G, "by its last steps", ("rank",)),
         Family("elasticlib_worker_silent_seconds", _G, "since its sign of life", ("rank",)),
-        Family("elasticlib_steps_per_second", _G, "of this node's slowest worker, told last"),
-        Family("elasticlib_samples_per_second", _G, "of this node's workers, told last"),
-        Family("elasticlib_loss", _G, "as the node's lowest rank told it last"),
+        Family("elasticlib_steps_per_second", _G, "of this node's slowest worker, last known"),
+        Family("elasticlib_samples_per_second", _G, "of this node's workers, last known"),
+        Family("elasticlib_loss", _G, "of the node's lowest rank, last known"),
         Family("elasticlib_last_checkpoint_step", _G, "of the newest durable checkpoint"),
         Family("elasticlib_last_snapshot_step", _G, "of the newest snapshot in memory"),
         Family("elasticlib_steps_redone_total", _C, "steps that this node made again"),
@@ -92,14 +95,15 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Each metric by its name."""
 
+PHASES = ("detect", "stop", "rendezvous", "start", "restore", "redone")
 FAILURES = ("ordinary", "killed", "at start")
-"""Kinds of failures that are told as 0 until there is one."""
+"""Kinds of failures that are shown as 0 until there is one."""
 
 
 def samples(moment: Moment) -> Iterator[Sample]:
     """All that is known, family by family, in the order of `FAMILIES`."""
     found: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
-    for sample in (*_of_node(moment), *_of_workers(moment.status), *_of_counts(moment)):
+    for sample in (*_of_node(moment), *_of_workers(moment.status), *_of_sums(moment)):
         found[sample.family].append(sample)
     for of_family in found.values():
         yield from of_family
@@ -107,8 +111,8 @@ def samples(moment: Moment) -> Iterator[Sample]:
 
 def _of_node(moment: Moment) -> Iterator[Sample]:
     now, versions = moment.status, moment.versions
-    told = tuple(versions.get(name, "") for name in ("elasticlib", "torch", "python"))
-    yield Sample("elasticlib_info", 1.0, (*told, now.host))
+    known = tuple(versions.get(name, "") for name in ("elasticlib", "torch", "python"))
+    yield Sample("elasticlib_info", 1.0, (*known, now.host))
     for state in JobState:
         yield Sample("elasticlib_state", float(state is now.state), (state.value,))
     left = None if now.max_restarts is None else max(0, now.max_restarts - now.restarts)
@@ -130,37 +134,41 @@ def _of_workers(status: NodeStatus) -> Iterator[Sample]:
     for worker in status.workers:
         labels = (str(worker.rank),)
         yield Sample("elasticlib_worker_up", float(worker.running), labels)
-        told = {
+        values = {
             "elasticlib_worker_step": worker.step,
             "elasticlib_worker_steps_per_second": worker.per_second,
             "elasticlib_worker_silent_seconds": worker.silent,
         }
-        for name, value in told.items():
+        for name, value in values.items():
             if value is not None and worker.running:
                 yield Sample(name, float(value), labels)
 
 
-def _of_counts(moment: Moment) -> Iterator[Sample]:
-    counts = moment.counts
-    for kind in dict.fromkeys((*FAILURES, *counts.failures)):
-        yield Sample("elasticlib_failures_total", float(counts.failures.get(kind, 0)), (kind,))
-    for phase in dict.fromkeys((*PHASES, *counts.lost)):
-        yield Sample("elasticlib_lost_seconds_total", counts.lost.get(phase, 0.0), (phase,))
-    yield Sample("elasticlib_recovery_seconds", counts.started, ("started",))
-    yield Sample("elasticlib_recovery_seconds", counts.trained, ("trained",))
+def _of_sums(moment: Moment) -> Iterator[Sample]:
+    sums, cost, pace = moment.sums, moment.sums.cost, moment.pace
+    for kind in dict.fromkeys((*FAILURES, *sums.failures)):
+        yield Sample("elasticlib_failures_total", float(sums.failures.get(kind, 0)), (kind,))
+    for phase in PHASES:
+        seconds = cost.redone_seconds if phase == "redone" else getattr(cost, phase)
+        yield Sample("elasticlib_lost_seconds_total", seconds or 0.0, (phase,))
+    yield Sample("elasticlib_recovery_seconds", sums.started, ("started",))
+    yield Sample("elasticlib_recovery_seconds", sums.resumed, ("trained",))
     yield from _known(
-        elasticlib_generations_total=counts.generations,
-        elasticlib_restarts_total=counts.restarts,
-        elasticlib_steps_redone_total=counts.redone,
-        elasticlib_steps_per_second=counts.per_second,
-        elasticlib_samples_per_second=counts.samples_per_second,
-        elasticlib_loss=counts.loss,
+        elasticlib_generations_total=sums.generations,
+        elasticlib_restarts_total=sums.restarts,
+        elasticlib_steps_redone_total=cost.redone,
     )
+    if pace is not None:
+        yield from _known(
+            elasticlib_steps_per_second=pace.per_second,
+            elasticlib_samples_per_second=pace.samples_per_second,
+            elasticlib_loss=pace.loss,
+        )
 
 
 def _known(**values: float | None) -> Iterator[Sample]:
     for name, value in values.items():
-        if value is not None:
+        if value is not None and math.isfinite(value):
             yield Sample(name, float(value))
 
 
@@ -168,3 +176,72 @@ def buckets(durations: Durations) -> list[tuple[str, float]]:
     """A histogram's buckets as Prometheus has them: the bound, and how many are within it."""
     found = [(str(most), float(n)) for most, n in zip(BUCKETS, durations.within, strict=True)]
     return [*found, ("+Inf", float(durations.count))]
+
+
+# -- in Prometheus' text, which `prometheus-client` writes -----------------------------------------
+
+MISSING = (
+    "/metrics needs prometheus-client: pip install 'elasticlib[metrics]' "
+    "(/healthz and /status.json need nothing)"
+)
+
+
+class Exposition:
+    """Shows each moment as it is asked for. It keeps of each counter the highest value shown: a
+    later event may say that less was lost, and a counter that falls has begun anew.
+
+    Raises:
+        ConfigError: prometheus-client is not installed.
+    """
+
+    def __init__(self, moment: Callable[[], Moment]) -> None:
+        try:
+            import prometheus_client
+            import prometheus_client.core as core
+        except ImportError as error:
+            raise ConfigError(MISSING) from error
+        self._client: Any = prometheus_client
+        self._kinds: dict[Shape, Any] = {
+            Shape.GAUGE: core.GaugeMetricFamily,
+            Shape.COUNTER: core.CounterMetricFamily,
+            Shape.HISTOGRAM: core.HistogramMetricFamily,
+        }
+        self._moment = moment
+        self._highest: dict[tuple[str, ...], float] = {}
+        # One of its own: the program's own metrics are no affair of the agent's.
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> tuple[str, bytes]:
+        """The type of the content, and the content."""
+        content: bytes = self._client.generate_latest(self._registry)
+        return str(self._client.CONTENT_TYPE_LATEST), content
+
+    def describe(self) -> list[Any]:
+        """Nothing is looked at while it is registered."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """As prometheus-client asks a collector."""
+        moment = self._moment()
+        shared = (moment.status.run, moment.status.node)
+        made = {name: self._made(family) for name, family in FAMILIES.items()}
+        for sample in samples(moment):
+            family, labels = made[sample.family], [*shared, *sample.labels]
+            if isinstance(sample.value, (int, float)):
+                family.add_metric(labels, self._counted(sample, sample.value))
+            else:
+                durations = sample.value
+                family.add_metric(labels, buckets(durations), sum_value=durations.seconds)
+        return iter(family for family in made.values() if family.samples)
+
+    def _counted(self, sample: Sample, value: float) -> float:
+        if FAMILIES[sample.family].shape is not Shape.COUNTER:
+            return value
+        name = (sample.family, *sample.labels)
+        self._highest[name] = max(value, self._highest.get(name, value))
+        return self._highest[name]
+
+    def _made(self, family: Family) -> Any:
+        labels = ["run", "node", *family.labels]
+        return self._kinds[family.shape](family.name, family.meaning, labels=labels)

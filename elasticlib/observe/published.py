@@ -1,0 +1,259 @@
+"""Each node's status in the job's store, beside its lease, for all who may read there.
+
+A node writes its status when its state changes, and now and then while its workers make steps;
+nobody asks it. What is read here comes from others, so it is read strictly, within bounds, and
+nothing of it is ever executed; fields that nobody knows are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from ..clock import Clock, monotonic, wall
+from ..errors import StoreError
+from ..rendezvous.layout import Keys
+from ..stores.interface import Store
+from ..threads import helper
+from .history import JobState
+from .story import NodeStatus, WorkerStatus
+
+log = logging.getLogger("elasticlib.observe")
+
+VERSION = 1
+LONGEST = 512 * 1024
+"""Bytes of one node's status."""
+LONGEST_TEXT = 2048
+MOST_WORKERS = 2048
+LARGEST = 2**62
+
+STANDS_SECONDS = 60.0
+"""For which a status outlives its node. It is longer than the node's lease, which says whether the
+node lives and costs an operation a second; this one costs one in AGAIN_SECONDS."""
+AGAIN_SECONDS = 20.0
+"""Between writes of what has not changed."""
+STEPS_SECONDS = 2.0
+"""Between writes while workers make steps and the job is small."""
+STEPS_SECONDS_A_NODE = 0.01
+"""The same, for each node of a large one: all of them together write a hundred times a second."""
+SOON_SECONDS = 0.2
+"""Between writes while the state changes."""
+RETRY_SECONDS = 2.0
+
+
+@attrs.frozen
+class Published:
+    """A node's status, with what only its own clock can tell.
+
+    state_seconds: for how long its state has lasted. up_seconds: since its agent began. heard:
+    since the store last took its word, None where it does not know. loop_silent: for which its
+    agent's loop had not turned. age: seconds since all of this was written to a store, by the wall
+    clocks of that machine and of this one; None where it was not read there.
+    """
+
+    status: NodeStatus
+    state_seconds: float
+    up_seconds: float
+    heard: float | None = None
+    loop_silent: float = 0.0
+    age: float | None = None
+
+    @classmethod
+    def at(cls, now: float, status: NodeStatus, **known: float | None) -> Published:
+        """now: by the clock that the status has its times from."""
+        lasted = {"state_seconds": now - status.since, "up_seconds": now - status.began}
+        seconds = {"heard": None, "loop_silent": 0.0, **known, **lasted}
+        ages = {name: None if s is None else round(max(0.0, s), 3) for name, s in seconds.items()}
+        return cls(status, **ages)  # type: ignore[arg-type]
+
+
+_OF_NO_OTHER_CLOCK = ("since", "began")
+_AGES = ("state_seconds", "up_seconds", "heard", "loop_silent")
+
+
+def encode(published: Published, written: float) -> bytes:
+    """written: seconds since 1970. Long texts are cut, and so are more workers than a node has."""
+    status = attrs.asdict(published.status, recurse=False)
+    for name in _OF_NO_OTHER_CLOCK:
+        del status[name]
+    status["state"] = published.status.state.value
+    status["workers"] = [attrs.asdict(one) for one in published.status.workers[:MOST_WORKERS]]
+    ages = {name: getattr(published, name) for name in _AGES}
+    said = {"v": VERSION, "written": written, **ages, **status}
+    return json.dumps(_cut(said), separators=(",", ":")).encode()
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}..."
+    if isinstance(value, list):
+        return [_cut(one) for one in value]
+    return {key: _cut(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def decode(data: bytes, now: float) -> Published:
+    """now: seconds since 1970. Raises ValueError, naming what is wrong with it."""
+    if len(data) > LONGEST:
+        raise ValueError(f"a status is at most {LONGEST} bytes, got {len(data)}")
+    said = read_object(data, "a status")
+    state, workers = said.get("state"), said.get("workers")
+    if state not in [one.value for one in JobState]:
+        raise ValueError(f"nobody knows the state {state!r:.60}")
+    if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
+        raise ValueError(f"a status's workers are a list of objects, got {workers!r:.60}")
+    status = NodeStatus(
+        **_fields(NodeStatus, said, without=("state", "workers", *_OF_NO_OTHER_CLOCK)),
+        state=JobState(state),
+        workers=tuple(WorkerStatus(**_fields(WorkerStatus, one)) for one in workers),
+    )
+    ages = _fields(Published, said, without=("status", "age"))
+    written = read_field("written", said.get("written"), (float,))
+    return Published(status, **ages, age=round(max(0.0, now - written), 3))
+
+
+def _fields(kind: type, said: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What is said of a class's fields; a version that does not know one leaves it out."""
+    found = {}
+    for name, hint in _hints(kind).items():
+        default = attrs.fields_dict(kind)[name].default
+        if name not in without and (name in said or default is attrs.NOTHING):
+            found[name] = read_field(name, said.get(name), typing.get_args(hint) or (hint,))
+    return found
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
+
+
+def read_field(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """A value of one of these types. JSON has no subclasses: a bool is no number here."""
+    is_number = type(value) in (int, float)
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        raise ValueError(f"the field {name} is {value!r:.60}")
+    if is_number and not -LARGEST < value < LARGEST:
+        raise ValueError(f"the field {name} is {value!r:.60}")
+    return value
+
+
+def read_object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object of this version that others have written."""
+    try:
+        said = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is JSON, got {data[:60]!r}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{what} is a JSON object, got {data[:60]!r}")
+    if said.get("v") != VERSION:
+        raise ValueError(f"{what} of version {VERSION} is read here, got {said.get('v')!r:.20}")
+    return said
+
+
+# -- in the store ----------------------------------------------------------------------------------
+
+
+def beside(run_id: str, what: str) -> str:
+    """Begins keys of a job that are not among its own, which the node that leads reads whole at
+    each change. No job's name begins so."""
+    return f"?{Keys(run_id).job}{what}/"
+
+
+def read_statuses(store: Store, run_id: str) -> dict[str, Published]:
+    """What the nodes of a job have published, by node id, in one listing; what is none of theirs
+    is passed over. Raises StoreError."""
+    prefix, found = beside(run_id, "status"), {}
+    for entry in store.list(prefix).entries:
+        node = entry.key.removeprefix(prefix)
+        try:
+            found[node] = decode(entry.value, wall())
+        except ValueError as error:
+            log.warning("the status of %s is passed over: %s", node, error)
+    return found
+
+
+class Publisher:
+    """Keeps one node's status in the store, from `with` to its end, in a thread whose failures
+    never affect the job. With the store's client, which who made it closes, the status goes.
+
+    look: what is so now.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        node_id: str,
+        look: Callable[[], Published],
+        *,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._store = store
+        self._key = f"{beside(run_id, 'status')}{node_id}"
+        self._look = look
+        self._changed = threading.Event()
+        self._clock = clock
+        self._over = False
+        self._written_at = float("-inf")
+        self._last: NodeStatus | None = None
+        self._failures = 0
+        self._thread = helper(self._run, "agent-status")
+
+    def __enter__(self) -> Publisher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has happened on this node; does not wait."""
+        self._changed.set()
+
+    def _run(self) -> None:
+        while not self._over:
+            try:
+                pause = self._turn()
+                self._failures = 0
+            except Exception as error:
+                # Whatever it is, it is worth no more than a status; the job goes on.
+                self._failures += 1
+                level = logging.DEBUG if isinstance(error, StoreError) else logging.WARNING
+                log.log(level if self._failures == 1 else logging.DEBUG, "no status: %s", error)
+                self._last, pause = None, RETRY_SECONDS
+            self._changed.wait(pause)
+            self._changed.clear()
+
+    def _turn(self) -> float:
+        """Publish what there is, if it is time; seconds until the next look."""
+        found, now = self._look(), self._clock()
+        status = _without_ages(found.status)
+        steps = max(STEPS_SECONDS, STEPS_SECONDS_A_NODE * status.nodes)
+        due = self._written_at + _pause(self._last, status, steps)
+        if now < due:
+            return min(due - now, steps)
+        self._store.set(self._key, encode(found, wall()), ttl=STANDS_SECONDS)
+        self._written_at, self._last = now, status
+        return steps
+
+
+def _pause(last: NodeStatus | None, status: NodeStatus, steps: float) -> float:
+    """Seconds from one write to the next."""
+    if last is None or (last.state, last.generation) != (status.state, status.generation):
+        return SOON_SECONDS
+    return AGAIN_SECONDS if status == last else steps
+
+
+def _without_ages(status: NodeStatus) -> NodeStatus:
+    workers = (attrs.evolve(worker, silent=None) for worker in status.workers)
+    return attrs.evolve(status, workers=tuple(workers))

@@ -1,0 +1,254 @@
+"""What a node's events add up to; and that status, metrics, exit summary and history, which all
+show that, agree to the digit."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from told_runs import Agent, files
+
+from elasticlib.observe.event import KINDS, Event, decode, encode
+from elasticlib.observe.history import Cost
+from elasticlib.observe.metrics import FAMILIES, Exposition, Moment, samples
+from elasticlib.observe.published import Published
+from elasticlib.observe.published import decode as decode_status
+from elasticlib.observe.published import encode as encode_status
+from elasticlib.observe.reading import history_of
+from elasticlib.observe.status import document_of_node
+from elasticlib.observe.story import BUCKETS, AgentLog, Durations, Story, Sums
+
+Told = tuple[float, str, dict[str, Any]]
+PHASES = ("detect", "stop", "rendezvous", "start", "restore", "redone_seconds")
+
+
+def folded(*events: Told) -> Sums:
+    """Of a node whose agent began at 0."""
+    story, number = Story(), 0
+    for at, kind, facts in ((0.0, "run.began", {}), *events):
+        number += kind == "generation.began"
+        story.fold(Event(kind, "job", "n1", number, 1e9 + at, at, None, facts))
+    return story.sums()
+
+
+def phases(cost: Cost) -> dict[str, float]:
+    return {name: getattr(cost, name) for name in PHASES if getattr(cost, name)}
+
+
+def began(at: float, restarts: int) -> Told:
+    return (at, "generation.began", {"restarts": restarts})
+
+
+FAULT = (
+    began(1.0, 0),
+    (3.0, "training.began", {"step": 0, "seconds": 2.0}),
+    (10.0, "steps", {"step": 70, "per_second": 10.0, "loss": 0.5}),
+    (20.0, "worker.ended", {"ok": False, "stopped": False}),
+    (20.5, "failure", {"failure": "killed", "silent": 0.25}),
+    (20.6, "stopping", {"why": ""}),
+    (21.6, "stopped", {"seconds": 1.0}),
+    (21.7, "rendezvous.began", {"why": "killed"}),
+    began(22.0, 1),
+    (24.0, "restored", {"step": 50, "seconds": 0.5}),
+    (25.0, "training.began", {"step": 51, "seconds": 3.0}),
+)
+
+
+def test_a_fault_costs_what_its_phases_took_and_the_steps_that_are_made_again() -> None:
+    sums = folded(*FAULT, (29.0, "steps", {"step": 100}))
+    assert sums.failures == {"killed": 1}
+    assert (sums.restarts, sums.generations, sums.cost.redone) == (1, 2, 20)
+    lost = {"detect": 0.25, "stop": 1.6, "rendezvous": 0.4, "start": 2.5, "restore": 0.5}
+    assert phases(sums.lost) == pytest.approx({**lost, "redone_seconds": 19 * 0.1})
+    assert phases(sums.launch) == pytest.approx({"rendezvous": 1.0, "start": 2.0})
+    assert sums.cost.seconds == pytest.approx(sums.lost.seconds + 3.0)
+
+
+def test_a_generation_that_ends_before_a_step_was_a_start_where_steps_are_told() -> None:
+    crash = (
+        began(1.0, 0),
+        (3.0, "restored", {"step": 49, "seconds": 0.5}),
+        (61.0, "failure", {"failure": "hang", "silent": 40.0}),
+        (61.0, "stopping", {"why": ""}),
+        (62.0, "stopped", {"seconds": 1.0}),
+        (62.0, "rendezvous.began", {"why": "hangs"}),
+        began(63.0, 1),
+    )
+    known = {"detect": 40.0, "stop": 1.0, "rendezvous": 2.0, "restore": 0.5}
+    assert phases(folded(*crash).cost) == pytest.approx({**known, "start": 1.5})
+    trained = folded(*crash, (65.0, "training.began", {"step": 50, "seconds": 2.0}))
+    assert phases(trained.cost) == pytest.approx({**known, "start": 60.0 - 40.0 - 0.5 + 2.0})
+    assert trained.cost.seconds == pytest.approx(65.0)
+
+
+def test_steps_that_are_done_after_a_notice_are_neither_lost_nor_part_of_a_recovery() -> None:
+    sums = folded(
+        began(1.0, 0),
+        (3.0, "training.began", {"step": 1, "seconds": 2.0}),
+        (20.0, "stopping", {"why": "resize", "seconds": 600.0}),
+        (320.0, "stopped", {"seconds": 300.0}),
+        (320.1, "steps", {"step": 400, "per_second": 1.0, "silent": 0.6}),
+        (320.1, "rendezvous.began", {"why": "n2 joined", "planned": True}),
+        began(321.0, 0),
+    )
+    assert phases(sums.cost) == pytest.approx({"rendezvous": 2.0, "start": 2.0, "stop": 0.5})
+    assert (sums.started.count, sums.started.seconds) == (1, pytest.approx(1.5))
+
+
+def test_a_recovery_is_counted_from_its_first_sign_until_started_and_until_trained() -> None:
+    sums = folded(*FAULT)
+    assert (sums.started.count, sums.started.seconds) == (1, 2.0)
+    assert (sums.resumed.count, sums.resumed.seconds) == (1, 5.0)
+
+
+def test_a_first_start_and_an_end_are_no_recoveries() -> None:
+    sums = folded(began(1.0, 0), (9.0, "worker.ended", {"ok": True}))
+    assert (sums.started.count, sums.resumed.count) == (0, 0)
+
+
+def test_restarts_that_are_earned_back_stay_counted() -> None:
+    sums = folded(*(began(float(n), charged) for n, charged in enumerate((0, 1, 2, 0, 1))))
+    assert sums.restarts == 3
+
+
+@given(st.lists(st.floats(0, 1000), max_size=30))
+def test_a_histogram_holds_each_duration_in_all_buckets_that_are_wide_enough(
+    seconds: list[float],
+) -> None:
+    durations = Durations()
+    for one in seconds:
+        durations = durations.plus(one)
+    assert durations.count == len(seconds)
+    want = tuple(sum(one <= most for one in seconds) for most in BUCKETS)
+    assert durations.within == want
+
+
+FACTS = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text(max_size=3))
+
+
+@example([(0.0, "generation.began", {"seconds": float("nan")}), (0.0, "drain.asked", {})])
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 100),
+            st.sampled_from(sorted(KINDS)),
+            st.dictionaries(
+                st.sampled_from(["seconds", "restarts", "step", "per_second", "silent", "ok"]),
+                FACTS,
+            ),
+        ),
+        max_size=12,
+    )
+)
+def test_no_event_however_odd_stops_the_counting_or_takes_anything_back(
+    events: list[Told],
+) -> None:
+    pytest.importorskip("prometheus_client")
+    story = Story()
+    exposition = Exposition(lambda: Moment(story.status, story.sums(), story.pace))
+    before: dict[str, float] = {}
+    for at, kind, facts in events:
+        story.fold(Event(kind, "job", "n1", 1, at, at, None, facts))
+        for name, value in counters(exposition).items():
+            assert value >= before.get(name, 0.0), name
+            before[name] = value
+    for sample in samples(Moment(story.status, story.sums(), story.pace)):
+        assert len(sample.labels) == len(FAMILIES[sample.family].labels)
+
+
+def counters(exposition: Exposition) -> dict[str, float]:
+    return {
+        f"{sample.name}{sample.labels}": sample.value
+        for family in exposition.collect()
+        if family.type == "counter"
+        for sample in family.samples
+    }
+
+
+# -- who shows it ----------------------------------------------------------------------------------
+
+
+def shown(story: Story) -> dict[str, float]:
+    """What /metrics says; the sum of a histogram."""
+    found: dict[str, float] = {}
+    for sample in samples(Moment(story.status, story.sums(), story.pace)):
+        value = sample.value
+        number = value if isinstance(value, (int, float)) else value.seconds
+        found[".".join((sample.family.removeprefix("elasticlib_"), *sample.labels))] = number
+    return found
+
+
+def drawn(random: Random) -> Agent:
+    """A node's run of some generations, as an agent has them."""
+    agent = Agent("n1").launch(0.0)
+    at, step, restarts = random.uniform(0.1, 9.0), 0, 0
+    for number in range(1, random.randint(2, 8)):
+        agent.begin(at, number, restarts=restarts, why="start" if number == 1 else None)
+        if random.random() < 0.6:
+            agent.restore(at + 0.5, step, random.uniform(0.0, 0.4))
+        lasts = random.uniform(1.0, 50.0)
+        if random.random() < 0.8:
+            agent.train(at + 0.9, step + 1)
+            done = step + random.randint(2, 90)
+            agent.steps(at + 0.9 + lasts, done, 1.0)
+            if random.random() < 0.6:
+                step = random.randint(step, done)
+                agent.tell(at + lasts, "saved", step=step)
+        at += 1.0 + lasts
+        if random.random() < 0.6:
+            restarts += 1
+            agent.fail(at, "it fell", silent=random.choice((None, 0.25)))
+            agent.stop(at, at + 0.5)
+        else:
+            agent.stop(at, at + random.uniform(0.1, 3.0), "n2 joined")
+        at += random.uniform(3.0, 5.0)
+    agent.begin(at, number + 1, restarts=restarts).train(at + 1.0, step + 1)
+    return agent.steps(at + 9.0, step + 9).succeed(at + 10.0)
+
+
+@given(st.integers(0, 2**32))
+def test_metrics_summary_and_history_of_the_same_events_are_the_same_numbers(seed: int) -> None:
+    agent, story = drawn(Random(seed)), Story()
+    for event in agent.events:
+        story.fold(event)
+    sums, history, metrics = story.sums(), history_of(files(agent)), shown(story)
+    costs = [generation.cost for generation in history.generations]
+    for name in PHASES:
+        want = sum(getattr(cost, name) or 0.0 for cost in costs)
+        assert metrics[f"lost_seconds_total.{name.removesuffix('_seconds')}"] == pytest.approx(want)
+        assert (getattr(sums.cost, name) or 0.0) == pytest.approx(want)
+    assert metrics["steps_redone_total"] == sums.cost.redone == sum(c.redone for c in costs)
+    assert metrics["restarts_total"] == sums.restarts == history.restarts
+    assert metrics["generations_total"] == sums.generations == len(history.generations)
+    assert metrics["failures_total.ordinary"] == sum(sums.failures.values()) == history.failures
+    assert metrics.get("last_checkpoint_step") == sums.saved == history.saved
+    assert (sums.seconds, sums.goodput) == pytest.approx((history.until, history.goodput))
+
+
+@given(st.integers(0, 2**32))
+def test_status_of_the_agent_of_its_store_and_of_its_file_and_metrics_are_the_same_numbers(
+    seed: int,
+) -> None:
+    events, story, log = drawn(Random(seed)).events, Story(), AgentLog(keep=False)
+    for event in events[: 1 + seed % len(events)]:
+        story.fold(event)
+        log.fold(decode(encode(event)))
+    now, metrics = events[0].at + 1000.0, shown(story)
+    live = Published.at(now, story.status)
+    document = document_of_node(live)
+    stored = decode_status(encode_status(live, 5.0), 5.0)
+    for other in (stored, Published.at(now, log.status)):
+        again = document_of_node(other)
+        again["nodes"][0]["age"] = None
+        assert json.loads(json.dumps(again)) == json.loads(json.dumps(document))
+    assert metrics[f"state.{document['state']}"] == 1.0
+    assert metrics["generation"] == document["generation"]
+    assert metrics["world_size"] == document["world"]
+    assert metrics.get("last_checkpoint_step") == document["saved"]
+    left = metrics.get("restarts_left")
+    most = document["max_restarts"]
+    assert left == (None if most is None else max(0, most - document["restarts"]))

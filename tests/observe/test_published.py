@@ -1,0 +1,301 @@
+"""Statuses that nodes publish: read back as they were, and nothing else is read; written when there
+is something to say, and seldom; and of a thousand nodes read in one listing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import until
+
+from elasticlib.clock import monotonic
+from elasticlib.errors import StoreUnavailable
+from elasticlib.observe.history import JobState
+from elasticlib.observe.published import (
+    AGAIN_SECONDS,
+    LONGEST,
+    STEPS_SECONDS,
+    Published,
+    Publisher,
+    beside,
+    decode,
+    encode,
+    read_statuses,
+)
+from elasticlib.observe.status import as_document, node_table, read_job, status_of
+from elasticlib.observe.story import NodeStatus, WorkerStatus
+from elasticlib.rendezvous.document import Document, Limits, Node, settle
+from elasticlib.rendezvous.layout import Keys, encode_shard, encode_state
+from elasticlib.rendezvous.layout import encode as encode_record
+from elasticlib.rendezvous.ranks import deal_shards
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.interface import Entry, Store
+from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
+
+COUNTS = st.integers(0, 10**6)
+SECONDS = st.floats(0, 1e6)
+WORKERS = st.builds(
+    WorkerStatus,
+    COUNTS,
+    COUNTS,
+    st.text(max_size=20),
+    st.booleans(),
+    st.none() | COUNTS,
+    st.none() | SECONDS,
+    st.none() | SECONDS,
+    st.none() | COUNTS,
+)
+STATUSES = st.builds(
+    NodeStatus,
+    st.text(max_size=20),
+    st.text(max_size=20),
+    state=st.sampled_from(JobState),
+    generation=COUNTS,
+    node_rank=st.none() | COUNTS,
+    reason=st.text(max_size=50),
+    expelled=st.booleans(),
+    workers=st.lists(WORKERS, max_size=3).map(tuple),
+)
+PUBLISHED = st.builds(Published, STATUSES, SECONDS, SECONDS, st.none() | SECONDS, SECONDS)
+WRONG = st.sampled_from(
+    [None, True, -1, 3, 1e400, "", "x", [], ["x"], [{}], {}, {"1": 2}, {"x": ""}, [[[]]]]
+)
+
+
+@given(PUBLISHED)
+def test_a_status_is_read_as_it_was_written_with_its_age(published: Published) -> None:
+    data = encode(published, 1000.0)
+    assert decode(data, 1007.5) == attrs.evolve(published, age=7.5)
+    # A clock that is behind makes nothing younger than now.
+    assert decode(data, 0.0) == attrs.evolve(published, age=0.0)
+
+
+@given(PUBLISHED, st.data())
+def test_what_is_not_whole_is_refused_and_nothing_else_happens(
+    published: Published, data: st.DataObject
+) -> None:
+    whole = encode(published, 1.0)
+    said = json.loads(whole)
+    said[data.draw(st.sampled_from(sorted(said)))] = data.draw(WRONG)
+    for wrong in (data.draw(st.binary(max_size=40)), json.dumps(said).encode(), whole[:-1]):
+        with contextlib.suppress(ValueError):
+            found = decode(wrong, 2.0)
+            # Whatever was accepted can be shown.
+            view = attrs.evolve(read_job(MemoryStore(), "job"), live=(NODE,))
+            status = status_of(attrs.evolve(view, published={NODE.id: found}))
+            assert status is not None
+            assert node_table(status)[1]
+            json.dumps(as_document(status))
+
+
+def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
+    with pytest.raises(ValueError, match="a status is at most"):
+        decode(b"[" * (LONGEST + 1), 0.0)
+    with pytest.raises(ValueError, match="is JSON"):
+        decode(b"[" * 70_000, 0.0)
+    worker = WorkerStatus(0, 0, "pid " * 1000, step=7)
+    status = NodeStatus("job", "n", reason="\0" * 10**6, workers=(worker,) * 10_000)
+    data = encode(Published(status, 0.0, 0.0), 0.0)
+    with contextlib.suppress(ValueError):
+        decode(data, 0.0)
+    one = attrs.evolve(status, workers=(attrs.evolve(worker, name="pid 1"),) * 10_000)
+    data = encode(Published(one, 0.0, 0.0), 0.0)
+    assert len(data) <= LONGEST
+    found = decode(data, 0.0).status
+    assert len(found.reason) < 3000
+    assert found.workers[0].step == 7
+
+
+NODE = Node("id0", "h0", "", 1)
+
+
+def test_what_a_later_version_adds_is_skipped_and_what_an_earlier_lacks_is_as_by_default() -> None:
+    said = json.loads(encode(Published(NodeStatus("job", "n", saved=4), 1.0, 2.0), 0.0))
+    said["colour"] = "red"
+    del said["expelled"], said["loop_silent"]
+    found = decode(json.dumps(said).encode(), 0.0)
+    assert (found.status.saved, found.status.expelled, found.loop_silent) == (4, False, 0.0)
+    del said["run"]
+    with pytest.raises(ValueError, match="the field run is None"):
+        decode(json.dumps(said).encode(), 0.0)
+
+
+class Counted(MemoryStore):
+    """Counts the calls that cost a client an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: list[str] = []
+        self.written: list[str] = []
+        self.away = False
+
+    def list(self, prefix: str):  # type: ignore[no-untyped-def]
+        self.listed.append(prefix)
+        return super().list(prefix)
+
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        if self.away:
+            raise StoreUnavailable("the store is away")
+        self.written.append(key)
+        return super().set(key, value, ttl=ttl)
+
+
+class Publishing:
+    """A publisher that is turned by hand, on a clock of its own."""
+
+    def __init__(self, store: Store, **status: object) -> None:
+        self.now = 100.0
+        self.status = NodeStatus("job", "id0", "h0", state=JobState.RUNNING, **status)  # type: ignore[arg-type]
+        self.publisher = Publisher(
+            store,
+            "job",
+            "id0",
+            lambda: Published.at(self.now, self.status, heard=0.5),
+            clock=lambda: self.now,
+        )
+
+    def turn_for(self, seconds: float, change: Callable[[], None] = lambda: None) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += max(0.01, self.publisher._turn())
+            change()
+
+    def steps(self) -> None:
+        worker = WorkerStatus(0, 0, "pid 1", step=int(self.now), silent=self.now % 1)
+        self.status = attrs.evolve(self.status, workers=(worker,))
+
+
+def test_at_rest_a_node_writes_three_times_a_minute_and_reads_nothing() -> None:
+    store = Counted()
+    Publishing(store).turn_for(600.0)
+    assert len(store.written) == pytest.approx(600 / AGAIN_SECONDS, abs=1)
+    assert store.listed == []
+
+
+@pytest.mark.parametrize(("nodes", "every"), [(1, STEPS_SECONDS), (100, 2.0), (1000, 10.0)])
+def test_while_steps_are_made_all_nodes_together_write_a_hundred_times_a_second_at_most(
+    nodes: int, every: float
+) -> None:
+    store = Counted()
+    one = Publishing(store, nodes=nodes)
+    one.turn_for(600.0, one.steps)
+    assert len(store.written) == pytest.approx(600 / every, abs=2)
+
+
+def test_another_state_is_written_at_once_and_a_silence_alone_is_nothing_new() -> None:
+    store = Counted()
+    one = Publishing(store)
+    one.steps()
+    one.turn_for(2.0)
+    before = len(store.written)
+    one.status = attrs.evolve(one.status, state=JobState.RESTARTING)
+    one.turn_for(0.01)
+    assert len(store.written) == before + 1
+    (found,) = read_statuses(store, "job").values()
+    assert (found.status.state, found.heard) == (JobState.RESTARTING, 0.5)
+    one.steps()
+    one.turn_for(2.0)
+    worker = attrs.evolve(one.status.workers[0], silent=9.0)
+    one.status = attrs.evolve(one.status, workers=(worker,))
+    before = len(store.written)
+    one.turn_for(10.0)
+    assert len(store.written) == before
+
+
+def settled(store: Store, nodes: tuple[Node, ...]) -> None:
+    """A job of which all nodes live."""
+    keys = Keys("job")
+    document = settle(Document(Limits(1, len(nodes))), nodes, charged=False, nonce="m")
+    for number, rows in deal_shards(document).items():
+        store.set(keys.shard(document.membership, number), encode_shard(rows))
+    for node in nodes:
+        store.set(keys.node(node.id), encode_record(node), ttl=60.0)
+    store.set(keys.state, encode_state(document))
+
+
+def test_a_thousand_nodes_are_read_in_one_listing_and_none_is_asked() -> None:
+    store = Counted()
+    nodes = tuple(Node(f"id{n}", f"h{n}", "", 8) for n in range(1000))
+    settled(store, nodes)
+    for n, node in enumerate(nodes):
+        workers = tuple(WorkerStatus(8 * n + k, k, f"pid {k}", step=50 + n % 3) for k in range(8))
+        status = NodeStatus("job", node.id, state=JobState.RUNNING, workers=workers)
+        data = encode(Published(status, 1.0, 2.0), 0.0)
+        store.set(f"{beside('job', 'status')}{node.id}", data, ttl=60.0)
+    store.listed.clear()
+    store.written.clear()
+    began = monotonic()
+    status = status_of(read_job(store, "job"))
+    assert monotonic() - began < 20.0
+    assert status is not None
+    assert (status.state, status.step, len(status.silent)) == (JobState.RUNNING, 50, 0)
+    assert [prefix for prefix in store.listed if prefix.startswith("?")] == ["?job/status/"]
+    assert store.written == []
+
+
+@pytest.fixture(params=["tcp", "file"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    """A node's client and that of one who looks."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "file":
+            pair = [FileStore(tmp_path) for _ in range(2)]
+        else:
+            server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job="job"))
+            pair = [TcpStore(server.host, server.port, job="job") for _ in range(2)]
+        for store in pair:
+            stack.callback(store.close)
+        yield pair[0], pair[1]
+
+
+def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
+    stores: tuple[Store, Store],
+) -> None:
+    theirs, ours = stores
+    settled(ours, (NODE,))
+    version = ours.list(Keys("job").job).version
+    running = NodeStatus("job", "id0", state=JobState.RUNNING, reason="it goes on")
+    now = [Published(running, 1.0, 2.0)]
+
+    def state() -> JobState | None:
+        found = status_of(read_job(ours, "job"))
+        assert found is not None
+        assert found.state is JobState.RUNNING or not found.silent
+        return found.state
+
+    with Publisher(theirs, "job", "id0", lambda: now[0]) as publisher:
+        until("its status", lambda: read_statuses(ours, "job"))
+        assert state() is JobState.RUNNING
+        now[0] = Published(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
+        publisher.wake()
+        until("its new state", lambda: state() is JobState.DRAINING)
+    assert not ours.wait(Keys("job").job, after=version, timeout=0.0)
+    theirs.close()
+    until("its status to be gone", lambda: not read_statuses(ours, "job"))
+
+
+def test_a_store_that_is_away_ends_no_publishing() -> None:
+    store = Counted()
+    store.away = True
+    looks: list[int] = []
+
+    def look() -> Published:
+        looks.append(1)
+        if len(looks) == 2:
+            raise RuntimeError("it cannot be looked at")
+        return Published(NodeStatus("job", "id0"), 1.0, 2.0)
+
+    with Publisher(store, "job", "id0", look) as publisher:
+        until("a look", lambda: looks)
+        publisher.wake()
+        until("another look", lambda: len(looks) > 1)
+        store.away = False
+        publisher.wake()
+        until("its status", lambda: store.written, 20.0)

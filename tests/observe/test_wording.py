@@ -1,0 +1,81 @@
+"""How numbers are written for people."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from elasticlib.observe.report.markup import seconds_text
+from elasticlib.observe.wording import (
+    cell,
+    count,
+    duration,
+    median,
+    percentage,
+    plural,
+    rate,
+    size,
+    some,
+    spans,
+    table,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"),
+        (0.001, "under 0.01 s"),
+        (0.344, "0.34 s"),
+        (0.996, "1.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (45.0, "45 s"),
+        (59.6, "1 min"),
+        (125, "2 min 5 s"),
+        (3599.7, "1 h"),
+        (11520, "3 h 12 min"),
+        (86399.9, "1 d"),
+        (190800, "2 d 5 h"),
+        (8e7, "925 d 22 h"),
+        (math.nan, "unknown"),
+        (math.inf, "unknown"),
+    ],
+)
+def test_a_duration_has_two_digits_or_two_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+    assert seconds_text(seconds) == words.replace(" ", "\u00a0")
+
+
+def test_a_whole_is_only_what_misses_nothing() -> None:
+    parts = (1.0, 0.99999, 0.9812, 0.5, 0.0, None)
+    assert [percentage(part) for part in parts] == [
+        *("100 %", "99.9 %", "98.1 %", "50 %", "0 %", "unknown")
+    ]
+
+
+def test_numbers_are_short() -> None:
+    assert [rate(v) for v in (0.0, 0.00012, 2.0456, 123.4, 1234567.0, 2.5e9)] == [
+        *("0", "1.20e-04", "2.05", "123", "1,234,567", "2.50e+09")
+    ]
+    assert [plural(1, "node"), plural(1200, "node"), plural(2, "loss", "losses")] == [
+        *("1 node", "1,200 nodes", "2 losses")
+    ]
+    sizes = (0, 1023, 1024, 1024**2 - 1, 3.2 * 1024**2, 5 * 1024**4)
+    assert [size(v) for v in sizes] == [
+        *("0 B", "1023 B", "1.0 KiB", "1.0 MiB", "3.2 MiB", "5.0 TiB")
+    ]
+    assert median([3, 1, 2, 9]) == 2.5
+
+
+def test_ranks_are_written_as_flags_take_them() -> None:
+    assert spans([7, 0, 1, 2, 3, 1]) == "0-3, 7"
+    assert spans(range(0, 40, 2), 6) == "20 from 0 to 38"
+    assert some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+
+
+def test_a_table_of_plain_text_lines_up() -> None:
+    rows = [("10.0.0.1", cell(None)), ("b", cell(1234, count))]
+    assert table(("node", "step"), rows) == [*("node      step", "10.0.0.1  -", "b         1,234")]
+    assert table(("node", "step"), []) == []
