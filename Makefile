@@ -35,12 +35,13 @@ BARE := tests/faults/test_recovery.py tests/checkpoint/test_agree.py \
 BY_FILE := --dist loadfile --no-loadscope-reorder
 DAY := not (processes or long or release)
 
-.PHONY: help demo test test-processes test-long test-bare test-integrations test-newest test-busy \
+.PHONY: help demo picture test test-processes test-long test-bare test-integrations test-newest test-busy \
 	test-pythons resolve-pythons release-check lint types notebooks docs bench bench-integrations \
 	soak clean
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
+	@echo "make picture    runs the job of the README's picture, and draws it"
 	@echo "make test       what a person runs all day: three minutes on two cores"
 	@echo "make test-processes  real jobs: workers, agents and stores are killed, stopped and cut off"
 	@echo "make test-long  jobs between hosts (network namespaces), the demo, many drawn examples"
@@ -75,6 +76,9 @@ $(STAMP): $(RUNTIME)
 
 demo: $(RUNTIME)
 	@$(BIN)/python -m elasticlib.examples.demo
+
+picture: $(RUNTIME)
+	@$(BIN)/python docs/making/survives.py
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "$(DAY)"

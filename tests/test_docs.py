@@ -1,15 +1,20 @@
-"""docs/design.md says what the code does: its table and picture are drawn from the policy itself.
+"""Pictures and tables of docs/ are drawn by programs.
 
-`python docs/making/redraw.py` (or `make docs`) redraws them.
+`python docs/making/redraw.py` (or `make docs`) redraws what shows the agent's policy, and
+`make picture` runs and draws the job of the first page.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from making import survives
 from making.policy import CASES, EVENTS, arrows
 from making.redraw import PAGE, PICTURE, PLACES, states, with_table
 from making.states import picture
@@ -51,3 +56,59 @@ def test_every_file_and_folder_that_the_page_names_exists() -> None:
     named = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+# The job of the first page
+
+
+def kept_story() -> survives.Story:
+    return survives.from_plain(json.loads(survives.KEPT.read_text()))
+
+
+def check_story(story: survives.Story) -> None:
+    """Four disturbances, and no step that is missing."""
+    words = [said for _, said in story.faults]
+    assert words == ["kill -9 worker", "node B joins", "kill -9 node B", "kill -9 worker"]
+    own = sorted((s for s in story.spans if s.rank == 0), key=lambda span: span.generation)
+    assert [span.generation for span in own] == [1, 2, 3, 4, 5]
+    assert all(b.first <= a.last + 1 for a, b in pairwise(own))
+    assert sorted({(span.node, span.rank) for span in story.spans if span.generation == 3}) == [
+        *(("node A", 0), ("node A", 1), ("node B", 2))
+    ]
+
+
+def test_the_picture_of_the_job_shows_what_was_kept_of_it() -> None:
+    story = kept_story()
+    check_story(story)
+    assert survives.PICTURE.read_text() == survives.draw(story), "run `make picture`"
+
+
+def test_the_picture_of_the_job_stands_by_itself() -> None:
+    """It is shown where no script runs, on a light and on a dark page."""
+    text = survives.draw(kept_story())
+    assert len(text) < 60_000
+    drawing = ElementTree.fromstring(text)
+    assert {part.tag.rpartition("}")[2] for part in drawing.iter()} == {
+        *("svg", "title", "desc", "style", "rect", "polyline", "line", "text")
+    }
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import", text)
+    assert {"prefers-color-scheme: dark", "prefers-reduced-motion: reduce"} <= set(
+        re.findall(r"prefers-[\w-]+: \w+", text)
+    )
+
+
+def test_the_picture_of_the_job_has_a_mark_for_each_disturbance_and_a_bar_for_each_span() -> None:
+    story = kept_story()
+    drawing = ElementTree.fromstring(survives.draw(story))
+    kinds = [part.get("class", "").split()[:1] for part in drawing.iter()]
+    assert kinds.count(["mark"]) == len(story.faults)
+    assert kinds.count(["bar"]) == len(story.spans)
+    assert kinds.count(["loss"]) == 5
+
+
+@pytest.mark.faults
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_job_of_the_picture_loses_no_step() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check_story(survives.play(Path(folder)))

@@ -97,8 +97,10 @@ def rows(path: Path) -> list[list[str]]:
 
 def test_the_page_has_each_row_of_the_readmes_table() -> None:
     there = {row[0]: row[1] for row in rows(DOCS / "what_happens_when.md")}
-    readmes = rows(ROOT / "README.md")
-    assert len(readmes) > 20
+    readme = ROOT / "README.md"
+    assert f"has {len(there)} rows" in readme.read_text()
+    readmes = rows(readme)
+    assert len(readmes) >= 6
     for first, second in readmes:
         assert there.get(first) == second.replace("](docs/", "]("), first
 

@@ -93,29 +93,34 @@ def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
 
 @pytest.mark.long
 # The numbers are those of a release, and the command that takes them all is tests/bench's.
-@pytest.mark.parametrize("name", [pytest.param("recovery", marks=pytest.mark.release), "startup"])
-def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path, name: str) -> None:
-    once = {
-        "recovery": ("--parts", "restart", "--rounds", "1", "--kills", "1"),
-        "startup": ("--runs", "1"),
-    }[name]
-    path = f"tests/bench/{name}.py"
+@pytest.mark.release
+def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path) -> None:
+    once = ("--parts", "restart", "--rounds", "1", "--kills", "1")
+    path = "tests/bench/recovery.py"
     assert f"python {path}" in TEXT
     assert "torchrun" in run(tmp_path, sys.executable, str(ROOT / path), *once).stdout
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for path in re.findall(r"\]\(([\w/.]+)\)", TEXT):
+    named = re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", TEXT)
+    named += re.findall(r"`(?:python )?((?:docs|tests)/[\w/.]+)`", TEXT)
+    assert len(named) > 15
+    for path in named:
         assert (ROOT / path).exists(), path
 
 
-def test_the_versions_that_the_readme_names_are_those_that_are_installed() -> None:
+def test_a_stranger_decides_in_one_screen_and_a_half() -> None:
+    assert TEXT.count("\n") <= 140
+
+
+def test_the_versions_that_the_front_page_names_are_those_that_are_installed() -> None:
     pins = (ROOT / "tests/integrations/constraints.txt").read_text()
     pinned = {
         name.lower().replace("_", "-"): version
         for name, version in re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE)
     }
-    table = TEXT.partition("## Where it runs")[2].partition("## ")[0]
+    front = (ROOT / "docs/index.md").read_text()
+    table = front.partition("## Where it runs")[2].partition("```{toctree}")[0]
     kubes = ("kubernetes", "kubeflow-training", "kubeflow-trainer-api")
     for name in ("torch", *kubes, "ray", "torchx"):
         assert f"{name} {pinned[name]}" in table, name

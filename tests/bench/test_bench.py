@@ -246,6 +246,7 @@ def test_a_run_is_ended_when_its_time_is_over_and_leaves_no_process(
     ("name", "told"),
     [
         ("context", "| `context().should_stop()` |"),
+        pytest.param("startup", "| `--help`, a whole process |", marks=pytest.mark.long),
         # It reaches behind what is public, to leave sums out.
         pytest.param(
             "checkpoint",

@@ -1,0 +1,85 @@
+"""The training that all launchers of field.py run: plain torch, and nothing of any launcher.
+
+A step is 20 ms of sleep, which stands for a GPU's work, and then a small model's gradients, their
+mean over the workers, and SGD with momentum. A step's number decides its batch, so that a step that
+is done again is the same step. Model and optimizer are 2 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+SECONDS = 0.02
+"""Of a step, beside the model and the gradients' mean."""
+SAVE_EVERY = 10
+"""Steps between two checkpoints. Young's rule for the time between them is the square root of twice
+a checkpoint's cost (2 ms) times the time between faults (10 s): 0.2 s, which is ten steps."""
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Of this rank's part of a step's batch. It takes the step's time."""
+    time.sleep(SECONDS)
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    x = torch.randn(16, 256, generator=generator)
+    return (model(x) - x.flip(1)).square().mean()
+
+
+class Progress:
+    """What a worker tells field.py: that it trains, as which process, and when each step was done.
+
+    A line is written by one system call, so that a kill leaves no half of one.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._steps = os.open(folder / f"steps.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # With the time of its start, by which the kernel tells it from a later process of this pid.
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        new = folder / f"new.{rank}"
+        new.write_text(f"{os.getpid()} {started}")
+        new.replace(folder / f"worker.{rank}")
+
+    def done(self, step: int) -> None:
+        os.write(self._steps, f"{step} {time.monotonic():.6f}\n".encode())
+
+
+class Checkpoints:
+    """Plain torch's: a file, written by one rank and renamed, which any rank reads.
+
+    There is no fsync, as no machine fails here.
+    """
+
+    def __init__(
+        self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int
+    ) -> None:
+        self._file, self._model, self._optimizer = folder / "checkpoint", model, optimizer
+        self._rank = rank
+
+    def restore(self) -> int:
+        """The step of the newest, 0 if there is none."""
+        if not self._file.exists():
+            return 0
+        state = torch.load(self._file)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+    def after(self, step: int) -> None:
+        """Each tenth step is written."""
+        if self._rank == 0 and step % SAVE_EVERY == 0:
+            state = {"model": self._model, "optimizer": self._optimizer}
+            plain = {name: part.state_dict() for name, part in state.items()}
+            torch.save({**plain, "step": step}, self._file.with_suffix(".new"))
+            self._file.with_suffix(".new").replace(self._file)
