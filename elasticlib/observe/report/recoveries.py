@@ -63,7 +63,7 @@ def recovery_section(history: History) -> Markup:
         "section",
         element("h2", "Recoveries"),
         element("p", said, class_="soft"),
-        table(("Phase", "Sum", "Median", "Longest", "Lasts"), _sums(every), "narrow"),
+        table(("Phase", "Sum", "Median", "Longest", "Lasts"), _sums(every), cards=False),
         element("ol", *(_bar(made, widest) for made in shown), class_="recoveries"),
     )
 

@@ -15,7 +15,6 @@ LIGHT: Mapping[str, str] = {
     "ink": "#1b1f23",
     "soft": "#565e66",
     "rule": "#d5d9dd",
-    "faint": "#f3f5f6",
     "band-a": "#2c6da4",
     "on-a": "#ffffff",
     "band-b": "#a9cdec",
@@ -32,7 +31,6 @@ DARK: Mapping[str, str] = {
     "ink": "#e9ecee",
     "soft": "#a9b1b8",
     "rule": "#3a4148",
-    "faint": "#1f2428",
     "band-a": "#4f97d3",
     "on-a": "#08121b",
     "band-b": "#b7d6f0",
@@ -118,10 +116,8 @@ _RULES = """
 & svg text.on-b { fill: var(--on-b) }
 & svg .area { fill: var(--band-b); opacity: .55 }
 & svg .curve { fill: none; stroke: var(--curve); stroke-width: 1.6px; stroke-linejoin: round;
-  stroke-linecap: round }
+  stroke-linecap: round; vector-effect: non-scaling-stroke }
 & svg .curve.alone { stroke-width: 5px }
-& svg .curve, & svg .edge { vector-effect: non-scaling-stroke }
-& svg .edge { fill: none; stroke: var(--curve); stroke-width: 1.6px }
 & svg .gap { fill: var(--leave); opacity: .22 }
 & svg .gap-failure { fill: var(--bad) }
 & svg .gap-loss { fill: var(--gone) }

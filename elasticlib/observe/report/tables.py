@@ -58,10 +58,10 @@ def failures(history: History) -> list[Failure]:
 
 
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], kind: str = "cards"
+    heads: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], *, cards: bool = True
 ) -> Markup:
-    """Rows of (class, content); the first says of which class the heads are. Where there is no room
-    for `cards`, each cell has its head beside it."""
+    """Rows of (class, content); the first says of which class the heads are. cards: each cell has
+    its head beside it where there is no room for a table."""
     rows = list(rows)
     classes = [name for name, _ in rows[0]] if rows else [""] * len(heads)
     head = (element("th", words, class_=name) for words, name in zip(heads, classes, strict=True))
@@ -75,9 +75,8 @@ def table(
         )
         for row in rows
     ]
-    return element(
-        "table", element("thead", element("tr", *head)), element("tbody", *body), class_=kind
-    )
+    parts = (element("thead", element("tr", *head)), element("tbody", *body))
+    return element("table", *parts, class_="cards" if cards else None)
 
 
 def failure_section(history: History) -> Markup:
@@ -200,7 +199,7 @@ def settings_section(history: History) -> Markup:
         ]
         if rows:
             shown = table(("Name", "Value"), rows)
-            parts.append(element("div", element("h3", title), shown, class_="whole"))
+            parts.append(element("div", element("h3", title), shown))
     if not parts:
         return Markup("")
     head = element("h2", "Settings and versions")
