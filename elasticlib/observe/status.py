@@ -195,7 +195,7 @@ def status_of(view: JobView) -> JobStatus | None:
     ]
     state, reason = _state(view, statuses)
     ages = [
-        node.published.state_seconds + (node.published.age or 0.0)
+        node.published.lasted
         for node in nodes
         if node.rank is not None and node.published and node.published.status.state is state
     ]
@@ -487,7 +487,6 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
         return found
     published, status = node.published, node.published.status
     health = judge(status.state, status.reason, published.loop_silent)
-    age = published.age or 0.0
     return {
         **found,
         "answers": source != "events" and node.answers,
@@ -495,8 +494,8 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
         "state": status.state.value,
         "healthy": health.good,
         "health": health.sentence,
-        "since": published.state_seconds + age,
-        "up": published.up_seconds + age,
+        "since": published.lasted,
+        "up": round(published.up_seconds + (published.age or 0.0), 3),
         "heard": published.heard,
         "pid": status.pid,
         "workers": [attrs.asdict(worker) for worker in status.workers],
@@ -506,9 +505,8 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
 def document_of_node(published: Published) -> dict[str, Any]:
     """The same document, of what one agent knows of its own node."""
     entry = recorded_entry(published, lives=True)
-    return as_document(
-        attrs.evolve(status_of_records(published.status.run, [entry], 0.0), age=None)
-    )
+    found = status_of_records(published.status.run, [entry], age=0.0)
+    return as_document(attrs.evolve(found, age=None, since=published.lasted))
 
 
 # -- for people ------------------------------------------------------------------------------------
