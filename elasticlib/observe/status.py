@@ -23,7 +23,7 @@ from ..stores.interface import Store
 from ..visible import visible_line
 from .history import JobState
 from .published import STANDS_SECONDS, Published, read_statuses
-from .story import NodeStatus, WorkerStatus, put_out
+from .story import NodeStatus, WorkerStatus
 from .wording import UNKNOWN, cell, duration, plural, rate, some, spans
 
 
@@ -228,7 +228,9 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     if members:
         # Only members' steps count; of members that are gone only where nobody else is left.
         counted = (ids & living.keys()) or ids
-        published |= {id: _put_out(it) for id, it in published.items() if id not in counted}
+        published |= {
+            id: _without_progress(it) for id, it in published.items() if id not in counted
+        }
     return tuple(
         NodeEntry(
             node=node.id,
@@ -245,8 +247,16 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     )
 
 
-def _put_out(published: Published) -> Published:
-    return attrs.evolve(published, status=put_out(published.status))
+def _without_progress(published: Published) -> Published:
+    """Of a node that is no member any more: how far its workers were counts no longer, and the
+    checkpoints that they wrote are there still."""
+    status = published.status
+    steps = (status.saved, *(worker.saved for worker in status.workers))
+    saved = max((step for step in steps if step is not None), default=None)
+    status = attrs.evolve(
+        status, saved=saved, workers=(), step=None, per_second=None, snapshot=None
+    )
+    return attrs.evolve(published, status=status)
 
 
 _PHASES = {
@@ -334,7 +344,7 @@ def _placed(nodes: Iterable[NodeEntry]) -> tuple[NodeEntry, ...]:
     found = []
     for node in nodes:
         if node.published is not None and node.published.status.generation < newest:
-            node = attrs.evolve(node, rank=None, published=_put_out(node.published))
+            node = attrs.evolve(node, rank=None, published=_without_progress(node.published))
         found.append(node)
     return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
 
