@@ -222,8 +222,8 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     over = view.document is not None and view.document.phase is not Phase.SETTLED
     living = {node.id: node for node in view.live}
     ids = {node.id for node in members}
-    here = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
-    here += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
+    found = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
+    found += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
     published = dict(view.published)
     if members:
         # Only members' steps count; of members that are gone only where nobody else is left.
@@ -241,7 +241,7 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
             draining=node.draining,
             published=published.get(node.id),
         )
-        for rank, node in here
+        for rank, node in found
         # Of a generation that is over, those who have gone are none of the next one's.
         if node.id in living or not over
     )
