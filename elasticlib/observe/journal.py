@@ -22,7 +22,7 @@ from ..errors import describe
 from ..threads import Aside
 from ..workers.interface import Heartbeat
 from .event import Event, encode
-from .story import NodeStatus, Story, seen
+from .story import NodeStatus, Story, with_heartbeats
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -156,7 +156,7 @@ class NodeJournal(Journal):
 
     def status(self, heartbeats: Mapping[int, Heartbeat]) -> NodeStatus:
         """The node's status now; heartbeats: of its workers, by local rank. For any thread."""
-        return seen(self.story.status, heartbeats, self._clock())
+        return with_heartbeats(self.story.status, heartbeats, self._clock())
 
     def close(self) -> None:
         """Nothing more will happen; what did is put where it belongs, within some seconds."""

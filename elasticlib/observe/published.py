@@ -65,6 +65,11 @@ class Published:
     loop_silent: float = 0.0
     age: float | None = None
 
+    @property
+    def lasted(self) -> float:
+        """Seconds for which the state has lasted by now."""
+        return round(self.state_seconds + (self.age or 0.0), 3)
+
     @classmethod
     def at(cls, now: float, status: NodeStatus, **known: float | None) -> Published:
         """now: by the clock that the status has its times from."""

@@ -23,7 +23,7 @@ from ..stores.interface import Store
 from ..visible import visible_line
 from .history import JobState
 from .published import STANDS_SECONDS, Published, read_statuses
-from .story import NodeStatus, WorkerStatus, put_out
+from .story import NodeStatus, WorkerStatus
 from .wording import UNKNOWN, cell, duration, plural, rate, some, spans
 
 
@@ -195,7 +195,7 @@ def status_of(view: JobView) -> JobStatus | None:
     ]
     state, reason = _state(view, statuses)
     ages = [
-        node.published.state_seconds + (node.published.age or 0.0)
+        node.published.lasted
         for node in nodes
         if node.rank is not None and node.published and node.published.status.state is state
     ]
@@ -222,13 +222,15 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     over = view.document is not None and view.document.phase is not Phase.SETTLED
     living = {node.id: node for node in view.live}
     ids = {node.id for node in members}
-    here = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
-    here += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
+    found = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
+    found += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
     published = dict(view.published)
     if members:
         # Only members' steps count; of members that are gone only where nobody else is left.
         counted = (ids & living.keys()) or ids
-        published |= {id: _put_out(it) for id, it in published.items() if id not in counted}
+        published |= {
+            id: _without_progress(it) for id, it in published.items() if id not in counted
+        }
     return tuple(
         NodeEntry(
             node=node.id,
@@ -239,14 +241,22 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
             draining=node.draining,
             published=published.get(node.id),
         )
-        for rank, node in here
+        for rank, node in found
         # Of a generation that is over, those who have gone are none of the next one's.
         if node.id in living or not over
     )
 
 
-def _put_out(published: Published) -> Published:
-    return attrs.evolve(published, status=put_out(published.status))
+def _without_progress(published: Published) -> Published:
+    """Of a node that is no member any more: how far its workers were counts no longer, and the
+    checkpoints that they wrote are there still."""
+    status = published.status
+    steps = (status.saved, *(worker.saved for worker in status.workers))
+    saved = max((step for step in steps if step is not None), default=None)
+    status = attrs.evolve(
+        status, saved=saved, workers=(), step=None, per_second=None, snapshot=None
+    )
+    return attrs.evolve(published, status=status)
 
 
 _PHASES = {
@@ -334,7 +344,7 @@ def _placed(nodes: Iterable[NodeEntry]) -> tuple[NodeEntry, ...]:
     found = []
     for node in nodes:
         if node.published is not None and node.published.status.generation < newest:
-            node = attrs.evolve(node, rank=None, published=_put_out(node.published))
+            node = attrs.evolve(node, rank=None, published=_without_progress(node.published))
         found.append(node)
     return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
 
@@ -487,7 +497,6 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
         return found
     published, status = node.published, node.published.status
     health = judge(status.state, status.reason, published.loop_silent)
-    age = published.age or 0.0
     return {
         **found,
         "answers": source != "events" and node.answers,
@@ -495,8 +504,8 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
         "state": status.state.value,
         "healthy": health.good,
         "health": health.sentence,
-        "since": published.state_seconds + age,
-        "up": published.up_seconds + age,
+        "since": published.lasted,
+        "up": round(published.up_seconds + (published.age or 0.0), 3),
         "heard": published.heard,
         "pid": status.pid,
         "workers": [attrs.asdict(worker) for worker in status.workers],
@@ -506,9 +515,8 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
 def document_of_node(published: Published) -> dict[str, Any]:
     """The same document, of what one agent knows of its own node."""
     entry = recorded_entry(published, lives=True)
-    return as_document(
-        attrs.evolve(status_of_records(published.status.run, [entry], 0.0), age=None)
-    )
+    found = status_of_records(published.status.run, [entry], age=0.0)
+    return as_document(attrs.evolve(found, age=None, since=published.lasted))
 
 
 # -- for people ------------------------------------------------------------------------------------

@@ -152,15 +152,9 @@ def _with(status: NodeStatus, *workers: WorkerStatus) -> NodeStatus:
     )
 
 
-def put_out(status: NodeStatus) -> NodeStatus:
-    """Of a node that is no member any more: how far its workers were counts no longer, and the
-    checkpoints that they wrote are there still."""
-    steps = (status.saved, *(worker.saved for worker in status.workers))
-    saved = max((step for step in steps if step is not None), default=None)
-    return attrs.evolve(status, saved=saved, workers=(), step=None, per_second=None, snapshot=None)
-
-
-def seen(status: NodeStatus, heartbeats: Mapping[int, Heartbeat], now: float) -> NodeStatus:
+def with_heartbeats(
+    status: NodeStatus, heartbeats: Mapping[int, Heartbeat], now: float
+) -> NodeStatus:
     """The same with its workers' heartbeats, by local rank; now: by this machine's clock."""
     found, kept = [], []
     for worker in status.workers:

@@ -6,7 +6,7 @@ from typing import Any
 
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import JobState
-from elasticlib.observe.story import NodeStatus, after, seen
+from elasticlib.observe.story import NodeStatus, after, with_heartbeats
 from elasticlib.workers.interface import Heartbeat
 
 
@@ -72,7 +72,7 @@ def test_workers_are_those_of_the_generation() -> None:
 def test_a_look_adds_what_workers_tell() -> None:
     *_, last = told(*begins())
     beat = Heartbeat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
-    (worker,) = seen(last, {0: beat}, 13.0).workers
+    (worker,) = with_heartbeats(last, {0: beat}, 13.0).workers
     assert (worker.step, worker.per_second, worker.silent, worker.saved) == (9, 2.0, 2.0, None)
 
 
@@ -80,8 +80,8 @@ def test_a_look_adds_the_snapshot_that_all_workers_have_kept() -> None:
     other = ("worker.began", {"rank": 1, "local_rank": 1, "name": "pid 9"})
     *_, last = told(*begins(), other, ("snapshot", {"step": 60}))
     beats = {0: Heartbeat(snapshot=97, attached=True), 1: Heartbeat(snapshot=96, attached=True)}
-    assert seen(last, beats, 13.0).snapshot == 96
-    assert seen(last, {0: Heartbeat(attached=True)}, 13.0).snapshot == 60
+    assert with_heartbeats(last, beats, 13.0).snapshot == 96
+    assert with_heartbeats(last, {0: Heartbeat(attached=True)}, 13.0).snapshot == 60
 
 
 def test_facts_of_another_type_than_theirs_were_not_told() -> None:

@@ -163,6 +163,7 @@ def test_one_node_shows_the_same_document_of_itself() -> None:
     (node,) = document["nodes"]
     assert set(node) == set(NODE_FIELDS)
     assert (document["state"], document["source"], document["step"]) == ("RUNNING", "nodes", 11)
+    assert document["since"] == node["since"] == 1.0
     assert (node["healthy"], node["lives"], node["answers"]) == (False, True, True)
     assert node["health"] == "the agent's loop has not turned for 16.0 s"
 
