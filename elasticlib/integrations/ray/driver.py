@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,6 @@ from ...launch.store_host import SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
 from ...stores.secret import VARIABLE as SECRET
-from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
 from ...workers.exit import WorkerExit
 from ...workers.spec import Entrypoint, WorkerState
@@ -372,8 +372,8 @@ class Driver:
         self._ray = ray
         self._order = ray.put(order)
         self._config = order.config
-        self._secret = order.secret.encode()
         self._server = server
+        self._store = server.client()
         self._new_agent = ray.remote(NodeAgent).options
         self._options = self._actor_options(options)
         self._needs = Needs(
@@ -386,8 +386,8 @@ class Driver:
         self._count = 0
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._results: list[RunResult] = []
-        self._deaths: dict[str, int] = {}
-        self._vain: dict[str, int] = {}
+        self._deaths: Counter[str] = Counter()
+        self._vain: Counter[str] = Counter()
         self._short_since = monotonic()
         self._said = self._last_loss = self._failure = ""
         self._asked = 0
@@ -441,6 +441,10 @@ class Driver:
         ready, _ = self._ray.wait(list(waited), num_returns=1, timeout=LOOK_SECONDS)
         return [(waited[answer], answer) for answer in ready]
 
+    @property
+    def _running(self) -> int:
+        return sum(agent.runs for agent in self._agents.values())
+
     def _over(self) -> bool:
         if self._deadline is None:
             return False
@@ -474,11 +478,8 @@ class Driver:
 
     def _place(self) -> None:
         living = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
-        nodes = [
-            RayNode(id_, room, self._deaths.get(id_, 0), self._vain.get(id_, 0))
-            for id_, room in living.items()
-        ]
-        if sum(agent.runs for agent in self._agents.values()) >= self._needs.min_nodes:
+        nodes = [RayNode(id_, living[id_], self._deaths[id_], self._vain[id_]) for id_ in living]
+        if self._running >= self._needs.min_nodes:
             self._short_since = monotonic()
         agents = [
             Placed(number, agent.node, None if agent.runs else agent.age)
@@ -489,8 +490,7 @@ class Driver:
             self._fail(plan.reason + (f"; the last: {self._last_loss}" if self._last_loss else ""))
             return
         for number in plan.withdraw:
-            node = self._agents[number].node
-            self._vain[node] = self._vain.get(node, 0) + 1
+            self._vain[self._agents[number].node] += 1
             self._drop(number)
         for node in plan.place:
             self._start(node)
@@ -549,13 +549,12 @@ class Driver:
         """Whether the job does, although one of its agents has failed."""
         if self._deadline is not None or self._job_is_over():
             return False
-        running = sum(agent.runs for agent in self._agents.values())
         # With fewer than that, it is what the job has waited for in vain.
-        return running >= self._needs.min_nodes and running > 1
+        return self._running >= max(2, self._needs.min_nodes)
 
     def _lose(self, number: int, reason: str) -> None:
         agent = self._agents[number]
-        self._deaths[agent.node] = self._deaths.get(agent.node, 0) + 1 if agent.age < YOUNG else 0
+        self._deaths[agent.node] = self._deaths[agent.node] + 1 if agent.age < YOUNG else 0
         self._last_loss = reason
         self._drop(number)
         log.warning("agent %d on Ray node %s is lost: %s", number, agent.node[:8], reason)
@@ -565,18 +564,9 @@ class Driver:
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""
         keys = Keys(self._config.run_id)
-        store = TcpStore(
-            self._server.host,
-            self._server.port,
-            job=self._config.run_id,
-            timeout=self._config.answer_seconds,
-            secret=self._secret,
-        )
         try:
-            state = StoredJob(keys, store.list(keys.job)).state
+            state = StoredJob(keys, self._store.list(keys.job)).state
         except StoreError as error:
             log.warning("the driver cannot read its own store: %s", error)
             return False
-        finally:
-            store.close()
         return state is not None and state.phase.terminal
