@@ -125,7 +125,7 @@ def test_logs_specs_of_torchrun_and_timers_of_torch_work_as_they_are(
     ("name", "sentence"),
     [
         ("none", "--logs-specs none = nowhere:X cannot be loaded: ModuleNotFoundError"),
-        ("function", "--logs-specs function = specs:function is to be a subclass of torch's"),
+        ("function", "--logs-specs function = specs:function must be a subclass of torch's"),
         ("broken", "--logs-specs broken = specs:Broken failed: ValueError: not today"),
     ],
 )
