@@ -1,4 +1,4 @@
-"""This training under other launchers, while workers are killed.
+"""One training under five launchers, while workers are killed.
 
     python tests/bench/field.py [--only elasticrun,torchrun] [--seconds 120] [--every 10]
         [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
