@@ -1,4 +1,4 @@
-"""This training under other launchers, while workers are killed.
+"""One training under five launchers, while workers are killed.
 
     python tests/bench/field.py [--only elasticrun,torchrun] [--seconds 120] [--every 10]
         [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
@@ -113,9 +113,9 @@ def torchft(python: str, port: int, folder: str) -> list[Argv]:
 def nvrx(python: str, port: int, folder: str) -> list[Argv]:
     command = [python, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    flags = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=1000", "--monitor-interval=0.1"]
-    none = ["--ft-gpu-memory-reclaim-timeout=none"]
-    return [[*command, *meeting, *flags, *none, *trainer("plain", folder)]]
+    flags = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=1000"]
+    quick = ["--monitor-interval=0.1", "--workers-stop-timeout=1"]
+    return [[*command, *meeting, *flags, *quick, *trainer("plain", folder)]]
 
 
 def ray(python: str, _port: int, folder: str) -> list[Argv]:
@@ -160,7 +160,7 @@ LAUNCHERS = (
     Launcher(
         "nvrx",
         "nvidia-resiliency-ext",
-        "`ft_launcher --max-restarts 1000 --monitor-interval 0.1`, no wait for GPU memory; a "
+        "`ft_launcher --max-restarts 1000 --monitor-interval 0.1 --workers-stop-timeout 1`; a "
         "checkpoint each ten steps; not its in-process restart, which cannot bring back a killed "
         "process and would need a spare one for each kill",
         "nvidia-resiliency-ext",
