@@ -21,7 +21,7 @@ from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
 from ..workers.cpu import count_cores
-from ..workers.output import parse_streams
+from ..workers.output import parse_ranks, parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
 from .config import LONGEST, LaunchConfig, SupervisionOptions, check_seconds, read_pairs
 from .endpoints import node_range, read_place, settle_cluster, settle_place
@@ -221,12 +221,10 @@ def split_at_commas(text: str) -> tuple[str, ...]:
 
 
 def _local_ranks(text: str) -> frozenset[int] | None:
-    if not text:
-        return None
     try:
-        return frozenset(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--local-ranks-filter is local ranks as in 0,2, got {text!r}") from None
+        return parse_ranks(text) if text else None
+    except ConfigError as error:
+        raise ConfigError(f"--local-ranks-filter: {error}") from None
 
 
 KINDS = "a number, cpu, gpu, xpu, auto, or the name of a backend that torch was given"

@@ -21,6 +21,7 @@ from ..checkpoint.folder import CheckpointFolder, Found, Retention, open_place
 from ..checkpoint.pack_head import Row, read_head, rows_of
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
+from ..observe.wording import duration, size
 from ..visible import visible
 from .command_tools import Table, complain, show, table_lines
 
@@ -197,8 +198,8 @@ def _show(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
             json.dumps({**_fields(found), "state": [attrs.asdict(row) for row in rows]}, indent=1)
         )
         return 0
-    step, size, saved, _, world, metrics, by, _ = _row(found)
-    print(visible(f"step {step}: {size}, saved {saved} by {by}, world {world}, metrics {metrics}"))
+    step, much, saved, _, world, metrics, by, _ = _row(found)
+    print(visible(f"step {step}: {much}, saved {saved} by {by}, world {world}, metrics {metrics}"))
     inner = [row for row in rows if row.path] or rows
     tree = [("  " * (len(row.path) - 1) + "".join(row.path[-1:]), _about(row)) for row in inner]
     print("\n".join(table_lines(Table((), tree))))
@@ -278,28 +279,11 @@ class Progress:
         if now - self._told < self._every:
             return
         self._told, self._drawn = now, True
-        speed = size_text(self._done / max(now - self._began, 1e-9))
-        of = f" of {size_text(self._total)}" if self._total else ""
-        line = f"{self._verb} {size_text(self._done)}{of}, {speed}/s"
+        speed = size(self._done / max(now - self._began, 1e-9))
+        of = f" of {size(self._total)}" if self._total else ""
+        line = f"{self._verb} {size(self._done)}{of}, {speed}/s"
         text = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
         print(text, end="", file=self._stream, flush=True)
-
-
-def size_text(size: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def age_text(seconds: float) -> str:
-    """How long ago, for people."""
-    for unit, most, size in (("s", 120, 1), ("min", 7200, 60), ("h", 172800, 3600)):
-        if seconds < most:
-            return f"{max(0.0, seconds) / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 def _fields(one: Found) -> dict[str, Any]:
@@ -316,12 +300,12 @@ def _row(one: Found) -> tuple[str, ...]:
     made, state = one.manifest, one.trouble.removeprefix("is ") if one.flaw else "whole"
     if made is None:
         return (str(one.step), *"------", state)
-    size = size_text(made.size) + (f" in {made.parts} parts" if made.parts else "")
+    much = size(made.size) + (f" in {made.parts} parts" if made.parts else "")
     by = f"{made.run} generation {made.generation}" if made.run else "-"
     metrics = " ".join(f"{name}={value:.4g}" for name, value in made.metrics.items())
-    age = age_text(wall() - made.saved_at)
+    age = duration(max(0.0, wall() - made.saved_at))
     world = str(made.world or "-")
-    return (str(one.step), size, date_of(made.saved_at), age, world, metrics or "-", by, state)
+    return (str(one.step), much, date_of(made.saved_at), age, world, metrics or "-", by, state)
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ConfigError
+from ..observe.wording import table
 from ..visible import visible, visible_line
 
 if TYPE_CHECKING:
@@ -60,15 +61,10 @@ def complain(command: str, error: object, status: int) -> int:
     return status
 
 
-def table_lines(table: Table) -> list[str]:
-    """A table as plain text, a line a row; nothing where there is no row."""
-    if not table.rows:
-        return []
-    rows = [[visible_line(cell) for cell in row] for row in (table.head, *table.rows) if row]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    indent = "  " if table.title else ""
-    lines = [indent + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return [table.title, *lines] if table.title else lines
+def table_lines(made: Table) -> list[str]:
+    """As plain text, a line a row; nothing where there is no row."""
+    lines = table(made.head, [[visible_line(cell) for cell in row] for row in made.rows])
+    return [made.title, *(f"  {line}" for line in lines)] if made.title and lines else lines
 
 
 def show(*parts: Part) -> None:
@@ -125,16 +121,16 @@ def _drawn(parts: Sequence[Part]) -> RenderableType:
     return Group(*found[:-1])
 
 
-def _drawn_table(table: Table) -> RenderableType:
+def _drawn_table(made: Table) -> RenderableType:
     from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text
 
-    grid = Grid(box=None, header_style="bold", pad_edge=False, show_header=bool(table.head))
-    for at, name in enumerate(table.head or table.rows[0]):
+    grid = Grid(box=None, header_style="bold", pad_edge=False, show_header=bool(made.head))
+    for at, name in enumerate(made.head or made.rows[0]):
         # What has no room in its column is broken, and never cut off.
         grid.add_column(name, no_wrap=at == 0, overflow="fold")
-    for row in table.rows:
+    for row in made.rows:
         cells = map(visible_line, row)
         grid.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
-    return Padding(grid, (0, 0, 0, 2)) if table.title else grid
+    return Padding(grid, (0, 0, 0, 2)) if made.title else grid

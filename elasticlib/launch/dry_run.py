@@ -38,7 +38,9 @@ def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[st
         "elasticrun --dry-run: nothing is started",
         Table((), [*_settings(launch)], "settings (the flag or variable each is from)"),
         Table(
-            (), [*_told(launch, inherited)], "environment of the workers (beside what they inherit)"
+            (),
+            [*_variables(launch, inherited)],
+            "environment of the workers (beside what they inherit)",
         ),
         Table((), [finding.row for finding in findings], "checks (on this machine, now)"),
         Table((), [(note,) for note in launch.settings.notes], "passed over"),
@@ -103,8 +105,8 @@ def _meant(launch: Launch, name: str) -> object:
 _SIGNALS = {"signals_to_handle": "signals", "drain_signals": "drain_signals"}
 
 
-def _told(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """What each worker would be told; one row for all that are told the same."""
+def _variables(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """The variables that each worker would get; one row for all that get the same."""
     environments = _environments(launch, inherited)
     ranks = range(len(environments))
     for name in sorted(environments[0]):
@@ -128,14 +130,14 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
         Node(id=str(n), host="", address="", slots=config.nproc_per_node, role=config.role)
         for n in range(config.max_nodes)
     ]
-    here = (config.node_rank or 0) if fixed else 0
-    seat = deal_seats(nodes)[here]
+    group_rank = (config.node_rank or 0) if fixed else 0
+    seat = deal_seats(nodes)[group_rank]
     group = WorkerGroup(
         spec=spec,
         workers=deal_ranks(seat),
         run_id=config.run_id,
         generation=1,
-        group_rank=here,
+        group_rank=group_rank,
         group_world_size=config.max_nodes,
         master_addr="",
         master_port=0,
@@ -144,13 +146,13 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     own = dict(_OWN)
     if config.torchrun.timer_file is not None:
         own[TIMER_FILE] = config.torchrun.timer_file or "a pipe of its agent's"
-    told = []
+    found = []
     for worker in group.workers:
         environment = worker_environment(
             group, worker, inherited, error_file="", cores=count_cores()
         )
-        told.append({**environment, **_PLACE, **own, **({} if fixed else _unsettled(launch))})
-    return told
+        found.append({**environment, **_PLACE, **own, **({} if fixed else _unsettled(launch))})
+    return found
 
 
 def _unsettled(launch: Launch) -> dict[str, str]:

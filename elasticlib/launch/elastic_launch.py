@@ -36,9 +36,10 @@ from ..workers.spec import (
     WorkerState,
     entry_name,
 )
-from .config import TCP_BACKENDS, LaunchConfig, check_shutdown
+from .config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
+from .flags import FLAGS
 from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
@@ -47,8 +48,6 @@ from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 
 log = logging.getLogger("elasticlib.launch")
 
-SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-SHUTDOWN_SECONDS = 30.0
 STRANGERS = 32
 """So many may be on their way in to where replicas are taken; one more, and the first makes way."""
 
@@ -116,13 +115,13 @@ def run_node(
     """Run this node's agent to its end; the result tells what that was, whatever it was.
 
     workers: what runs them, if not processes of this machine as the config has them. began:
-    called with the agent before it runs, for who is to tell it something from another thread.
+    called with the agent before it runs, for a thread that sends it something later.
     summed: called with the lines on what the run lost and where to read more.
     """
     config = heeding(config, os.environ)
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
-        # From here to the end: a node that has saved and leaves is often told so again.
+        # From here to the end: a node that drains often gets the signal again.
         held = HELD if HELD.active else stack.enter_context(HeldSignals(options.drain_signals))
         check_machine(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
@@ -168,8 +167,8 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
     # Which interpreter workers have is torchrun's affair, and not its agent's.
     said, _ = read_torchrun_variables(environment, python=False)
     plain, found = TorchrunOptions(), config.torchrun
-    told = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
-    return attrs.evolve(config, torchrun=attrs.evolve(found, **told))
+    heard = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
+    return attrs.evolve(config, torchrun=attrs.evolve(found, **heard))
 
 
 def _depart(
@@ -224,14 +223,15 @@ def shutdown_seconds(config: LaunchConfig) -> float:
     """Seconds; torch's variable counts where the config says nothing."""
     if config.shutdown_timeout is not None:
         return config.shutdown_timeout
-    text = os.environ.get(SHUTDOWN_VARIABLE)
+    name = str(FLAGS["shutdown_timeout"].variable)
+    text = os.environ.get(name)
     if text is None:
-        return SHUTDOWN_SECONDS
+        return float(FLAGS["shutdown_timeout"].default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}")
+    check_seconds(f"{name}={text!r}", seconds)
     return seconds
 
 

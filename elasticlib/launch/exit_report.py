@@ -19,6 +19,7 @@ from ..agent.interface import Cause, RunResult
 from ..observe.history import Cost, Generation, Why
 from ..observe.journal import NodeJournal
 from ..observe.story import DEAREST, Sums
+from ..observe.wording import duration, percentage, plural
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from ..workers.spec import WorkerState
@@ -48,11 +49,11 @@ def summary(journal: NodeJournal, logs: str) -> str:
 def summary_lines(sums: Sums) -> Iterator[str]:
     """What a run came to on this node: one line, and some more if there was anything to lose."""
     count = sums.generations
-    said = [f"{duration(sums.seconds)} in {count} generation{'s' * (count > 1)}"]
+    said = [f"{duration(sums.seconds)} in {plural(count, 'generation')}"]
     if sums.first_step is not None:
         said.append(f"the first step done after {duration(sums.first_step)}")
     if sums.goodput is not None:
-        said.append(f"goodput {100 * sums.goodput:.1f} % on this node")
+        said.append(f"goodput {percentage(sums.goodput)} on this node")
     if sums.saved is not None:
         said.append(f"last checkpoint of step {sums.saved}")
     if sums.snapshot is not None:
@@ -77,12 +78,12 @@ def _generation(made: Generation) -> str:
 
 def _phases(lost: Cost) -> str:
     names = ("detect", "stop", "rendezvous", "start", "restore")
-    told = [(name, getattr(lost, name)) for name in names]
-    said = [f"{name} {duration(seconds)}" for name, seconds in told if seconds is not None]
+    known = [(name, getattr(lost, name)) for name in names]
+    said = [f"{name} {duration(seconds)}" for name, seconds in known if seconds is not None]
     if lost.redone:
-        steps = f"{lost.redone} step{'s' * (lost.redone > 1)}"
+        steps = plural(lost.redone, "step")
         said.append(f"{steps} redone in {duration(lost.redone_seconds)}")
-    return ", ".join(said) or "nothing that was told"
+    return ", ".join(said) or "nothing that is known"
 
 
 def _places(name: str, logs: str, events: str) -> Iterator[str]:
@@ -94,18 +95,6 @@ def _places(name: str, logs: str, events: str) -> Iterator[str]:
         said.append(f"more: elasticlib report {shlex.quote(name)}")
     if said:
         yield "; ".join(said)
-
-
-def duration(seconds: float) -> str:
-    """For people: `0.53 s`, `12.3 s`, `4 min 2 s`, `3 h 20 min`, `2 d 3 h`."""
-    if seconds < 99.95:
-        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 # -- how it ended ----------------------------------------------------------------------------------

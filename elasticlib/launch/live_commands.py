@@ -1,7 +1,7 @@
 """`elasticlib status` and `stacks`: what a run is doing, and what its workers' threads are doing.
 
 A run is found by its record on this machine or by its store's endpoint. The store's own gatekeeping
-holds as for any node: who does not know the secret is told nothing.
+holds as for any node: a reader without the secret learns nothing.
 """
 
 from __future__ import annotations
@@ -370,43 +370,43 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
 
     Raises what `reached` raises, where nothing was written on this machine.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     with contextlib.ExitStack() as stack:
         try:
             store, run_id = stack.enter_context(reached(target, chosen))
         except ElasticError as failed:
-            told_how = chosen.secret_file or chosen.rdzv_conf
+            explicit = chosen.secret_file or chosen.rdzv_conf
             kept = any(event.possible for path in target.records for event in _events_of(path))
-            if not kept or (told_how and isinstance(failed, ConfigError)):
+            if not kept or (explicit and isinstance(failed, ConfigError)):
                 raise
             error = failed
-            yield lambda: _from_events(recorded(target), error, told)
+            yield lambda: _from_events(recorded(target), error, reported)
             return
 
         def look() -> JobStatus:
             try:
                 status = status_of(read_job(store, run_id))
             except StoreError as error:
-                return _from_events(recorded(target), error, told)
-            return status or _not_in_store(target, run_id, told)
+                return _from_events(recorded(target), error, reported)
+            return status or _not_in_store(target, run_id, reported)
 
         yield look
 
 
-def _not_in_store(target: Target, run_id: str, told: set[str]) -> JobStatus:
+def _not_in_store(target: Target, run_id: str, reported: set[str]) -> JobStatus:
     """An agent may take seconds from its first event until its node has joined."""
     status = recorded(target)
     if status is not None and status.starting:
         return status
-    return _from_events(status, StoreError(f"no job {run_id!r} is there (yet)"), told)
+    return _from_events(status, StoreError(f"no job {run_id!r} is there (yet)"), reported)
 
 
-def _from_events(status: JobStatus | None, error: ElasticError, told: set[str]) -> JobStatus:
-    """What is recorded. told: what was said of why nobody answers, which is not said again."""
+def _from_events(status: JobStatus | None, error: ElasticError, reported: set[str]) -> JobStatus:
+    """What is recorded. reported: the errors that were printed already."""
     if status is None:
         raise error
-    if str(error) not in told and not (status.state is not None and status.state.over):
-        told.add(str(error))
+    if str(error) not in reported and not (status.state is not None and status.state.over):
+        reported.add(str(error))
         complain("status", error, NOBODY)
     return status
 

@@ -30,6 +30,7 @@ from ..compat import TIMER_FILE
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreError, StoreRefused
 from ..held_folder import is_held
+from ..observe.wording import size
 from ..stores.secret import VARIABLE as SECRET
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
@@ -117,7 +118,7 @@ def look_at_program(config: LaunchConfig, entrypoint: Entrypoint) -> Iterator[Fi
         yield Finding("script", True, f"{getattr(entrypoint, 'path', entrypoint)} is there")
     cores, workers = count_cores(), config.nproc_per_node
     few = True if workers <= cores else None
-    yield Finding("processors", few, f"{workers} workers, and {cores} to use")
+    yield Finding("processors", few, f"{workers} workers, {cores} processors")
     refused = list(_tried("--preload", lambda: check_preload(config.preload, entrypoint), ""))
     yield from refused
     for name in () if refused else config.preload:
@@ -202,7 +203,7 @@ def look_at_ports(config: LaunchConfig, environment: Mapping[str, str]) -> Itera
         if where is not None:
             why = why_not_served([where[0], *["0.0.0.0"] * (where[0] == EVERYWHERE)], where[1])
             said = "can be served" if why is None else f"cannot be served: {why}"
-            # The launch goes on without torch's, which several on a machine may be told.
+            # The launch goes on without torch's, which several launches may share.
             bad = False if name == OBSERVE_FLAG else None
             good = True if why is None else bad
             yield Finding(name, good, f"{join_endpoint(*where)} {said}")
@@ -240,7 +241,7 @@ def look_at_own_name(
     # Without another machine, or with an interface that is named, nobody goes by this name.
     alone = target is None or all(map(is_loopback, resolve(*target)))
     bad = None if alone or environment.get(GLOO) else False
-    ways = f"have /etc/hosts say {outward}, or set GLOO_SOCKET_IFNAME for the workers"
+    ways = f"map it to {outward} in /etc/hosts, or set GLOO_SOCKET_IFNAME for the workers"
     if outward == "127.0.0.1":
         ways = "other machines need an address of this one to reach it"
     shown = ", ".join(found)
@@ -250,7 +251,7 @@ def look_at_own_name(
         sentence = f"{name} means {shown} here, which no other machine can reach: workers of "
         yield Finding(check, bad, f"{sentence}several machines would wait for each other; {ways}")
     elif not any(map(is_ours, found)):
-        yield Finding(check, bad, f"{name} means {shown}, which this machine has not: {ways}")
+        yield Finding(check, bad, f"{name} means {shown}, no address of this machine: {ways}")
     else:
         yield Finding(check, True, f"{name} is {shown}")
 
@@ -468,7 +469,7 @@ def look_at_shared_memory(place: str = SHARED_MEMORY) -> Iterator[Finding]:
             "emptyDir of medium Memory there",
         )
         return
-    sizes = f"{_size(usage.free)} of {_size(usage.total)} are free in {place}"
+    sizes = f"{size(usage.free)} of {size(usage.total)} are free in {place}"
     if usage.total <= LITTLE_SHARED:
         hint = "that is Docker's default, and little for loaders with workers: give --shm-size"
         yield Finding(check, None, f"{sizes}; {hint}")
@@ -526,31 +527,31 @@ def filesystem_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str
 
 def look_at_limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    said = f"{_count(soft)} open files may be had, {_count(hard)} at most"
+    said = f"{_count(soft)} are allowed, {_count(hard)} at most"
     few = hard != resource.RLIM_INFINITY and hard < FEW_FILES
-    advice = "; that is too few for a store or many loaders: raise it (ulimit -Hn, LimitNOFILE=)"
+    advice = "; too few for a store or many loaders: raise the limit (ulimit -Hn, LimitNOFILE=)"
     yield Finding("open files", not few, said + (advice if few else ""))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     few = soft != resource.RLIM_INFINITY and soft < FEW_PROCESSES
-    advice = ", and each thread is one: raise it (ulimit -u)" if few else ""
+    advice = ", and each thread counts as one: raise the limit (ulimit -u)" if few else ""
     pids = limit_of_group("pids", "pids.max")
     group = "" if pids is None else f", {pids} in this container"
     good = not few and (pids is None or pids >= FEW_PROCESSES // 4)
-    advice = advice or ("; raise its limit of pids" if not good else "")
-    yield Finding("processes", good, f"{_count(soft)} may run{group}{advice}")
+    advice = advice or ("; raise the container's limit of pids" if not good else "")
+    yield Finding("processes", good, f"{_count(soft)} are allowed{group}{advice}")
 
 
 def look_at_memory() -> Iterator[Finding]:
     limit = limit_of_group("memory", "memory.max", "memory.limit_in_bytes")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if limit is None or limit >= total:
-        yield Finding("memory", True, f"{_size(total)}, and no limit of a container's")
+        yield Finding("memory", True, f"{size(total)}, and no limit of a container's")
     else:
         yield Finding(
             "memory",
             True,
-            f"this container may use {_size(limit)} of the machine's {_size(total)}; what lies in "
-            f"{SHARED_MEMORY} counts, and whoever needs more is killed (SIGKILL)",
+            f"this container may use {size(limit)} of the machine's {size(total)}; what lies in "
+            f"{SHARED_MEMORY} counts, and a process that needs more is killed (SIGKILL)",
         )
 
 
@@ -560,27 +561,29 @@ def look_at_clock() -> Iterator[Finding]:
     except (OSError, AttributeError):
         state = -1
     if state < 0:
-        yield Finding("clock", None, "this system does not say whether its clock is kept right")
+        yield Finding("clock", None, "this system does not say whether its clock is synchronised")
     elif state == UNSYNCHRONISED:
-        sentence = "nothing keeps the clock right: times in the logs of several machines may not "
-        yield Finding("clock", None, sentence + "match (the training needs no clock); run NTP")
+        sentence = (
+            "the clock is not synchronised: run NTP, or times in the logs of several machines "
+        )
+        yield Finding("clock", None, f"{sentence}may not match (training needs no clock)")
     else:
-        yield Finding("clock", True, "it is kept right by NTP")
+        yield Finding("clock", True, "the clock is synchronised by NTP")
 
 
 def look_at_signals() -> Iterator[Finding]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    told = (*SIGNALS, *DRAIN_SIGNALS, signal.SIGCHLD)
+    heeded = (*SIGNALS, *DRAIN_SIGNALS, signal.SIGCHLD)
     # Workers are waited for, whether or not SIGCHLD is heard.
-    masked = [number.name for number in told[:-1] if number in blocked]
-    ignored = [number.name for number in told if signal.getsignal(number) is signal.SIG_IGN]
+    masked = [number.name for number in heeded[:-1] if number in blocked]
+    ignored = [number.name for number in heeded if signal.getsignal(number) is signal.SIG_IGN]
     if masked:
-        sentence = f"{', '.join(masked)} blocked: whoever starts elasticrun is to unblock them"
+        sentence = f"{', '.join(masked)} blocked: unblock them in what starts elasticrun"
         yield Finding("signals", False, sentence)
     elif ignored:
         # It must hear how its workers end; else what was ignored when it was started stays so.
         deaf = [name for name in ignored if name != "SIGCHLD"]
-        sentence = f"{', '.join(ignored)} ignored by whoever started this (nohup, a shell's &)"
+        sentence = f"{', '.join(ignored)} ignored by what started this command (nohup, a shell's &)"
         then = f"will not hear {', '.join(deaf)}" if deaf else "sets that right"
         good = False if "SIGTERM" in deaf else None
         yield Finding("signals", good, f"{sentence}: elasticrun {then}")
@@ -629,11 +632,11 @@ def _sizes(paths: list[Path]) -> str:
         for name in (*folders, *files):
             with contextlib.suppress(OSError):
                 found += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return _size(found)
+    return size(found)
 
 
 def _mentioned() -> bytes:
-    """What processes of this user have mapped, and were told in environments and commands."""
+    """What processes of this user have mapped, and what is in their environments and commands."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
@@ -665,11 +668,3 @@ def limit_of_group(
 
 def _count(limit: int) -> str:
     return "any number" if limit == resource.RLIM_INFINITY else str(limit)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -109,7 +109,7 @@ def taken(looks: Mapping[str, Look], limit: float = LIMIT) -> list[Finding]:
         try:
             answers.put((name, list(look())))
         except Exception as error:
-            sentence = f"could not be found out: {type(error).__name__}: {error}"
+            sentence = f"the look failed: {type(error).__name__}: {error}"
             answers.put((name, [Finding(name, None, sentence)]))
 
     for name, look in looks.items():
@@ -122,5 +122,5 @@ def taken(looks: Mapping[str, Look], limit: float = LIMIT) -> list[Finding]:
         except queue.Empty:
             break
         found[name] = findings
-    late = f"not found out within {limit:g} s: what it looks at hangs, or this machine is busy"
+    late = f"no answer within {limit:g} s: what is looked at hangs, or this machine is busy"
     return [one for name in looks for one in found.get(name, [Finding(name, None, late)])]

@@ -59,11 +59,11 @@ class Meeting:
         """
         if self.server is None or self.store is None:
             return
-        nodes, told = Keys(self.run_id).node(), False
+        nodes, said = Keys(self.run_id).node(), False
         try:
             while not stopped() and (living := self.store.list(nodes)).entries:
-                if not told:
-                    told = True
+                if not said:
+                    said = True
                     log.info("still serving the store to %d nodes", len(living.entries))
                 self.store.wait(nodes, after=living.version, timeout=0.5)
         except StoreError as error:
@@ -172,7 +172,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
 
 
 def open_to_look(config: LaunchConfig, timeout: float) -> Store:
-    """The store of another distribution's backend, for who asks its nodes and is none of them.
+    """The store of another distribution's backend, for a reader that is no node of the job.
 
     timeout: seconds within which a call ends.
 

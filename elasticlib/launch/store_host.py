@@ -160,8 +160,8 @@ class TcpMeetingPlace:
                 log.warning("%s: this node, which was alone, goes to the store there", there)
             elif there != said:
                 log.warning(
-                    "%s: this node still serves the store at %s, for those who are in it or until "
-                    "one is served there; who comes from now on does not find it here",
+                    "%s: this node goes on serving the store at %s to the nodes that are in it, or "
+                    "until one is served there; nodes that start now do not find it",
                     there,
                     hosted.address,
                 )
@@ -264,7 +264,7 @@ class TcpMeetingPlace:
         self._everywhere = True
         log.warning(
             "this node hosts the store at all of its addresses, port %d, as --rdzv-conf "
-            "is_host=true says and %s (%s) is none of them: somebody must pass that on to here",
+            "is_host=true says, and %s (%s) is none of them: forward that to this machine",
             port,
             endpoint,
             ", ".join(addresses),
@@ -280,7 +280,7 @@ class TcpMeetingPlace:
             )
         said = f"another process hosts the store at {endpoint} ({why})"
         if not tried:
-            said = f"the name in {endpoint} means nothing here yet: the store is waited for"
+            said = f"the name in {endpoint} means nothing here yet: waiting for the store"
         elif self._hosts:
             said = f"this node hosts the store at {endpoint} once the name means it ({why})"
         if said != self._said:

@@ -105,13 +105,15 @@ def cell(value: Item | None, shown: Callable[[Item], str] = str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in plain text, column beside column; none if there is no row."""
+    """The lines of a table in plain text, column beside column; none if there is no row. head: may
+    be empty."""
     if not rows:
         return []
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+    shown = [row for row in (head, *rows) if row]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
+        for row in shown
     ]
 
 

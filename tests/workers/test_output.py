@@ -221,7 +221,7 @@ def test_a_writer_of_200_megabytes_neither_fills_memory_nor_holds_up_the_loop(
 
 
 def test_flags_are_read_as_torchrun_reads_them() -> None:
-    flags = "-t 3 --local_ranks_filter 0,2 --duplicate-stdout-filters a,,b,c --nproc-per-node 3"
+    flags = "-t 3 --local_ranks_filter 0,2-2 --duplicate-stdout-filters a,,b,c --nproc-per-node 3"
     config, _ = parse([*flags.split(), "--duplicate-stderr-filters", "x", "--no-python", "true"])
     assert config.local_ranks_filter == frozenset({0, 2})
     assert (config.output.stdout_needles, config.output.stderr_needles) == (("a,b", "c"), ("x",))
@@ -233,9 +233,9 @@ def test_flags_are_read_as_torchrun_reads_them() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--local-ranks-filter 0,x", "--local-ranks-filter is local ranks as in 0,2, got '0,x'"),
+        ("--local-ranks-filter 0,x", "ranks are numbers as in 0,3 or 0-7, got '0,x'"),
         ("--local-ranks-filter 1", "--local-ranks-filter names local rank 1, and there are 1"),
-        ("--local-ranks-filter=-1", "--local-ranks-filter names local rank -1"),
+        ("--local-ranks-filter=-1", "--local-ranks-filter: ranks are numbers as in 0,3"),
         ("--duplicate-stdout-filters a", "that is no worker's stdout: add --tee 1"),
         ("--duplicate-stderr-filters a -t 1", "that is no worker's stderr: add --tee 2"),
         (
