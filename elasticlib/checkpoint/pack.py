@@ -114,8 +114,8 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 # -- an outline, written ---------------------------------------------------------------------------
 
 
-class Encoder(Walk):
-    """Makes of a state what `json.dumps` takes and `decode` reads, with numbers for its tensors.
+class _Encoder(Walk):
+    """Makes of a state what `json.dumps` takes and `_Decoder` reads, with numbers for its tensors.
 
     What cannot be saved is a CheckpointError that says what it is, and where it stands.
 
@@ -378,15 +378,15 @@ def lay_out(
     """How to pack `state`, which is not copied yet.
 
     Args:
-        state: nested containers of tensors, arrays and plain values, as `Encoder` knows
-            them. Dense tensors of any dtype, on any device.
+        state: nested containers of plain values, arrays and dense tensors, of any dtype, on any
+            device.
         meta: what `read_meta` gives back without the tensors: plain JSON, such as the step.
         shown_as: the keys by which other tools find a tensor, for those by which it stands here.
 
     Raises:
         CheckpointError: the state cannot be saved; the message says what, and where it stands.
     """
-    encoder = Encoder()
+    encoder = _Encoder()
     tree = encoder.walk(state)
     made = _Blocks(encoder, shown_as)
     names = entry_names([(block.path, block.like is not None) for block in made.blocks])
@@ -484,7 +484,7 @@ class _Blocks:
     and whether it is a conjugate and a negative.
     """
 
-    def __init__(self, encoder: Encoder, shown_as: Callable[[Way], Way]) -> None:
+    def __init__(self, encoder: _Encoder, shown_as: Callable[[Way], Way]) -> None:
         self._tensors, self._arrays = encoder.tensors, encoder.arrays
         self._paths = [".".join(map(str, shown_as(way))) or "state" for way in encoder.ways]
         self.blocks: list[_Block] = []

@@ -619,7 +619,7 @@ def read_summed(
             done += count
         return done, summed
 
-    found = in_threads(segment, -(-size // SEGMENT), threads)
+    found = _in_threads(segment, -(-size // SEGMENT), threads)
     whole = sum(1 for count, _ in found if count == SEGMENT)
     return _joined(found[: whole + 1])
 
@@ -634,10 +634,10 @@ def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
         part = data[(number - 1) * SEGMENT : number * SEGMENT]
         return len(part), zlib.crc32(part)
 
-    return _joined(in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
+    return _joined(_in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
 
 
-def in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
+def _in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
     """What `act` gives for 0 to `count` - 1, in that order, called by this thread and others.
 
     Raises the first error of them all, once none is at it any more.

@@ -48,7 +48,7 @@ class AgentMemory:
     """Where an agent has its worker leave snapshots.
 
     folder: in the agent's memory, for this start of its workers. run, generation, launch: the
-    worker's own; see `fence.Writer`.
+    worker's own; see `commit.Writer`.
     """
 
     folder: str
