@@ -91,11 +91,11 @@ def _load_torchs(name: str) -> Callable[[BackendRequest], RendezvousHandler]:
 
 
 def warn_of_shadows() -> None:
-    """Say of each entry point that bears a name of ours that it is passed over."""
+    """Say of each entry point that bears a name of ours that it is ignored."""
     found = registered()
     for name in (*OUR_BACKENDS, TORCH_C10D):
         for point in found.get(name, ()):
-            log.warning("%s is passed over: that name is elasticlib's own", _described(point))
+            log.warning("%s is ignored: that name is elasticlib's own", _described(point))
 
 
 def _described(point: EntryPoint) -> str:

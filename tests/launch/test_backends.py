@@ -160,7 +160,7 @@ def test_our_own_name_stays_ours_and_the_other_is_told_of(
     assert meeting.server is not None
     assert "shelf" not in sys.modules
     assert caplog.messages == [
-        "tcp = shelf:open_store (shelf) is passed over: that name is elasticlib's own"
+        "tcp = shelf:open_store (shelf) is ignored: that name is elasticlib's own"
     ]
 
 
