@@ -80,7 +80,7 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
         raise ConfigError(f"--rdzv-backend {origin} failed: {describe(error)}") from error
     if not isinstance(opened, (Store, RendezvousHandler)):
         raise ConfigError(
-            f"--rdzv-backend {origin} is to return a Store or a RendezvousHandler, "
+            f"--rdzv-backend {origin} must return a Store or a RendezvousHandler, "
             f"got {type(opened).__name__}"
         )
     return opened
@@ -91,11 +91,11 @@ def _load_torchs(name: str) -> Callable[[BackendRequest], RendezvousHandler]:
 
 
 def warn_of_shadows() -> None:
-    """Say of each entry point that bears a name of ours that it is ignored."""
+    """Say of each entry point that bears a name of ours that it is passed over."""
     found = registered()
     for name in (*OUR_BACKENDS, TORCH_C10D):
         for point in found.get(name, ()):
-            log.warning("%s is ignored: that name is elasticlib's own", _described(point))
+            log.warning("%s is ignored: elasticlib has a backend of that name", _described(point))
 
 
 def _described(point: EntryPoint) -> str:
