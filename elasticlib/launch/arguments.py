@@ -2,7 +2,7 @@
 into a `LaunchConfig` and an entry point.
 
 Who said what is known to the end, for --dry-run and for the sentence that refuses it. What has no
-meaning beside the rest is refused or passed over by name.
+meaning beside the rest is refused, or ignored with a warning.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchC
     )
     conf = config.rdzv_configs
     if {"timeout", "join_timeout"} <= set(conf) and not config.of_torch:
-        said = f"--rdzv-conf timeout={conf['timeout']} is passed over"
+        said = f"--rdzv-conf timeout={conf['timeout']} is ignored"
         notes = (*notes, f"{said}: join_timeout={conf['join_timeout']} goes before it")
     return config, settings.noted(*notes)
 

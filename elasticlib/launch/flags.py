@@ -548,7 +548,7 @@ class Settings:
         """These settings as if nobody had given them, and a note of each that somebody did."""
         given = (self.found[name] for name in names)
         notes = (
-            f"{s.origin}={s.value} is passed over: {because}"
+            f"{s.origin}={s.value} is ignored: {because}"
             for s in given
             if s.source is not Source.DEFAULT and says(s.value)
         )

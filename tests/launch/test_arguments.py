@@ -318,7 +318,7 @@ def test_of_two_words_for_the_time_to_join_torchs_newer_one_counts(script: str) 
     told = read_launch(line, {})
     assert told.config.timing.join == 600
     (note,) = told.settings.notes
-    assert note == "--rdzv-conf timeout=900 is passed over: join_timeout=600 goes before it"
+    assert note == "--rdzv-conf timeout=900 is ignored: join_timeout=600 goes before it"
 
 
 def test_conf_values_may_be_numbers_or_text() -> None:

@@ -165,7 +165,7 @@ def test_what_does_not_fit_a_place_of_the_users_is_left_out(script: str, tmp_pat
         launch(script, "--rdzv-backend file", variables)
     spare = launch(script, "--nnodes 1:1 --spares 1", variables)
     assert spare.config.node_rank is None
-    assert spare.settings.notes == ("SLURM_NODEID=1 is passed over: the job has up to 1 nodes",)
+    assert spare.settings.notes == ("SLURM_NODEID=1 is ignored: the job has up to 1 nodes",)
 
 
 def test_skypilots_task_is_the_run_over_all_recoveries(script: str) -> None:

@@ -151,7 +151,7 @@ def test_what_is_said_more_directly_tells_where_nodes_meet_and_the_rest_is_named
     config = told.config
     assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == place
     assert len(told.settings.notes) == passed_over
-    assert all("is passed over: " in note for note in told.settings.notes)
+    assert all("is ignored: " in note for note in told.settings.notes)
     assert not any(re.search(r" and \S+ says$", note) for note in told.settings.notes)
 
 
