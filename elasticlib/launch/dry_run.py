@@ -43,7 +43,7 @@ def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[st
             "environment of the workers (beside what they inherit)",
         ),
         Table((), [finding.row for finding in findings], "checks (on this machine, now)"),
-        Table((), [(note,) for note in launch.settings.notes], "passed over"),
+        Table((), [(note,) for note in launch.settings.notes], "ignored"),
         f"{bad} of {len(findings)} checks failed" if bad else "all checks passed",
     )
 
